@@ -1,0 +1,1 @@
+"""How one cell is run, measured, verified and recorded."""

@@ -1,0 +1,291 @@
+"""Starts the ranks of a trial, waits for them, turns whatever happens into an Outcome, leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.cell import Cell
+from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file
+from harness.worker import run_rank, run_spawned
+from harness.workloads import DataSource
+
+LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial: `status` as in the schema, the reason a person can act on, and each rank's answer."""
+
+    status: str
+    reason: str
+    started_at: float
+    wall_seconds: float
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    log_tail: str = ""
+    stacks: str = ""
+
+    @property
+    def startup_seconds(self) -> float | None:
+        """From the launch to the last rank's first instruction."""
+        entered = [a["entered_at"] for a in self.answers if "entered_at" in a]
+        return max(entered) - self.started_at if entered else None
+
+
+def allowed_cores() -> list[int]:
+    """The CPU cores this process may use, one hardware thread per core first."""
+    allowed = sorted(os.sched_getaffinity(0))
+    first, rest, seen = [], [], set()
+    for core in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        siblings = path.read_text().strip() if path.exists() else str(core)
+        (rest if siblings in seen else first).append(core)
+        seen.add(siblings)
+    return first + rest
+
+
+def pin(cell: Cell, processes: int) -> tuple[tuple[int, ...], ...]:
+    """Cores of each process: its devices' own, round and round where there are more devices than cores."""
+    cores = allowed_cores()
+    per_process = cell.threads_per_device * (cell.devices // processes)
+    return tuple(tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)})) for p in range(processes))
+
+
+def oversubscribed(cell: Cell) -> bool:
+    return cell.threads_per_device * cell.devices > len(allowed_cores())
+
+
+class Launcher:
+    """Keeps the fork server warm and runs one trial at a time."""
+
+    def __init__(self) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        _become_subreaper()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["harness.warm"])
+        from multiprocessing import forkserver
+
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._ignored = {child.pid for child in psutil.Process().children()}
+        forkserver.ensure_running()
+        self._ignored |= {child.pid for child in psutil.Process().children()}
+
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        reference: str | None = None,
+        reference_output: str | None = None,
+        max_restarts: int = 0,
+        on_progress: Callable[[int, float], None] | None = None,
+    ) -> Outcome:
+        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`."""
+        scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
+        started_at, begin = time.time(), time.perf_counter()
+        try:
+            with _listen(scratch, on_progress) as progress, _Deadline(scratch, processes, cell.time_limit_seconds) as deadline:
+                spec = TrialSpec(
+                    cell=cell,
+                    scratch=scratch,
+                    data=data,
+                    processes=processes,
+                    cores=pin(cell, processes),
+                    reference=reference,
+                    reference_output=reference_output,
+                    progress=progress,
+                    interface="lo",
+                )
+                interrupted = False
+                try:
+                    _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
+                except KeyboardInterrupt:
+                    interrupted = True
+                finally:
+                    self._sweep(scratch, processes)
+            outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted)
+            return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, **outcome)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _sweep(self, scratch: str, processes: int) -> None:
+        """Kills what a trial left: sessions of its ranks, and orphans that the kernel gave to us or the fork server."""
+        for pid in rank_pids(scratch, processes):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        left = []
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in self._ignored:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+                    left.append(child)
+        psutil.wait_procs(left, timeout=5)
+
+
+def rank_pids(scratch: str, processes: int) -> list[int]:
+    """Process ids of the ranks that have started."""
+    files = [pid_file(scratch, rank) for rank in range(processes)]
+    return [int(text) for f in files if f.exists() and (text := f.read_text())]
+
+
+def _become_subreaper() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _elastic(spec: TrialSpec, max_restarts: int) -> None:
+    """torchrun's own agent, in this process, over the warm fork server; returns when all ranks have gone."""
+    import torch.distributed.elastic.rendezvous.registry as registry
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    class Agent(LocalElasticAgent):
+        """Blocks until a rank ends or answers, where torch's agent looks every tenth of a second."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            context: Any = self._pcontext
+            ends = [p.sentinel for p in context._pc.processes]
+            answers = [q._reader for rank, q in context._ret_vals.items() if rank not in context._return_values]
+            multiprocessing.connection.wait(ends + answers)
+            return super()._monitor_workers(worker_group)
+
+    rendezvous = RendezvousParameters("c10d", "localhost:0", Path(spec.scratch).name, 1, 1, local_addr="localhost")
+    worker_spec = WorkerSpec(
+        role="rank",
+        local_world_size=spec.processes,
+        entrypoint=run_rank,
+        args=(spec,),
+        rdzv_handler=registry.get_rendezvous_handler(rendezvous),
+        max_restarts=max_restarts,
+        monitor_interval=0.001,
+        local_addr="localhost",
+    )
+    agent = Agent(worker_spec, DefaultLogsSpecs(log_dir=spec.scratch), start_method="forkserver", exit_barrier_timeout=10.0, shutdown_timeout=2)
+    try:
+        agent.run()
+    except SignalException as stop:
+        raise KeyboardInterrupt from stop
+    finally:
+        worker_spec.rdzv_handler.shutdown()
+
+
+def _spawn(spec: TrialSpec) -> None:
+    """torch.multiprocessing.spawn, as its documentation shows it: a fresh interpreter per rank."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
+        mp.spawn(run_spawned, args=(spec, port), nprocs=spec.processes)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterator[str | None]:
+    """A socket on which rank 0 tells of its steps; the thread that reads it sleeps in between."""
+    if heard is None:
+        yield None
+        return
+    address = str(Path(scratch) / "progress")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(address)
+
+        def read() -> None:
+            while message := listener.recv(1024):
+                if message == b"stop":
+                    return
+                told = json.loads(message)
+                heard(told["step"], told["seconds"])
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        try:
+            yield address
+        finally:
+            listener.connect(address)
+            listener.send(b"stop")
+            thread.join()
+
+
+class _Deadline:
+    """At the time limit: asks each rank for its stacks, then kills them all."""
+
+    def __init__(self, scratch: str, processes: int, seconds: float) -> None:
+        self.scratch, self.processes = scratch, processes
+        self.passed = False
+        self.timer = threading.Timer(seconds, self._strike)
+
+    def __enter__(self) -> _Deadline:
+        self.timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()
+        self.timer.join()
+
+    def _strike(self) -> None:
+        self.passed = True
+        pids = rank_pids(self.scratch, self.processes)
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
+            if number == signal.SIGUSR1:
+                time.sleep(0.5)
+
+
+def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool) -> dict[str, Any]:
+    """Status, reason, answers, log and stacks from what the ranks left in the trial's folder."""
+    answers = []
+    for rank in range(processes):
+        file = answer_file(scratch, rank)
+        answers.append(json.loads(file.read_text()) if file.exists() else {"rank": rank})
+    logs = {rank: _tail(log_file(scratch, rank)) for rank in range(processes)}
+    stacks = "\n".join(f"rank {r}:\n{text}" for r in range(processes) if (text := _tail(stacks_file(scratch, r), 20000)))
+    if interrupted:
+        return {"status": "interrupted", "reason": "stopped by the user", "answers": answers, "log_tail": logs[0], "stacks": stacks}
+    if timed_out:
+        reason = f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of its ranks are recorded"
+        return {"status": "timeout", "reason": reason, "answers": answers, "log_tail": logs[0], "stacks": stacks}
+    silent = [a["rank"] for a in answers if "status" not in a]
+    failed = [a for a in answers if a.get("status") not in (None, "ok")]
+    causes = [a for a in failed if not a["consequence"]]
+    if causes:
+        first = min(causes, key=lambda a: a["failed_at"])
+        reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
+    elif silent:
+        # A rank that says nothing was killed (or never started): what the others say is a consequence of that.
+        first = {"rank": silent[0]}
+        reason, status = f"rank {silent[0]} ended without an answer: killed from outside, or by the kernel for memory", "failed"
+    elif failed:
+        first = min(failed, key=lambda a: a["failed_at"])
+        reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
+    else:
+        return {"status": "ok", "reason": "", "answers": answers}
+    return {"status": status, "reason": reason, "answers": answers, "log_tail": logs[first["rank"]], "stacks": stacks}
+
+
+def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
+    if not file.exists():
+        return ""
+    return file.read_bytes()[-size:].decode("utf-8", "replace").strip()

@@ -1,0 +1,1 @@
+"""Clock, memory, FLOPs: each file answers one question."""

@@ -1,0 +1,54 @@
+"""What share of a pipeline's devices' time is spent waiting?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+def busy_fraction(
+    step: Callable[[], None],
+    compute: Sequence[tuple[Any, str]],
+    synchronize: Callable[[], None],
+    repeats: int = 3,
+    now: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Share of the wall time of `repeats` steps that this rank spent inside the named methods.
+
+    The methods are wrapped for this pass only. The device is synchronised around each call, so the pass is slower than
+    a timed step on a GPU; fractions are taken within it.
+    """
+    busy = 0.0
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal busy
+            synchronize()
+            begin = now()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                synchronize()
+                busy += now() - begin
+
+        return call
+
+    for owner, name in compute:
+        setattr(owner, name, wrapped(getattr(owner, name)))
+    try:
+        begin = now()
+        for _ in range(repeats):
+            step()
+        synchronize()
+        total = now() - begin
+    finally:
+        for owner, name in compute:
+            delattr(owner, name)
+    return busy / total
+
+
+def bubble_fraction(busy: Iterable[float]) -> float:
+    """1 - mean busy share over the ranks. Theory for GPipe and 1F1B: (p-1)/(m+p-1) (GPipe, arXiv 1811.06965)."""
+    shares = list(busy)
+    return max(0.0, 1.0 - sum(shares) / len(shares))

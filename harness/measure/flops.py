@@ -1,0 +1,61 @@
+"""How many floating-point operations does the model need, and what share of the device's peak is that?"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+FORMULA = (
+    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit model, 2 per multiply-add, attention"
+    " over the full square, counted by torch.utils.flop_counter; recomputation does not count; MFU = FLOPs x steps/s / (devices x peak of the device in the precision)"
+)
+
+# Dense peaks in FLOP/s without sparsity, from NVIDIA's data sheets: (fp32, bf16 and fp16).
+_PEAK = {
+    "V100": (15.7e12, 125e12),
+    "T4": (8.1e12, 65e12),
+    "A100": (19.5e12, 312e12),
+    "A10": (31.2e12, 125e12),
+    "L4": (30.3e12, 121e12),
+    "L40S": (91.6e12, 362e12),
+    "H100 PCIe": (51e12, 756e12),
+    "H100": (67e12, 989e12),
+    "H200": (67e12, 989e12),
+    "GH200": (67e12, 989e12),
+}
+
+
+@functools.cache
+def model_flops_per_sample(workload: Workload, sequence_length: int) -> int:
+    """FLOPs of one sample's forward and backward, counted on tensors without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode():
+        model = workload.build(seed=0)
+        if hasattr(model.config, "_attn_implementation"):
+            model.config._attn_implementation = "eager"  # fused attention is not in the counter's list on every device
+        with FlopCounterMode(display=False) as counter:
+            workload.logits(model, workload.sample_inputs(1, sequence_length)).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
+    """The data sheet's dense peak of one device; None for a device that is not in the table (every CPU)."""
+    if device_name is None:
+        return None
+    matches = [name for name in _PEAK if name in device_name]
+    if not matches:
+        return None
+    fp32, half = _PEAK[max(matches, key=len)]
+    return fp32 if precision == "fp32" else half
+
+
+def mfu(flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), a fraction; None where the peak is unknown."""
+    if flops_per_step is None or peak is None or step_seconds <= 0:
+        return None
+    return flops_per_step / step_seconds / (devices * peak)

@@ -1,0 +1,183 @@
+"""Is this trial the same training as the reference?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.strategy import EXACT, Deviation, Exposed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.workloads import Workload
+
+VERSION = 1  # of the reference files; raise it when what they hold changes meaning
+
+# What a precision costs against the fp32 reference, over at most 20 steps. docs/parity.md has the measured figures.
+PRECISION = {
+    "bf16": Deviation(5e-3, 0.5, "bf16 keeps 8 bits of mantissa: every product is rounded to 0.4 %"),
+    "fp16": Deviation(1e-3, 0.3, "fp16 keeps 11 bits of mantissa, and loss scaling may skip a first step"),
+}
+SPLIT_BATCH_NORM = Deviation(0.3, 3.0, "BatchNorm normalises each replica's or micro-batch's own samples: another training")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and what was allowed."""
+
+    verdict: str
+    reason: str
+    max_loss_deviation: float | None
+    max_update_deviation: float | None
+    worst_tensor: str | None
+    loss_tolerance: float
+    update_tolerance: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference run on disk: losses of the segment, parameters after it, the norm of each tensor's update."""
+
+    folder: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((Path(self.folder) / "reference.json").read_text())
+        return loaded
+
+    @property
+    def exists(self) -> bool:
+        return (Path(self.folder) / "reference.json").is_file()
+
+    def save(self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]) -> None:
+        """Written by the reference run itself; the JSON comes last and makes it exist."""
+        from safetensors.torch import save_file
+
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        before = dict(initial.named_parameters())
+        final = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+        save_file(final, Path(self.folder) / "final.safetensors")
+        norms = {}
+        for name, tensor in final.items():
+            moved = workload.meaningful(name, tensor) - workload.meaningful(name, before[name].detach().float())
+            norms[name] = float(moved.norm())
+        facts = {"losses": losses, "update_norms": norms}
+        temporary = Path(self.folder) / "reference.tmp"
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(Path(self.folder) / "reference.json")
+
+
+_WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """The parameter's name in the workload's own model, without what wrappers put before it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def whole_parameters(exposed: Exposed) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of this rank's model by its plain name, whole and in the workload's own layout.
+
+    Gathers shards (DTensor) with a collective, so all ranks must walk together; a pipeline stage gives only its own.
+    """
+    named: Iterator[tuple[str, Any]] = exposed.gather() if exposed.gather else exposed.model.named_parameters()
+    for name, parameter in named:
+        tensor = parameter.detach()
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        plain = plain_name(name)
+        yield plain, exposed.restore.get(plain, lambda whole: whole)(tensor)
+
+
+def update_deviations(exposed: Exposed, workload: Workload, reference: Reference) -> dict[str, float]:
+    """|parameter - reference| / |reference's update| by tensor, on this rank's parameters.
+
+    Directions with an analytically zero gradient are exempt: AdamW turns their rounding noise into steps of full size.
+    """
+    from safetensors import safe_open
+
+    norms: dict[str, float] = reference.facts["update_norms"]
+    tied = workload.split.tied if workload.split else {}
+    deviations: dict[str, float] = {}
+    with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
+        for name, tensor in whole_parameters(exposed):
+            known = name if name in norms else tied.get(name, name)
+            if known not in norms:
+                deviations[name] = math.inf
+                continue
+            expected = final.get_tensor(known)
+            if expected.shape != tensor.shape:
+                deviations[name] = math.inf
+                continue
+            gap = workload.meaningful(known, tensor.float().cpu()) - workload.meaningful(known, expected)
+            distance = float(gap.norm())
+            deviations[name] = 0.0 if distance == 0.0 else (distance / norms[known] if norms[known] else math.inf)
+    return deviations
+
+
+def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
+    """|loss - reference| / |reference| at each step; infinite where a loss is missing or not finite."""
+    gaps = []
+    for step, expected in enumerate(reference):
+        loss = losses[step] if step < len(losses) else None
+        usable = loss is not None and math.isfinite(loss)
+        gaps.append(abs(loss - expected) / max(abs(expected), 1e-12) if usable and loss is not None else math.inf)
+    return gaps
+
+
+def judge(
+    losses: Sequence[float | None],
+    reference_losses: Sequence[float],
+    updates: Sequence[Mapping[str, float]],
+    all_names: Sequence[str],
+    allowed: Deviation,
+    tied: Mapping[str, str] | None = None,
+) -> Verdict:
+    """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the model must be in one."""
+    gaps = loss_deviations(losses, reference_losses)
+    worst_loss = max(gaps)
+    merged: dict[str, float] = {}
+    for one in updates:
+        for name, value in one.items():
+            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
+    missing = [name for name in all_names if name not in merged and not any(t in merged for t, o in (tied or {}).items() if o == name)]
+    worst_tensor = max(merged, key=lambda n: merged[n], default=None)
+    worst_update = merged[worst_tensor] if worst_tensor is not None else math.inf
+
+    def verdict(word: str, reason: str) -> Verdict:
+        finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
+        return Verdict(word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update)
+
+    if missing:
+        return verdict("diverged", f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one")
+    if worst_loss > allowed.loss:
+        step = next(i for i, gap in enumerate(gaps) if gap > allowed.loss)
+        said = "is not finite" if not math.isfinite(gaps[step]) else f"is off by {gaps[step]:.1e} (allowed {allowed.loss:.0e})"
+        return verdict("diverged", f"loss {said} at step {step}, largest deviation {worst_loss:.1e}")
+    if worst_update > allowed.update:
+        return verdict("diverged", f"parameters of {worst_tensor} are off by {worst_update:.1e} of their update (allowed {allowed.update:.0e})")
+    if worst_loss <= EXACT.loss and worst_update <= EXACT.update:
+        return verdict("exact", "")
+    return verdict("within tolerance", allowed.reason)
+
+
+def widest(*deviations: Deviation) -> Deviation:
+    """What is allowed when several reasons to deviate meet: the larger of each, with all reasons."""
+    loose = [d for d in deviations if d != EXACT]
+    if not loose:
+        return EXACT
+    return Deviation(max(d.loss for d in loose), max(d.update for d in loose), "; ".join(dict.fromkeys(d.reason for d in loose)))
+
+
+def as_row(verdict: Verdict) -> dict[str, Any]:
+    """Column names and values of a verdict."""
+    return {f"parity_{name}": value for name, value in asdict(verdict).items()}
+
+

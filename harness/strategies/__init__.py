@@ -1,0 +1,1 @@
+"""One file per strategy; its file name is its name."""

@@ -1,0 +1,66 @@
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets during backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from harness.cell import Cell
+from harness.errors import Unavailable
+from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
+from harness.training import standard_step
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from harness.workloads import Workload
+
+HOOKS = {
+    "fp16": Deviation(1e-3, 0.2, "gradients travel in fp16"),
+    "bf16": Deviation(5e-3, 0.5, "gradients travel in bf16"),
+    "powersgd": Deviation(2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"),
+}
+
+
+class Ddp(Strategy):
+    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during backward."""
+
+    bucket_cap_mb: float = 25.0
+    """Size of a gradient bucket in MiB."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters."""
+    gradient_as_bucket_view: bool = False
+    """Let gradients live in the buckets instead of being copied to them."""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Compression of gradients on their way."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.comm_hook == "bf16" and cell.device == "cpu":
+            raise Unavailable("the bf16 compression hook runs on the NCCL backend only: it needs GPUs")
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        return HOOKS.get(self.comm_hook, EXACT)
+
+    def setup(self, job: Job) -> TrainStep:
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(
+            job.model(),
+            device_ids=[job.device] if job.device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_cap_mb,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+        self._compress(model)
+        optimizer = job.optimizer(model.parameters())
+        job.expose(model, optimizer)
+        return standard_step(job, model, optimizer, no_sync=model.no_sync)
+
+    def _compress(self, model: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if self.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.comm_hook != "none":
+            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+            model.register_comm_hook(None, hooks[self.comm_hook])

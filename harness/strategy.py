@@ -1,0 +1,266 @@
+"""The one seam: a strategy is a frozen set of options with one required method, `setup(job) -> TrainStep`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from harness.cell import Cell
+from harness.errors import Mistake, Refused, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from harness.workloads import Workload
+
+ENTRY_POINTS = "parallelism_bench.strategies"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How devices are used: data x pipeline x tensor, tensor innermost; as data, so that the harness can read it."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    devices_per_process: int = 1
+    """More than 1 where one process drives several devices (DataParallel)."""
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def processes(self) -> int:
+        return self.devices // self.devices_per_process
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the global batch is cut before ranks receive it."""
+        return self.data // self.devices_per_process
+
+    def share(self, rank: int) -> int:
+        """Which part of the global batch a rank receives."""
+        return rank // (self.pipeline * self.tensor)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a strategy's training may be from the reference, and why."""
+
+    loss: float
+    """Largest |loss - reference| / |reference| at any step of the segment."""
+    update: float
+    """Largest norm of (parameters - reference parameters), relative to the reference's update, of any tensor."""
+    reason: str
+
+
+# Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks): see docs/parity.md for the figures.
+EXACT = Deviation(loss=1e-5, update=1e-3, reason="the same training; only the order of additions differs")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's share of the global batch of one step. `inputs`: (samples, ...), `labels`: (samples, ...)."""
+
+    step: int
+    inputs: Tensor
+    labels: Tensor
+
+    def split(self, parts: int) -> Iterator[Batch]:
+        for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
+            yield Batch(self.step, inputs, labels)
+
+
+TrainStep = Callable[[Batch], "Tensor | None"]
+"""One optimizer step on one global batch; the mean loss of this rank's samples, None where this rank has no loss."""
+
+
+@dataclass
+class Exposed:
+    """What a strategy shows the harness: looked at before and after the steps, never during a timed one."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    restore: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """Parameter name -> function from the whole tensor as the strategy holds it to the workload's own layout."""
+    compute: Sequence[tuple[Any, str]] = ()
+    """(object, method name) pairs that are this rank's computation; timed in a pass of its own for the pipeline bubble."""
+    gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+    """Whole tensors by name, where walking the model does not give them. Called on all ranks together."""
+
+
+@dataclass
+class Job:
+    """What the harness hands to a strategy: factories made from the cell, and the place of this rank."""
+
+    cell: Cell
+    workload: Workload
+    layout: Layout
+    device: torch.device
+    rank: int
+    scratch: Path
+    """A folder of this trial, shared by its ranks and kept across an elastic restart."""
+    restart_count: int = 0
+    exposed: Exposed | None = None
+
+    def model(self) -> nn.Module:
+        """The workload's model with its seeded weights, on this rank's device, in training mode."""
+        return self.workload.build(self.cell.seed).to(self.device)
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """The cell's optimizer as (class, keyword arguments), for libraries that make their own instance."""
+        import torch
+
+        cell = self.cell
+        if cell.optimizer == "sgd":
+            return torch.optim.SGD, {"lr": cell.learning_rate, "momentum": 0.9, "weight_decay": cell.weight_decay}
+        kwargs = {"lr": cell.learning_rate, "betas": (0.9, 0.95), "eps": cell.epsilon, "weight_decay": cell.weight_decay}
+        return torch.optim.AdamW, kwargs
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        factory, kwargs = self.optimizer_class()
+        return factory(parameters, **kwargs)
+
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.cell.precision]
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast in the cell's precision; does nothing in fp32."""
+        import torch
+
+        if self.cell.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype())
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """Forward and mean loss, under the cell's autocast."""
+        with self.autocast():
+            return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
+
+    def expose(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
+        """Shows the harness the trained module and optimizers (see `Exposed`). Every strategy calls it once."""
+        self.exposed = Exposed(model, optimizers, **more)
+
+
+class Strategy(BaseModel, ABC):
+    """One way to spread training over devices. Fields are its options; the first docstring line describes it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages beyond torch; a missing one makes the cell `unavailable`."""
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    """Values of the cell's precision axis that the strategy can honour."""
+    process_group: ClassVar[bool] = True
+    """Whether its ranks need torch.distributed."""
+    synchronizes_batch_norm: ClassVar[bool] = False
+    """Whether BatchNorm sees the whole global batch."""
+    max_restarts: ClassVar[int] = 0
+    """Elastic restarts that a trial may take."""
+
+    def layout(self, devices: int) -> Layout:
+        """Data x pipeline x tensor for this many devices; raises Refused where there is none."""
+        return Layout(data=devices)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        """Raises Refused or Unavailable, with the reason, for a cell that this strategy cannot run."""
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        """How far its training may be from the reference; stricter than EXACT does not exist."""
+        return EXACT
+
+    def stand_in(self, cell: Cell) -> str | None:
+        """What it runs instead of the real thing on this device, None where it is the real thing."""
+        return None
+
+    @abstractmethod
+    def setup(self, job: Job) -> TrainStep:
+        """Builds, wraps and places model and optimizer; returns the training step. Runs in every rank."""
+
+
+def _load(module_name: str, name: str) -> type[Strategy]:
+    module = importlib.import_module(module_name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise Mistake(f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for {name!r})")
+    return found[0]
+
+
+@cache
+def strategies() -> dict[str, type[Strategy]]:
+    """All strategies by name: files of harness/strategies/, then other packages' entry points."""
+    import harness.strategies as home
+
+    names = sorted(info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_"))
+    found = {name: _load(f"{home.__name__}.{name}", name) for name in names}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        loaded = point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+            raise Mistake(f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class, it names {point.value!r}")
+        found[point.name] = loaded
+    return found
+
+
+def make_strategy(cell: Cell) -> Strategy:
+    """The cell's strategy with its options; raises Mistake for an unknown name or option."""
+    known = strategies()
+    if cell.strategy not in known:
+        raise Mistake(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
+    cls = known[cell.strategy]
+    for option in cell.options:
+        if option not in cls.model_fields:
+            options = ", ".join(cls.model_fields) or "none"
+            raise Mistake(f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}")
+    try:
+        return cls(**cell.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Mistake(f"option {where!r} of strategy {cell.strategy!r}: {first['msg']}, got {first['input']!r}") from None
+
+
+def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
+    """Whether BatchNorm sees only a part of the global batch, which is another training."""
+    parts = layout.data * cell.micro_batches
+    return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
+
+
+def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
+    """The strategy and its layout, if the cell can run here; raises Mistake, Refused or Unavailable."""
+    strategy = make_strategy(cell)
+    for package in strategy.requires:
+        if importlib.util.find_spec(package) is None:
+            raise Unavailable(f"package {package} is not installed: pip install 'parallelism-bench[{package}]'")
+    layout = strategy.layout(cell.devices)
+    if cell.precision not in strategy.precisions:
+        raise Refused(f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}")
+    pieces = layout.data * cell.micro_batches
+    if cell.global_batch % pieces:
+        raise Refused(
+            f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel ranks"
+            f" x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
+        )
+    if layout.pipeline > 1 or layout.tensor > 1:
+        workload.check_split(layout)
+    strategy.check(cell, workload)
+    return strategy, layout

@@ -1,0 +1,22 @@
+"""Imported once, in the fork server only: what every rank needs, so that a rank starts with it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import torch  # noqa: F401
+import torch.distributed.tensor.parallel  # noqa: F401
+import transformers
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, ResNetForImageClassification  # noqa: F401
+
+import harness.worker
+
+transformers.utils.logging.set_verbosity_error()
+harness.worker.die_with_parent()
+# Children of a dead rank become this process's children, where the launcher finds them.
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+# What the libraries made is not garbage: without this every collection in a rank walks, and copies, a million objects.
+gc.collect()
+gc.freeze()

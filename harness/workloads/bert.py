@@ -1,0 +1,61 @@
+"""BERT for sequence classification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.workloads.model import Family, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BertSplit(Split):
+    blocks = "bert.encoder.layer"
+    embedding = ("bert.embeddings",)
+    head = ("bert.pooler", "classifier")
+
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
+        hidden: Tensor = model.bert.embeddings(inputs)
+        return hidden
+
+    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
+        out: Tensor = block(hidden)
+        return out
+
+    def output(self, model: Any, hidden: Tensor) -> Tensor:
+        logits: Tensor = model.classifier(model.bert.pooler(hidden))
+        return logits
+
+
+def _meaningful(name: str, tensor: Any) -> Any:
+    """The key's bias adds the same number to all scores of a query, which softmax ignores: its gradient is zero."""
+    return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
+
+
+def _size(layers: int, hidden: int, heads: int, vocabulary: int = 256, positions: int = 256) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+    }
+
+
+FAMILY = Family(
+    name="bert",
+    kind="classification",
+    config_class="BertConfig",
+    model_class="BertForSequenceClassification",
+    sizes={
+        "micro": _size(4, 128, 4),
+        "mini": _size(4, 256, 4),
+        "small": _size(4, 512, 8, 30522, 512),
+        "base": _size(12, 768, 12, 30522, 512),
+    },
+    common={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0, "num_labels": 10},
+    split=BertSplit(),
+    meaningful=_meaningful,
+)

@@ -1,0 +1,106 @@
+"""GPT-2 (tied embeddings, learned positions, fused query-key-value as Conv1D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import Refused
+from harness.workloads.model import Family, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Gpt2Split(Split):
+    blocks = "transformer.h"
+    embedding = ("transformer.wte", "transformer.wpe")
+    head = ("transformer.ln_f", "lm_head")
+    tied = {"lm_head.weight": "transformer.wte.weight"}
+
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
+        import torch
+
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        hidden: Tensor = model.transformer.wte(inputs) + model.transformer.wpe(positions)[None]
+        return hidden
+
+    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
+        out: Tensor = block(hidden)
+        return out
+
+    def output(self, model: Any, hidden: Tensor) -> Tensor:
+        logits: Tensor = model.lm_head(model.transformer.ln_f(hidden))
+        return logits
+
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        if sequence_parallel:
+            raise Refused("sequence parallelism is described for llama workloads only; use one of them, or sequence_parallel=false")
+        return {
+            "transformer.h.*.attn.c_attn": ColwiseParallel(),
+            "transformer.h.*.attn.c_proj": RowwiseParallel(),
+            "transformer.h.*.mlp.c_fc": ColwiseParallel(),
+            "transformer.h.*.mlp.c_proj": RowwiseParallel(),
+        }
+
+    def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Conv1D (input x output) becomes Linear; rows of query, key, value are dealt so that each rank gets its heads of all three."""
+        import torch
+        from transformers.pytorch_utils import Conv1D
+
+        restore: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, conv in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
+            linear = torch.nn.Linear(conv.weight.shape[0], conv.weight.shape[1], device=conv.weight.device)
+            weight, bias = conv.weight.data.t(), conv.bias.data
+            parent = model.get_submodule(name.rpartition(".")[0])
+            undo: Callable[[Tensor], Tensor] = lambda whole: whole  # noqa: E731
+            if name.endswith("c_attn"):
+                weight, bias = _deal(weight, 3, size), _deal(bias, 3, size)
+                undo = lambda whole: _deal(whole, size, 3)  # noqa: E731
+                parent.split_size = parent.split_size // size
+            linear.weight.data, linear.bias.data = weight.contiguous(), bias.contiguous()
+            setattr(parent, name.rpartition(".")[2], linear)
+            restore[f"{name}.weight"] = lambda whole, undo=undo: undo(whole).t()  # type: ignore[misc]
+            restore[f"{name}.bias"] = undo
+        return restore
+
+
+def _deal(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """(outer x inner x rest, ...) -> (inner x outer x rest, ...)."""
+    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _meaningful(name: str, tensor: Any) -> Any:
+    """The key's bias adds the same number to all scores of a query, which softmax ignores: its gradient is zero."""
+    if not name.endswith("attn.c_attn.bias"):
+        return tensor
+    import torch
+
+    query, _, value = tensor.chunk(3)
+    return torch.cat([query, value])
+
+
+def _size(layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024) -> dict[str, Any]:
+    return {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary, "n_positions": positions}
+
+
+FAMILY = Family(
+    name="gpt2",
+    kind="causal",
+    config_class="GPT2Config",
+    model_class="GPT2LMHeadModel",
+    sizes={
+        "nano": _size(2, 32, 2, 256, 256),
+        "micro": _size(4, 128, 4, 256, 256),
+        "mini": _size(4, 256, 4, 256, 256),
+        "small": _size(12, 768, 12),
+        "medium": _size(24, 1024, 16),
+        "large": _size(36, 1280, 20),
+        "xl": _size(48, 1600, 25),
+    },
+    common={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": None, "eos_token_id": None},
+    split=Gpt2Split(),
+    meaningful=_meaningful,
+)

@@ -1,0 +1,90 @@
+"""Llama (untied embeddings, rotary positions, no biases)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.workloads.model import Family, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LlamaSplit(Split):
+    blocks = "model.layers"
+    embedding = ("model.embed_tokens",)
+    head = ("model.norm", "lm_head")
+
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
+        hidden: Tensor = model.model.embed_tokens(inputs)
+        return hidden
+
+    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
+        import torch
+
+        positions = torch.arange(tokens, device=hidden.device)[None]
+        out: Tensor = block(hidden, position_embeddings=model.model.rotary_emb(hidden, positions))
+        return out
+
+    def output(self, model: Any, hidden: Tensor) -> Tensor:
+        logits: Tensor = model.lm_head(model.model.norm(hidden))
+        return logits
+
+    def heads(self, config: Any) -> int:
+        return int(config.num_key_value_heads)
+
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+        plan: dict[str, Any] = {f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        plan |= {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+        rows = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
+        if not sequence_parallel:
+            return plan | {row: RowwiseParallel() for row in rows}
+        whole = {"desired_input_layouts": (Replicate(),)}
+        return plan | {
+            **{row: RowwiseParallel(output_layouts=Shard(1)) for row in rows},
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.layers.*.input_layernorm": SequenceParallel(),
+            "model.layers.*.post_attention_layernorm": SequenceParallel(),
+            "model.layers.*.self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            ),
+            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), **whole),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+
+
+def _size(
+    layers: int, hidden: int, heads: int, feed_forward: int, key_values: int = 0, vocabulary: int = 256, positions: int = 256
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_values or heads,
+        "intermediate_size": feed_forward,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+    }
+
+
+FAMILY = Family(
+    name="llama",
+    kind="causal",
+    config_class="LlamaConfig",
+    model_class="LlamaForCausalLM",
+    sizes={
+        "nano": _size(2, 32, 2, 96),
+        "micro": _size(4, 128, 4, 352),
+        "mini": _size(4, 256, 4, 704),
+        "small": _size(12, 768, 12, 2048, vocabulary=32000, positions=2048),
+        "1b": _size(16, 2048, 32, 8192, 8, vocabulary=32000, positions=4096),
+        "3b": _size(28, 3072, 24, 8192, 8, vocabulary=32000, positions=4096),
+        "7b": _size(32, 4096, 32, 11008, vocabulary=32000, positions=4096),
+    },
+    common={"attention_dropout": 0.0, "use_cache": False, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None},
+    split=LlamaSplit(),
+)

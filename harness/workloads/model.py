@@ -1,0 +1,232 @@
+"""A workload: a transformers model by its config with seeded random weights, its loss, and how it can be split."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from harness.errors import Mistake, Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.strategy import Layout
+
+Kind = Literal["causal", "classification", "image"]
+
+
+class Split(ABC):
+    """How a family's model falls into embedding, blocks and head: pipeline, tensor and 3D strategies read it."""
+
+    blocks: ClassVar[str]
+    """Path of the ModuleList of blocks."""
+    embedding: ClassVar[tuple[str, ...]]
+    """Paths of the modules that only the first stage holds."""
+    head: ClassVar[tuple[str, ...]]
+    """Paths of the modules that only the last stage holds."""
+    tied: ClassVar[dict[str, str]] = {}
+    """Name of a parameter on the last stage -> the parameter on the first stage that it is the same as."""
+
+    @abstractmethod
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
+        """(samples, tokens) ids -> (samples, tokens, hidden)."""
+
+    @abstractmethod
+    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
+        """One block; `tokens` is the whole sequence's length, also where `hidden` holds a part of it."""
+
+    @abstractmethod
+    def output(self, model: Any, hidden: Tensor) -> Tensor:
+        """(samples, tokens, hidden) -> logits."""
+
+    def heads(self, config: Any) -> int:
+        """The number that must divide by the tensor-parallel size."""
+        return int(config.num_attention_heads)
+
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
+        """Parallel styles (torch.distributed.tensor.parallel) by path within the stage's model, `*` for any block."""
+        raise Refused("this model family describes no tensor-parallel split; use a gpt2 or llama workload")
+
+    def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Exchanges what cannot be split as it is; returns how whole tensors go back to the workload's own layout."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one architecture in several sizes."""
+
+    name: str
+    kind: Kind
+    config_class: str
+    model_class: str
+    sizes: dict[str, dict[str, Any]]
+    common: dict[str, Any]
+    split: Split | None = None
+    batch_norm: bool = False
+    image_size: Callable[[str], int] = lambda size: 0
+    meaningful: Callable[[str, Any], Any] = lambda name, tensor: tensor
+    """(parameter name, tensor) -> the tensor without directions whose gradient is analytically zero."""
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    from harness.workloads import bert, gpt2, llama, resnet
+
+    return {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, bert, resnet)}
+
+
+def workload_names() -> list[str]:
+    return [f"{family.name}-{size}" for family in families().values() for size in family.sizes]
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Model + loss. Everything a strategy may ask of the model, without naming one."""
+
+    name: str
+    kind: Kind
+    config: dict[str, Any]
+    family: Family | None
+    pretrained: str | None = None
+    """Path or hub id of a model with weights of its own (`hf:`)."""
+    image_size: int = 0
+    num_labels: int = 0
+    vocabulary: int = 0
+    max_tokens: int = 0
+    split: Split | None = None
+    batch_norm: bool = False
+    meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
+
+    def hf_config(self) -> Any:
+        """A new transformers config: no dropout (it would make every layout another training), no key-value cache."""
+        import transformers
+
+        if self.pretrained:
+            config = transformers.AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
+            for name, value in vars(config).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(config, name, 0.0)
+            config.use_cache = False
+            return config
+        assert self.family is not None
+        return getattr(transformers, self.family.config_class)(**self.config)
+
+    def build(self, seed: int) -> nn.Module:
+        """The model on the CPU in fp32 and training mode; the same weights for the same seed, everywhere."""
+        import torch
+        import transformers
+
+        config = self.hf_config()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.pretrained is None:
+                assert self.family is not None
+                model = getattr(transformers, self.family.model_class)(config)
+            else:
+                auto = transformers.AutoModelForCausalLM if self.kind == "causal" else transformers.AutoModelForSequenceClassification
+                if has_weights(self.pretrained):
+                    model = auto.from_pretrained(self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False)
+                else:
+                    model = auto.from_config(config)
+        built: nn.Module = model.train()
+        return built
+
+    def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
+        out = model(inputs)
+        logits: Tensor = out if hasattr(out, "flatten") else out.logits
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy; labels are already shifted for causal models. fp32, also for half-precision logits."""
+        from torch.nn import functional as F
+
+        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+    def check_split(self, layout: Layout) -> None:
+        """Raises Refused where the model cannot be cut like this."""
+        if self.split is None:
+            raise Refused(f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload")
+        config = self.hf_config()
+        if config.num_hidden_layers < layout.pipeline:
+            raise Refused(f"{self.name} has {config.num_hidden_layers} blocks, too few for {layout.pipeline} stages")
+        if self.split.heads(config) % layout.tensor:
+            raise Refused(f"{self.name} has {self.split.heads(config)} attention heads, which do not divide by {layout.tensor}")
+
+    def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
+        """Inputs of the right shape, all zero: for counting FLOPs."""
+        import torch
+
+        if self.kind == "image":
+            return torch.zeros(samples, 3, self.image_size, self.image_size)
+        return torch.zeros(samples, sequence_length, dtype=torch.long)
+
+
+def has_weights(path: str) -> bool:
+    """Whether a local folder holds weights; a hub id is taken to."""
+    folder = Path(path)
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
+@functools.cache
+def make_workload(name: str) -> Workload:
+    """The workload of this name; raises Mistake for an unknown one."""
+    if name.startswith("hf:"):
+        return _from_hub(name)
+    family_name, _, size = name.rpartition("-")
+    family = families().get(family_name)
+    if family is None or size not in family.sizes:
+        raise Mistake(f"unknown workload {name!r}; known are {', '.join(workload_names())}, and hf:PATH_OR_ID")
+    config = {**family.common, **family.sizes[size]}
+    return Workload(
+        name=name,
+        kind=family.kind,
+        config=config,
+        family=family,
+        image_size=family.image_size(size),
+        num_labels=config.get("num_labels", 0),
+        vocabulary=config.get("vocab_size", 0),
+        max_tokens=config.get("max_position_embeddings", config.get("n_positions", 0)),
+        split=family.split,
+        batch_norm=family.batch_norm,
+        meaningful=family.meaningful,
+    )
+
+
+def _from_hub(name: str) -> Workload:
+    import transformers
+
+    path = name.removeprefix("hf:")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise Mistake(f"workload {name!r}: no model config at {path!r} ({said}); give a folder with config.json or a hub id") from None
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        kind: Kind = "causal"
+    elif architecture.endswith("ForSequenceClassification"):
+        kind = "classification"
+    else:
+        raise Mistake(
+            f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal language model nor a sequence"
+            " classification model; give one whose config.json names a ...ForCausalLM or ...ForSequenceClassification"
+        )
+    family = families().get(config.model_type)
+    same = family is not None and family.model_class == architecture
+    return Workload(
+        name=name,
+        kind=kind,
+        config={},
+        family=None,
+        pretrained=path,
+        num_labels=config.num_labels if kind == "classification" else 0,
+        vocabulary=config.vocab_size,
+        max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
+        split=family.split if family and same else None,
+        meaningful=family.meaningful if family and same else (lambda name, tensor: tensor),
+    )
