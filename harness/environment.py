@@ -1,0 +1,93 @@
+"""What a measurement was taken on: versions, hardware, commit. An allow-list, never the whole environment."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LIBRARIES = ("numpy", "transformers", "accelerate", "deepspeed", "fairscale", "horovod", "bitsandbytes", "peft", "pandas", "pyarrow")
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def gpus() -> tuple[tuple[str, int], ...]:
+    """Name and memory in bytes of each GPU, from NVML, without touching CUDA."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, no driver: pynvml has a class for each
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return tuple((str(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def device_type() -> str:
+    """`cuda` where this torch can use a GPU that is here, else `cpu`."""
+    if not gpus():
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.backends.cuda.is_built() else "cpu"
+
+
+def cpu_model() -> str | None:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def git_commit() -> str | None:
+    """Commit of the suite's own checkout, with + where files that git tracks were changed."""
+    home = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(home), *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        top = Path(git("rev-parse", "--show-toplevel"))
+        if top != home.parent:
+            return None
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """The environment's columns of a run's row."""
+    from harness.launch import allowed_cores
+
+    found = gpus() if device_type() == "cuda" else ()
+    return {
+        "host": platform.node(),
+        "operating_system": platform.platform(),
+        "python_version": platform.python_version(),
+        "torch_version": version_of("torch") or "",
+        "libraries": json.dumps({name: v for name in LIBRARIES if (v := version_of(name))}),
+        "cpu_model": cpu_model(),
+        "cpu_cores": len(allowed_cores()),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [name for name, _ in found],
+        "gpu_memory_bytes": found[0][1] if found else None,
+        "git_commit": git_commit(),
+        "suite_version": version_of("parallelism-bench") or "0",
+    }
