@@ -283,19 +283,3 @@ def _bubble(strategy: Strategy, loop: Loop) -> float | None:
         return None
     index = loop.job.cell.total_steps
     return busy_fraction(lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize)
-
-
-def model_facts(workload: Workload, sequence_length: int) -> dict[str, Any]:
-    """Parameters and FLOPs of the unsplit model, by name, without giving it memory."""
-    import torch
-
-    from harness.measure.flops import model_flops_per_sample
-
-    with torch.device("meta"):
-        model: torch.nn.Module = workload.build(seed=0)
-    named = dict(model.named_parameters())
-    return {
-        "names": [name for name, p in named.items() if p.requires_grad],
-        "parameters": sum(p.numel() for p in named.values()),
-        "flops_per_sample": model_flops_per_sample(workload, sequence_length),
-    }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.workloads import Workload
+    from torch import Tensor, nn
 
 FORMULA = (
     "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit model, 2 per multiply-add, attention"
@@ -28,18 +28,15 @@ _PEAK = {
 }
 
 
-@functools.cache
-def model_flops_per_sample(workload: Workload, sequence_length: int) -> int:
-    """FLOPs of one sample's forward and backward, counted on tensors without memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """FLOPs of `forward` and its backward; the model may be made of tensors without memory (FakeTensorMode)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FakeTensorMode():
-        model = workload.build(seed=0)
-        if hasattr(model.config, "_attn_implementation"):
-            model.config._attn_implementation = "eager"  # fused attention is not in the counter's list on every device
-        with FlopCounterMode(display=False) as counter:
-            workload.logits(model, workload.sample_inputs(1, sequence_length)).sum().backward()
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "_attn_implementation"):
+        config._attn_implementation = "eager"  # fused attention is not in the counter's list on every device
+    with FlopCounterMode(display=False) as counter:
+        forward().sum().backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())
 
 

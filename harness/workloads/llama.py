@@ -30,9 +30,6 @@ class LlamaSplit(Split):
         logits: Tensor = model.lm_head(model.model.norm(hidden))
         return logits
 
-    def heads(self, config: Any) -> int:
-        return int(config.num_key_value_heads)
-
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel

@@ -43,10 +43,6 @@ class Split(ABC):
     def output(self, model: Any, hidden: Tensor) -> Tensor:
         """(samples, tokens, hidden) -> logits."""
 
-    def heads(self, config: Any) -> int:
-        """The number that must divide by the tensor-parallel size."""
-        return int(config.num_attention_heads)
-
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
         """Parallel styles (torch.distributed.tensor.parallel) by path within the stage's model, `*` for any block."""
         raise Refused("this model family describes no tensor-parallel split; use a gpt2 or llama workload")
@@ -98,6 +94,9 @@ class Workload:
     num_labels: int = 0
     vocabulary: int = 0
     max_tokens: int = 0
+    blocks: int = 0
+    heads: int = 0
+    """Attention heads (of keys and values where they are fewer): what tensor parallelism deals out."""
     split: Split | None = None
     batch_norm: bool = False
     meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
@@ -151,11 +150,10 @@ class Workload:
         """Raises Refused where the model cannot be cut like this."""
         if self.split is None:
             raise Refused(f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload")
-        config = self.hf_config()
-        if config.num_hidden_layers < layout.pipeline:
-            raise Refused(f"{self.name} has {config.num_hidden_layers} blocks, too few for {layout.pipeline} stages")
-        if self.split.heads(config) % layout.tensor:
-            raise Refused(f"{self.name} has {self.split.heads(config)} attention heads, which do not divide by {layout.tensor}")
+        if self.blocks < layout.pipeline:
+            raise Refused(f"{self.name} has {self.blocks} blocks, too few for {layout.pipeline} stages")
+        if self.heads % layout.tensor:
+            raise Refused(f"{self.name} has {self.heads} attention heads, which do not divide by {layout.tensor}")
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
         """Inputs of the right shape, all zero: for counting FLOPs."""
@@ -191,6 +189,8 @@ def make_workload(name: str) -> Workload:
         num_labels=config.get("num_labels", 0),
         vocabulary=config.get("vocab_size", 0),
         max_tokens=config.get("max_position_embeddings", config.get("n_positions", 0)),
+        blocks=config.get("num_hidden_layers", config.get("n_layer", 0)),
+        heads=config.get("num_key_value_heads") or config.get("num_attention_heads", config.get("n_head", 0)),
         split=family.split,
         batch_norm=family.batch_norm,
         meaningful=family.meaningful,
@@ -227,6 +227,8 @@ def _from_hub(name: str) -> Workload:
         num_labels=config.num_labels if kind == "classification" else 0,
         vocabulary=config.vocab_size,
         max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
+        blocks=config.num_hidden_layers,
+        heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         split=family.split if family and same else None,
         meaningful=family.meaningful if family and same else (lambda name, tensor: tensor),
     )

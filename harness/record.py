@@ -1,0 +1,157 @@
+"""A cell, its outcome and the facts of its model -> the rows that are stored. Pure arithmetic, no clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from harness.cell import Cell
+from harness.launch import Outcome, oversubscribed
+from harness.measure.flops import mfu
+from harness.measure.memory import imbalance
+from harness.parity import Verdict, as_row
+from harness.schema import VERSION
+from harness.stats import percentile, slowest, trend
+from harness.store import TrialKey
+from harness.strategy import Layout
+from harness.workloads.facts import ModelFacts
+
+
+def cell_columns(cell: Cell) -> dict[str, Any]:
+    """The columns that say what was measured."""
+    same = (
+        "strategy workload data sequence_length devices device precision regime global_batch micro_batches optimizer seed"
+        " launcher threads_per_device memory_limit_bytes parity_steps"
+    )
+    return {
+        "schema_version": VERSION,
+        "cell_id": cell.id,
+        "cell_name": cell.name,
+        "label": cell.label,
+        "cell": cell.model_dump_json(),
+        "options": json.dumps(cell.options, sort_keys=True),
+        **{name: getattr(cell, name) for name in same.split()},
+    }
+
+
+def left_out_row(run_id: str, cell: Cell, status: str, reason: str) -> dict[str, Any]:
+    """A cell that was not launched: its row says why."""
+    return {
+        **cell_columns(cell),
+        "run_id": run_id,
+        "trial": 0,
+        "attempt": 1,
+        "position": -1,
+        "status": status,
+        "reason": reason,
+        "expected": False,
+        "log_tail": "",
+        "stacks": "",
+        "started_at": datetime.now(UTC),
+        "oversubscribed": oversubscribed(cell),
+        **dict.fromkeys(_LISTS, []),
+    }
+
+
+_LISTS = (
+    "held_parameters parameter_dtypes gradient_dtypes optimizer_state_dtypes peak_memory_bytes_by_rank losses reference_losses"
+).split()
+
+
+def mean_losses(answers: Sequence[dict[str, Any]]) -> list[float | None]:
+    """Mean loss of each step over the ranks that have one (equal shares of the batch)."""
+    losses: list[float | None] = []
+    for steps in zip(*(a["steps"] for a in answers), strict=True):
+        have = [s["loss"] for s in steps if s["loss"] is not None]
+        losses.append(sum(have) / len(have) if have else None)
+    return losses
+
+
+def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, peak_flops: float | None) -> dict[str, Any]:
+    """A finished trial's columns from its ranks' steps: throughput is the global batch over the slowest rank's step."""
+    timed = [[s for s in a["steps"] if s["phase"] == "timed"] for a in answers]
+    steps = slowest([[s["step_seconds"] for s in rank] for rank in timed])
+    fetches = slowest([[s["data_seconds"] for s in rank] for rank in timed])
+    median = percentile(steps, 0.5)
+    flops = float(facts.flops_per_sample * cell.global_batch)
+    peaks = [a["peak_memory_bytes"] for a in answers]
+    known_peaks = all(p is not None for p in peaks)
+    reserved = [a["reserved_memory_bytes"] for a in answers if a["reserved_memory_bytes"] is not None]
+    return {
+        "step_seconds_p50": median,
+        "step_seconds_p95": percentile(steps, 0.95),
+        "step_seconds_mean": sum(steps) / len(steps),
+        "data_seconds_p50": percentile(fetches, 0.5),
+        "samples_per_second": cell.global_batch / median,
+        "tokens_per_second": None if cell.data == "images" else cell.global_batch * cell.sequence_length / median,
+        "trend": trend(steps),
+        "flops_per_step": flops,
+        "mfu": mfu(flops, median, cell.devices, peak_flops),
+        "peak_memory_bytes": max(peaks) if known_peaks else None,
+        "peak_memory_bytes_by_rank": peaks if known_peaks else [],
+        "memory_imbalance": imbalance(peaks) if known_peaks else None,
+        "reserved_memory_bytes": max(reserved, default=None),
+        "memory_method": answers[0]["memory_method"],
+        "setup_seconds": max(a["setup_seconds"] for a in answers),
+        "first_step_seconds": max(a["steps"][0]["step_seconds"] for a in answers),
+        "restarts": max(a["restarts"] for a in answers),
+        "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
+        "held_parameters": [a["held_parameters"] for a in answers],
+        **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
+    }
+
+
+def trial_row(
+    run_id: str,
+    cell: Cell,
+    key: TrialKey,
+    position: int,
+    layout: Layout,
+    stand_in: str | None,
+    outcome: Outcome,
+    facts: ModelFacts,
+    fingerprint: str,
+    verdict: Verdict | None,
+    reference_losses: Sequence[float],
+    peak_flops: float | None,
+    bubble: float | None,
+) -> dict[str, Any]:
+    """The row of a trial that was launched, whatever became of it."""
+    row = cell_columns(cell) | dict.fromkeys(_LISTS, [])
+    row |= {
+        "run_id": run_id,
+        "trial": key.trial,
+        "attempt": key.attempt,
+        "position": position,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "expected": False,
+        "log_tail": outcome.log_tail,
+        "stacks": outcome.stacks,
+        "started_at": datetime.fromtimestamp(outcome.started_at, UTC),
+        "wall_seconds": outcome.wall_seconds,
+        "startup_seconds": outcome.startup_seconds,
+        "data_fingerprint": fingerprint,
+        "processes": layout.processes,
+        "data_parallel": layout.data,
+        "pipeline_parallel": layout.pipeline,
+        "tensor_parallel": layout.tensor,
+        "stand_in": stand_in,
+        "oversubscribed": oversubscribed(cell),
+        "parameters": facts.parameters,
+        "reference_losses": list(reference_losses),
+    }
+    if outcome.status != "ok" or verdict is None:
+        return row
+    row |= figures(cell, outcome.answers, facts, peak_flops) | as_row(verdict) | {"bubble_fraction": bubble}
+    if verdict.verdict == "diverged":
+        row |= {"status": "diverged", "reason": verdict.reason, "expected": cell.expect == "diverged"}
+    return row
+
+
+def step_rows(run_id: str, key: TrialKey, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every step of every rank."""
+    same = {"run_id": run_id, "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
+    return [{**same, "rank": a["rank"], **step} for a in answers for step in a.get("steps", [])]
