@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,7 +61,7 @@ class Cell(BaseModel):
     expect: Literal["ok", "diverged"] = "ok"
     """What the matrix's author expects of parity; `diverged` makes a divergence no failure."""
 
-    @cached_property
+    @property
     def id(self) -> str:
         """Twelve hex digits, the same for the same measurement on every host and in every version that keeps its fields."""
         defaults = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}

@@ -42,7 +42,7 @@ _WORST = ("failed", "timeout", "out_of_memory", "diverged", "interrupted", "unav
 def _cell(group: pd.DataFrame) -> dict[str, Any]:
     """One cell's row. Only the last attempt of each trial counts."""
     last = group.sort_values("attempt").groupby("trial", sort=True).tail(1)
-    row = {name: last[name].iloc[0] for name in _SAME}
+    row = {name: None if last[name].isna().iloc[0] else last[name].iloc[0] for name in _SAME}
     worst = min(last.index, key=lambda i: _WORST.index(last.loc[i, "status"]))
     row |= {"status": last.loc[worst, "status"], "reason": last.loc[worst, "reason"], "expected": bool(last.loc[worst, "expected"])}
     good = last[last["samples_per_second"].notna()]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from harness.cell import Cell
+from harness.errors import Refused
 from harness.strategy import Batch, Job, TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 
@@ -20,16 +25,18 @@ def standard_step(
     *,
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     before_update: Callable[[], None] | None = None,
+    scaler: GradScaler | None = None,
 ) -> TrainStep:
     """One optimizer step: every micro-batch forward and backward, then the update.
 
     The loss of each micro-batch is divided by their number, so that equal parts give the whole batch's mean gradient.
     fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions none. `no_sync` is entered for all
-    micro-batches but the last; `before_update` runs between the last backward and the optimizer.
+    micro-batches but the last; `before_update` runs between the last backward and the optimizer. `scaler` takes the place
+    of the one made here.
     """
     import torch
 
-    scaler = torch.amp.GradScaler(job.device.type, enabled=job.cell.precision == "fp16")  # type: ignore[attr-defined]
+    scaler = scaler or loss_scaler(job)
     parts = job.cell.micro_batches
 
     def step(batch: Batch) -> Tensor:
@@ -47,3 +54,36 @@ def standard_step(
         return total
 
     return step
+
+
+def loss_scaler(job: Job) -> GradScaler:
+    """Dynamic loss scaling in an fp16 cell, none in any other."""
+    from torch.amp.grad_scaler import GradScaler
+
+    return GradScaler(job.device.type, enabled=job.cell.precision == "fp16")
+
+
+def own_precision(job: Job) -> Job:
+    """The job without autocast and loss scaling: for strategies that bring about the cell's precision themselves."""
+    return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))
+
+
+def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
+    """The model's blocks, none where its workload does not say which they are."""
+    return list(model.get_submodule(job.workload.split.blocks).children()) if job.workload.split else []
+
+
+def check_hybrid(cell: Cell) -> None:
+    """Raises Refused where there are too few devices to both shard and replicate."""
+    if cell.devices < 4 or cell.devices % 2:
+        raise Refused(f"hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ... devices, not {cell.devices}")
+
+
+def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
+    """(shards), or for hybrid sharding (2 replicas, shards)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    devices, kind = job.cell.devices, job.device.type
+    if hybrid:
+        return init_device_mesh(kind, (2, devices // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, (devices,), mesh_dim_names=("shard",))

@@ -1,0 +1,1 @@
+"""What to run: the command line and its matrices."""

@@ -1,0 +1,39 @@
+"""The command line: one small file per command, heavy imports inside the functions."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from bench.cli.doctor import doctor
+from bench.cli.listing import listing
+from bench.cli.report import report
+from bench.cli.run import run
+from harness.errors import Mistake
+
+app = typer.Typer(
+    name="bench",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Trains an identical model on an identical dataset under every PyTorch parallelism strategy, verifies that each"
+    " trained the same thing, and records how fast and in how much memory. Start with: [bold]python -m bench run --matrix smoke[/bold]",
+)
+app.command("run")(run)
+app.command("list")(listing)
+app.command("doctor")(doctor)
+app.command("report")(report)
+
+
+def main() -> None:
+    """Runs a command; a user's mistake becomes one sentence on stderr and exit code 2."""
+    try:
+        app(prog_name="python -m bench")
+    except Mistake as mistake:
+        print(f"bench: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        sys.exit(130)

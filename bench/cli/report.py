@@ -1,0 +1,3 @@
+"""bench report."""
+def report() -> None:
+    """Writes the report."""

@@ -1,0 +1,93 @@
+"""bench run: a matrix, from the plan to the table and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.runner import Plan
+    from harness.store import Store
+
+
+def run(
+    matrix: Annotated[str, typer.Option("--matrix", "-m", help="Name of a matrix (see `list matrices`) or a YAML file.")] = "",
+    only: Annotated[list[str] | None, typer.Option("--only", help="Strategy or pattern to keep; may be repeated.")] = None,
+    skip: Annotated[list[str] | None, typer.Option("--skip", help="Strategy or pattern to leave out; may be repeated.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="axis=value for all cells; may be repeated.")] = None,
+    trials: Annotated[int | None, typer.Option("--trials", min=1, help="Launches of each cell.")] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
+) -> None:
+    """Runs a matrix and writes its report. Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]"""
+    from bench.cli import show
+    from harness.errors import Mistake
+    from harness.runner import Runner, resumable
+    from harness.store import Store
+
+    store = Store(results)
+    store.require_writable()
+    if resume:
+        if only or skip or settings or trials:
+            raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set and --trials out")
+        plan = resumable(store, matrix or None)
+    elif matrix:
+        plan = _plan(matrix, only or [], skip or [], settings or [], trials)
+    else:
+        raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
+
+    runner = Runner(store, plan)
+    console = show.console(quiet=json_output)
+    seconds = show.plan(console, store, plan, runner.open_trials())
+    if dry_run:
+        if json_output:
+            print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds}))
+        return
+    if not resume:
+        runner.begin()
+    with show.stop_signals(), show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing:
+        finished = runner.run(drawing)
+    raise typer.Exit(_end(store, plan, finished, report, json_output))
+
+
+def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None) -> Plan:
+    from bench.matrix import Host, expand, parse_changes, read_matrix
+    from harness.runner import Plan
+
+    read = read_matrix(matrix)
+    expanded = expand(read, Host.here(), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
+    return Plan.new(matrix, expanded.cells, trials or read.trials, expanded.left_out)
+
+
+def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bool) -> int:
+    """Shows the ranking and the paths, writes the report; returns the exit code."""
+    from bench.cli import show
+    from harness.summary import cells
+
+    console = show.console(quiet=json_output)
+    loaded = store.load([plan.run_id])
+    if loaded.trials.empty:
+        console.print("nothing was recorded")
+        return 0 if finished else 130
+    table = cells(loaded.trials)
+    show.ranking(console, table)
+    page = None
+    if report:
+        from reports import write_report
+
+        page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
+    bad = table[~table["status"].isin(["ok", "unavailable", "refused"]) & ~table["expected"]]
+    show.paths(console, store, plan, page, finished)
+    if json_output:
+        columns = ["cell_id", "cell_name", "status", "reason", "samples_per_second", "peak_memory_bytes", "parity_verdict"]
+        records = json.loads(table[columns].to_json(orient="records"))
+        print(json.dumps({"run_id": plan.run_id, "results": str(store.folder), "report": page and str(page), "cells": records}))
+    if not finished:
+        return 130
+    return 1 if len(bad) else 0

@@ -1,0 +1,82 @@
+"""DDP under torchrun's elastic agent: a rank dies, all are started again and go on from the last snapshot."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from harness.cell import Cell
+from harness.errors import Refused
+from harness.strategy import Batch, Job, Layout, Strategy, TrainStep
+from harness.training import loss_scaler, standard_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.workloads import Workload
+
+
+class DdpElastic(Strategy):
+    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and goes on from its snapshot.
+
+    Nothing of the training is lost: it must end where a run without the crash ends.
+    """
+
+    max_restarts: ClassVar[int] = 3  # one is needed; a rendezvous may fail once more while the others' connections break
+
+    crash_at_step: int = 2
+    """The last rank leaves at the start of this step, in the first incarnation only. It must be a warm-up step."""
+    snapshot_every: int = 1
+    """Steps between two snapshots of model, optimizer, loss scale and losses."""
+
+    def layout(self, devices: int) -> Layout:
+        if devices < 2:
+            raise Refused("an elastic restart needs a rank that dies and one that does not: at least 2 devices")
+        return Layout(data=devices)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if not 0 <= self.crash_at_step < cell.warmup_steps:
+            raise Refused(
+                f"crash_at_step={self.crash_at_step} must be one of the {cell.warmup_steps} warm-up steps: replayed steps train nothing"
+            )
+        if self.snapshot_every < 1:
+            raise Refused(f"snapshot_every={self.snapshot_every} must be at least 1")
+        if cell.launcher != "elastic":
+            raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
+        held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        losses = torch.zeros(job.cell.total_steps, device=job.device)  # of this rank, by step
+        file, done = job.scratch / "snapshot.pt", 0
+        if job.restart_count and file.exists():
+            snapshot = torch.load(file, map_location=job.device, weights_only=True)
+            losses, done = snapshot.pop("losses")[job.rank], snapshot.pop("steps")
+            for name, state in snapshot.items():
+                held[name].load_state_dict(state)
+        job.expose(model, optimizer)
+        train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
+
+        def step(batch: Batch) -> Tensor | None:
+            if batch.step < done:
+                return losses[batch.step].clone()
+            if job.restart_count == 0 and batch.step == self.crash_at_step and job.rank == job.cell.devices - 1:
+                os._exit(17)
+            loss = train(batch)
+            assert loss is not None
+            losses[batch.step] = loss
+            if (batch.step + 1) % self.snapshot_every == 0:
+                everyones = [torch.empty_like(losses) for _ in range(job.cell.devices)]
+                dist.all_gather(everyones, losses)
+                if job.rank == 0:
+                    states = {name: part.state_dict() for name, part in held.items()}
+                    torch.save({"losses": everyones, "steps": batch.step + 1, **states}, file.with_suffix(".new"))
+                    file.with_suffix(".new").replace(file)  # whole or not at all
+            return loss
+
+        return step

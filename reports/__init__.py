@@ -1,0 +1,23 @@
+"""The report generator: what was recorded -> one self-contained HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.store import Results
+
+__all__ = ["write_report"]
+
+
+def write_report(results: Results, path: Path) -> Path:
+    """Writes the report of one run (whole or not at all) and returns its path; ValueError where `results` is not one run."""
+    from reports.page import render
+
+    path = Path(path)
+    page = render(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(page, encoding="utf-8", newline="\n")
+    return temporary.replace(path)

@@ -1,0 +1,177 @@
+"""Which cells may be compared with which, and what that comparison says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.summary import indistinguishable
+from reports.text import MIB, missing, number, percent, plural
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SETTING = "workload data sequence_length device devices precision global_batch optimizer threads_per_device".split()
+STAND_IN, OVERSUBSCRIBED = "†", "‡"
+
+Row = dict[str, Any]
+
+
+def marks(row: Row) -> str:
+    """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
+    return (STAND_IN if not missing(row["stand_in"]) else "") + (OVERSUBSCRIBED if row["oversubscribed"] else "")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that differ in nothing but the strategy, all ranked, fastest first."""
+
+    setting: Row
+    rows: tuple[Row, ...]
+
+    @property
+    def workload(self) -> str:
+        return str(self.setting["workload"])
+
+    @property
+    def devices(self) -> int:
+        return int(self.setting["devices"])
+
+    @property
+    def throughput(self) -> str:
+        """Column of the throughput: tokens where every cell has them, else samples."""
+        known = all(not missing(row["tokens_per_second"]) for row in self.rows)
+        return "tokens_per_second" if known else "samples_per_second"
+
+    @property
+    def unit(self) -> str:
+        return unit(self.throughput)
+
+    @property
+    def real(self) -> bool:
+        """Whether its times say something of real hardware."""
+        return not any(row["oversubscribed"] for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """`2 devices · fp32 · batch 8`, with what sets it apart from the usual."""
+        s = self.setting
+        each = f" ({s['global_batch'] // s['devices']} per device)" if self.devices > 1 and s["global_batch"] % s["devices"] == 0 else ""
+        optimizer = "" if s["optimizer"] == "adamw" else f" · {s['optimizer']}"
+        return f"{device_words(s)} · {s['precision']} · batch {s['global_batch']}{each}{optimizer}"
+
+
+def unit(throughput: str) -> str:
+    """Unit of a throughput column."""
+    return "tokens/s" if throughput.startswith("tokens") else "samples/s"
+
+
+def device_words(setting: Row) -> str:
+    """`2 GPUs`, `2 devices`."""
+    return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device")
+
+
+def find_groups(cells: pd.DataFrame) -> list[Group]:
+    """All groups: the workload with most cells first, then by number of devices, then the largest group first."""
+    if cells.empty:
+        return []
+    sizes = cells.groupby("workload", sort=False).size().to_dict()
+    found = []
+    for _, table in cells[cells["ranked"].astype(bool)].groupby(SETTING, sort=False):
+        rows = [{str(k): v for k, v in row.items()} for row in table.sort_values("samples_per_second", ascending=False).to_dict("records")]
+        for row, same in zip(rows, indistinguishable(table.sort_values("samples_per_second", ascending=False)), strict=True):
+            row["same_as_above"] = same
+        found.append(Group({name: rows[0][name] for name in SETTING}, tuple(rows)))
+    return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
+
+
+def biggest(groups: list[Group]) -> list[Group]:
+    """The largest group of each workload and number of devices."""
+    chosen: dict[tuple[str, int], Group] = {}
+    for group in groups:
+        chosen.setdefault((group.workload, group.devices), group)
+    return list(chosen.values())
+
+
+def headline(groups: list[Group]) -> Group | None:
+    """The group that the verdict leads with: main workload, real hardware, several devices, most cells."""
+    if not groups:
+        return None
+    main = [group for group in groups if group.workload == groups[0].workload]
+    return max(main, key=lambda g: (g.real, g.devices > 1, len(g.rows), g.devices))
+
+
+def tied_with_fastest(group: Group) -> list[Row]:
+    """Cells whose interval overlaps the fastest one's (throughput); without intervals nothing can be said."""
+    low = group.rows[0]["samples_per_second_low"]
+    if missing(low):
+        return []
+    return [row for row in group.rows[1:] if not missing(row["samples_per_second_high"]) and row["samples_per_second_high"] >= low]
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The best cell in one respect, as text."""
+
+    row: Row
+    value: str
+    """With its unit."""
+    interval: str
+    tied: tuple[Row, ...]
+    """Cells that cannot be told apart from it."""
+    then: str = ""
+    """What choosing it means for the other respect."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    group: Group
+    fastest: Pick
+    frugal: Pick | None
+    fastest_real: Pick | None
+    """The fastest that is no stand-in, where the fastest is one."""
+
+
+def verdict(group: Group) -> Verdict:
+    """Fastest and most memory-frugal of a group, each with its interval."""
+    first = group.rows[0]
+    real = [row for row in group.rows if missing(row["stand_in"])]
+    other = _fast(group, real[0], ()) if real and real[0] is not first else None
+    return Verdict(group, _fast(group, first, tuple(tied_with_fastest(group))), _frugal(group), other)
+
+
+def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
+    low, high = row[f"{group.throughput}_low"], row[f"{group.throughput}_high"]
+    known = f"95 % interval {number(low)} to {number(high)}, {plural(row['trials'], 'trial')}"
+    return Pick(row, f"{number(row[group.throughput])} {group.unit}", "1 trial: no interval" if missing(low) else known, tied)
+
+
+def _frugal(group: Group) -> Pick | None:
+    rows = [row for row in group.rows if not missing(row["peak_memory_bytes"])]
+    if not rows:
+        return None
+    row = min(rows, key=lambda r: (r["peak_memory_bytes"], -r["samples_per_second"]))
+    peak, low = row["peak_memory_bytes"], row["peak_memory_bytes_low"]
+    between = f"largest of {plural(row['trials'], 'trial')}, smallest {number(low / MIB)} MiB" if row["trials"] > 1 else "1 trial: no range"
+    tied = tuple(r for r in rows if r is not row and r["peak_memory_bytes_low"] <= peak)
+    fastest = group.rows[0]
+    then = ""
+    if row is not fastest and not missing(fastest["peak_memory_bytes"]):
+        less = percent(1 - peak / fastest["peak_memory_bytes"])
+        then = f"{less} less than the fastest needs, at {percent(row['samples_per_second'] / fastest['samples_per_second'])} of its throughput"
+    return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
+
+
+def pareto(group: Group) -> list[Row]:
+    """Cells that no other beats in both throughput and peak memory, fastest first."""
+    front: list[Row] = []
+    for row in group.rows:
+        if not missing(row["peak_memory_bytes"]) and all(row["peak_memory_bytes"] < better["peak_memory_bytes"] for better in front):
+            front.append(row)
+    return front
+
+
+def labels(rows: tuple[Row, ...] | list[Row]) -> Iterator[str]:
+    """Labels with their marks."""
+    return (f"{row['label']}{marks(row)}" for row in rows)

@@ -1,0 +1,86 @@
+"""Values -> what a reader sees. Unknown is an em dash, never `nan`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+DASH = "—"
+MIB = 2**20
+
+
+def missing(value: Any) -> bool:
+    """Whether a value of a frame is null, NaN, NaT or infinite."""
+    if value is None:
+        return True
+    if isinstance(value, str):
+        return False
+    try:
+        return not math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return bool(value != value)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """At least `digits` significant digits, thousands separated: 12,345 and 0.0123; 1.2e-07 where zeros would fill the cell."""
+    if missing(value):
+        return DASH
+    value = float(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 10**-digits:
+        return f"{value:.1e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def scaled(value: Any, factor: float, digits: int = 3) -> str:
+    """`number` of value x factor, for a unit other than the record's."""
+    return DASH if missing(value) else number(float(value) * factor, digits)
+
+
+def percent(value: Any) -> str:
+    """A fraction as `85 %`."""
+    return DASH if missing(value) else f"{float(value) * 100:.0f} %"
+
+
+def deviation(value: Any) -> str:
+    """A relative deviation as `1.2e-07`; 0 where the training is bit for bit the same."""
+    if missing(value):
+        return DASH
+    return "0" if value == 0 else f"{float(value):.1e}"
+
+
+def exact(value: Any) -> str:
+    """The full-precision value for machines; empty where unknown."""
+    if missing(value):
+        return ""
+    number_ = float(value)
+    return str(int(number_)) if number_.is_integer() and abs(number_) < 2**53 else repr(number_)
+
+
+def plural(count: int, word: str) -> str:
+    """`1 trial`, `3 trials`."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def listed(words: list[str], most: int = 4) -> str:
+    """`a, b and c`; past `most`, `a, b, c and 7 more`."""
+    shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Text that fits a chart: control characters gone, the middle replaced by an ellipsis where it is longer than `most`."""
+    text = printable(text)
+    if len(text) <= most:
+        return text
+    head = (most - 1) * 2 // 3
+    return f"{text[:head]}…{text[-(most - 1 - head) :]}"
+
+
+def printable(text: str) -> str:
+    """Without what XML cannot hold, or what would turn the direction of the text around it."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]", "", text)
