@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from harness.cell import Cell
@@ -49,7 +49,7 @@ def left_out_row(run_id: str, cell: Cell, status: str, reason: str) -> dict[str,
         "expected": False,
         "log_tail": "",
         "stacks": "",
-        "started_at": datetime.now(UTC),
+        "started_at": datetime.now(timezone.utc),
         "oversubscribed": oversubscribed(cell),
         **dict.fromkeys(_LISTS, []),
     }
@@ -130,7 +130,7 @@ def trial_row(
         "expected": False,
         "log_tail": outcome.log_tail,
         "stacks": outcome.stacks,
-        "started_at": datetime.fromtimestamp(outcome.started_at, UTC),
+        "started_at": datetime.fromtimestamp(outcome.started_at, timezone.utc),
         "wall_seconds": outcome.wall_seconds,
         "startup_seconds": outcome.startup_seconds,
         "data_fingerprint": fingerprint,

@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from harness.cell import Cell
@@ -49,7 +49,7 @@ class Plan:
 
     @classmethod
     def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut]) -> Plan:
-        run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+        run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         return cls(run_id, matrix, tuple(cells), trials, tuple(left_out), secrets.randbelow(2**31))
 
     def schedule(self) -> list[tuple[Cell, int]]:
@@ -156,7 +156,7 @@ class Runner:
         row = {
             "schema_version": SCHEMA_VERSION,
             "run_id": self.plan.run_id,
-            "started_at": datetime.now(UTC),
+            "started_at": datetime.now(timezone.utc),
             "matrix": self.plan.matrix,
             "plan": self.plan.to_json(),
             **environment(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,16 @@ Row = dict[str, Any]
 def marks(row: Row) -> str:
     """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
     return (STAND_IN if not missing(row["stand_in"]) else "") + (OVERSUBSCRIBED if row["oversubscribed"] else "")
+
+
+def named(row: Row) -> str:
+    """The label as a chart shows it: with its regime where that is the unusual one, and its marks."""
+    return row["label"] + (" · weak" if row["regime"] == "weak" else "") + marks(row)
+
+
+def records(table: pd.DataFrame) -> list[Row]:
+    """The rows of a frame as plain dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,10 @@ def find_groups(cells: pd.DataFrame) -> list[Group]:
     sizes = cells.groupby("workload", sort=False).size().to_dict()
     found = []
     for _, table in cells[cells["ranked"].astype(bool)].groupby(SETTING, sort=False):
-        rows = [{str(k): v for k, v in row.items()} for row in table.sort_values("samples_per_second", ascending=False).to_dict("records")]
-        for row, same in zip(rows, indistinguishable(table.sort_values("samples_per_second", ascending=False)), strict=True):
-            row["same_as_above"] = same
+        table = table.sort_values("samples_per_second", ascending=False, ignore_index=True)
+        rows = records(table)
+        for place, (row, same) in enumerate(zip(rows, indistinguishable(table), strict=True), 1):
+            row |= {"place": place, "same_as_above": same}
         found.append(Group({name: rows[0][name] for name in SETTING}, tuple(rows)))
     return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
@@ -170,8 +180,3 @@ def pareto(group: Group) -> list[Row]:
         if not missing(row["peak_memory_bytes"]) and all(row["peak_memory_bytes"] < better["peak_memory_bytes"] for better in front):
             front.append(row)
     return front
-
-
-def labels(rows: tuple[Row, ...] | list[Row]) -> Iterator[str]:
-    """Labels with their marks."""
-    return (f"{row['label']}{marks(row)}" for row in rows)

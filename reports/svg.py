@@ -102,7 +102,7 @@ def _clean(element: Element, name: str, sheet: StyleSheet) -> None:
     element.tag = element.tag.rpartition("}")[2]
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if style := attributes.pop("style", None):
-        attributes["class"] = sheet.class_for(style)
+        attributes["class"] = sheet.class_for(style.replace("url(#", f"url(#{name}-"))
     if element.tag == "g":
         attributes.pop("id", None)
     for key, value in attributes.items():

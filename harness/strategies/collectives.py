@@ -1,0 +1,69 @@
+"""torch.distributed collectives by hand: gradients averaged after backward, or parameters after local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from harness.cell import Cell
+from harness.errors import Refused
+from harness.strategy import EXACT, Batch, Deviation, Job, Strategy, TrainStep
+from harness.training import standard_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.workloads import Workload
+
+LOCAL = Deviation(5e-2, 2.0, "ranks step on their own gradients and average their parameters: the optimizer sees other gradients")
+
+
+class Collectives(Strategy):
+    """torch.distributed collectives by hand: averages gradients, or parameters after local steps, one tensor at a time.
+
+    Averaging parameters after every step is the same training where the update is linear in the gradient (SGD with
+    momentum). AdamW divides by the root of the squared gradient, and a mean of quotients is no quotient of means.
+    """
+
+    average: Literal["gradients", "parameters"] = "gradients"
+    """What is averaged: gradients before the update, or parameters after it."""
+    period: int = 1
+    """Steps between two averages of parameters."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.period < 1 or (self.average == "gradients" and self.period > 1):
+            raise Refused(
+                f"period={self.period} with average={self.average}: gradients are averaged at each step, parameters each 1 or more"
+            )
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        linear = cell.optimizer == "sgd" and self.period == 1
+        return EXACT if self.average == "gradients" or linear or cell.devices == 1 else LOCAL
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch.distributed as dist
+
+        model = job.model()
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), 0)
+
+        def average(tensors: Iterable[Tensor | None]) -> None:
+            for tensor in tensors:
+                if tensor is not None:
+                    dist.all_reduce(tensor)
+                    tensor /= job.cell.devices
+
+        optimizer = job.optimizer(parameters)
+        job.expose(model, optimizer)
+        if self.average == "gradients":
+            return standard_step(job, model, optimizer, before_update=lambda: average(p.grad for p in parameters))
+        local = standard_step(job, model, optimizer)
+
+        def step(batch: Batch) -> Tensor | None:
+            loss = local(batch)
+            if (batch.step + 1) % self.period == 0:
+                average(p.detach() for p in parameters)
+            return loss
+
+        return step

@@ -1,0 +1,74 @@
+"""FullyShardedDataParallel (FSDP1): flat parameters, their gradients and optimizer state are sharded over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.cell import Cell
+from harness.errors import Unavailable
+from harness.strategy import Job, Strategy, TrainStep
+from harness.training import blocks_of, check_hybrid, shard_mesh, standard_step
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.workloads import Workload
+
+
+class Fsdp1(Strategy):
+    """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat tensor when it runs."""
+
+    sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
+    """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each of 2 replicas."""
+    auto_wrap: bool = True
+    """Wrap each block (modules by size where the workload names no blocks); otherwise the model as a whole."""
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    """Gather the next module before or after the current one's gradients are computed, or when it is needed."""
+    cpu_offload: bool = False
+    """Keep shards in host memory while no module uses them."""
+    use_orig_params: bool = True
+    """Show the optimizer the model's own parameters instead of the flat ones."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.sharding == "hybrid_shard":
+            check_hybrid(cell)
+        if self.cpu_offload and cell.device == "cpu":
+            raise Unavailable("FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one; fsdp2 offloads without")
+
+    def setup(self, job: Job) -> TrainStep:
+        from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        whole = job.model()
+        prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+        model = FullyShardedDataParallel(
+            whole,
+            device_mesh=shard_mesh(job, hybrid=self.sharding == "hybrid_shard"),
+            device_id=job.device,
+            sharding_strategy=ShardingStrategy[self.sharding.upper()],
+            auto_wrap_policy=self._policy(job, whole) if self.auto_wrap else None,
+            backward_prefetch=prefetch[self.backward_prefetch],
+            cpu_offload=CPUOffload(offload_params=self.cpu_offload),
+            use_orig_params=self.use_orig_params,
+        )
+
+        def gather() -> Iterator[tuple[str, Tensor]]:
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                yield from model.named_parameters()
+
+        optimizer = job.optimizer(model.parameters())
+        job.expose(model, optimizer, gather=gather)
+        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip the same steps.
+        scaler = ShardedGradScaler(job.device.type, enabled=job.cell.precision == "fp16")
+        return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
+
+    def _policy(self, job: Job, model: nn.Module) -> Callable[..., Any]:
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+        blocks = blocks_of(job, model)
+        if blocks:
+            return ModuleWrapPolicy({type(block) for block in blocks})
+        parameters = sum(p.numel() for p in model.parameters())
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters // 8)

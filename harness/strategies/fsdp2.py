@@ -1,0 +1,81 @@
+"""FSDP2 (`fully_shard`): every parameter is a DTensor, sharded over the ranks along its first dimension."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from harness.cell import Cell
+from harness.errors import Refused
+from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
+from harness.training import blocks_of, check_hybrid, own_precision, shard_mesh, standard_step
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+MIXED = Deviation(5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32")
+
+
+class Fsdp2(Strategy):
+    """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are needed."""
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them (ZeRO-2)."""
+    hybrid: bool = False
+    """Shard within each of 2 replicas and all-reduce between them."""
+    cpu_offload: bool = False
+    """Keep shards, their gradients and the optimizer in host memory."""
+    prefetch: bool = False
+    """Say explicitly which block to gather while another computes, instead of leaving the order to FSDP."""
+    mixed_precision: bool = False
+    """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast. The cell's precision must be bf16."""
+    no_sync: bool = True
+    """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.hybrid:
+            check_hybrid(cell)
+        if self.mixed_precision and cell.precision != "bf16":
+            raise Refused(f"mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, it is {cell.precision}")
+        if self.cpu_offload and cell.device == "cuda" and cell.precision == "fp16":
+            raise Refused("loss scaling would have to reduce infinities of gradients in host memory over NCCL, which cannot; use bf16")
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        return MIXED if self.mixed_precision else EXACT
+
+    def stand_in(self, cell: Cell) -> str | None:
+        offload = self.cpu_offload and cell.device == "cpu"
+        return "no device to leave: parameters are already in host memory" if offload else None
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        model = job.model()
+        mesh = shard_mesh(job, self.hybrid)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.mixed_precision else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=job.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+        blocks: list[FSDPModule] = []
+        for module in [*blocks_of(job, model), model]:
+            root = module is model
+            reshard = self.reshard_after_forward and not root
+            shard = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            blocks += [] if root else [shard]
+        if self.prefetch:
+            for block, after in itertools.pairwise(blocks):
+                block.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([block])
+
+        @contextlib.contextmanager
+        def no_sync() -> Iterator[None]:
+            shard.set_requires_gradient_sync(False)
+            yield
+            shard.set_requires_gradient_sync(True)
+
+        optimizer = job.optimizer(model.parameters())
+        # Offloaded shards must be on the device to be gathered over its process group.
+        job.expose(model, optimizer, gather=lambda: ((n, p.detach().to(job.device)) for n, p in model.named_parameters()))
+        plain = own_precision(job) if self.mixed_precision else job
+        return standard_step(plain, model, optimizer, no_sync=no_sync if self.no_sync else None)

@@ -1,0 +1,48 @@
+"""Post-local SGD: DDP for the first steps, then local steps with parameters averaged every few of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.cell import Cell
+from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
+from harness.training import standard_step
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+LOCAL = Deviation(5e-2, 1.0, "after its start step ranks update on their own gradients and average parameters every few steps")
+
+
+class PostLocalSgd(Strategy):
+    """Post-local SGD: gradients averaged until a start step, then local updates and a periodic average of parameters.
+
+    The same training until the start step. Afterwards each rank follows its own share's gradient between two averages,
+    and AdamW's moments are never averaged. torch would still average gradients within a node; here that is
+    switched off, because on one node nothing would be left of the local steps.
+    """
+
+    precisions = ("fp32", "bf16")  # fp16's loss scaling would skip a step on one rank only, and that rank its average
+
+    start_step: int = 4
+    """First step without averaged gradients."""
+    period: int = 4
+    """Steps between two averages of parameters."""
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        return EXACT if self.start_step >= cell.parity_steps or cell.devices == 1 else LOCAL
+
+    def setup(self, job: Job) -> TrainStep:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        state: Any = PostLocalSGDState
+        state = state(None, None, self.start_step, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
+        optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
+        job.expose(model, optimizer.optim)
+        return standard_step(job, model, optimizer, no_sync=model.no_sync)

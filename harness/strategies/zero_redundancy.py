@@ -1,0 +1,26 @@
+"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates its part of the parameters and broadcasts it."""
+
+from __future__ import annotations
+
+from harness.strategy import Job, Strategy, TrainStep
+from harness.training import standard_step
+
+
+class ZeroRedundancy(Strategy):
+    """DDP with ZeroRedundancyOptimizer (ZeRO-1): optimizer state is sharded by whole parameters.
+
+    Its `overlap_with_ddp` is no option here: it leaves out the first updates while DDP's buckets settle, another training.
+    """
+
+    parameters_as_bucket_view: bool = False
+    """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
+
+    def setup(self, job: Job) -> TrainStep:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        factory, kwargs = job.optimizer_class()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs)
+        job.expose(model, optimizer.optim)
+        return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -1,0 +1,129 @@
+"""Cells -> the data of the figures made of lines: scaling and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reports.data import notes_for
+from reports.groups import Row, marks, named, unit
+from reports.text import missing, number, plural
+
+COLOURED = 6
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    devices: tuple[int, ...]
+    values: tuple[float, ...]
+    lows: tuple[float | None, ...]
+    highs: tuple[float | None, ...]
+    marked: bool
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Throughput over number of devices; the ideal is the fastest on the fewest devices times their number."""
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    ideal: tuple[tuple[int, float], ...]
+    summary: str
+    notes: tuple[str, ...]
+
+
+_SERIES = (
+    "workload data sequence_length device precision optimizer threads_per_device strategy options micro_batches launcher".split()
+)
+
+
+def _batch(row: Row, regime: str) -> int:
+    return int(row["global_batch"] // row["devices"] if regime == "weak" else row["global_batch"])
+
+
+def scaling(records: Sequence[Row], regime: str) -> list[Scaling]:
+    """One figure per workload, precision and batch; only what ran on two or more numbers of devices."""
+    series: dict[tuple[object, ...], dict[int, Row]] = {}
+    for row in records:
+        if row["ranked"] and (row["regime"] == regime or row["devices"] == 1):  # on one device both regimes are the same
+            key = (*(row[name] for name in _SERIES), _batch(row, regime))
+            series.setdefault(key, {}).setdefault(int(row["devices"]), row)
+    figures: dict[tuple[object, ...], list[list[Row]]] = {}
+    for by_devices in series.values():
+        rows = [by_devices[n] for n in sorted(by_devices)]
+        if len(rows) > 1:
+            first = rows[0]
+            shared = (first["workload"], first["device"], first["precision"], first["optimizer"], _batch(first, regime))
+            figures.setdefault(shared, []).append(rows)
+    found = sorted(figures.items(), key=lambda item: -len(item[1]))
+    return [_scaling(f"{regime}-{i}", regime, batch, lines) for i, ((*_, batch), lines) in enumerate(found)]
+
+
+def _scaling(name: str, regime: str, batch: object, series: list[list[Row]]) -> Scaling:
+    flat = [row for rows in series for row in rows]
+    column = "samples_per_second" if any(missing(row["tokens_per_second"]) for row in flat) else "tokens_per_second"
+    lines = []
+    for rows in series:
+        ends = [tuple(None if missing(row[column + end]) else float(row[column + end]) for row in rows) for end in ("_low", "_high")]
+        values = tuple(float(row[column]) for row in rows)
+        label = named(rows[-1]) if regime == "strong" else named(rows[-1]).replace(" · weak", "")
+        lines.append(Line(label, tuple(int(r["devices"]) for r in rows), values, ends[0], ends[1], any(marks(row) for row in rows)))
+    lines.sort(key=lambda line: (-line.devices[-1], -line.values[-1]))
+    start = min(line.devices[0] for line in lines)
+    base = max(line.values[0] for line in lines if line.devices[0] == start)
+    counts = sorted({n for line in lines for n in line.devices})
+    ideal = tuple((n, base * n / start) for n in counts)
+    first = flat[0]
+    held = f"batch {batch} in all" if regime == "strong" else f"batch {batch} per device"
+    sgd = "" if first["optimizer"] == "adamw" else f" · {first['optimizer']}"
+    title = f"{regime.capitalize()} scaling · {first['workload']} · {first['precision']} · {held}{sgd}"
+    words = "; ".join(f"{line.label} {number(line.values[0])} to {number(line.values[-1])} {unit(column)}" for line in lines[:6])
+    summary = f"{title}, {plural(len(lines), 'strategy').replace('strategys', 'strategies')} over {counts[0]} to {counts[-1]} devices: {words}"
+    return Scaling(name, title, unit(column), tuple(lines), ideal, summary, notes_for(flat))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Loss of each step of the parity segment: the reference's and each cell's that was held to it."""
+
+    name: str
+    title: str
+    reference: tuple[float, ...]
+    kept: tuple[tuple[float, ...], ...]
+    diverged: tuple[tuple[str, tuple[float, ...]], ...]
+    summary: str
+
+
+def losses(records: Sequence[Row]) -> list[Losses]:
+    """One figure per reference, the one with most cells first. A loss that is not finite ends its curve."""
+    by_reference: dict[tuple[float, ...], list[Row]] = {}
+    for row in records:
+        reference = row.get("reference_losses")
+        if reference is None or isinstance(reference, float) or not len(reference):
+            continue
+        by_reference.setdefault(tuple(float(x) for x in reference), []).append(row)
+    found = []
+    for index, (reference, rows) in enumerate(sorted(by_reference.items(), key=lambda item: -len(item[1]))):
+        away = [(f"{row['label']} {row['precision']}", _curve(row, len(reference))) for row in rows if row["parity_verdict"] == "diverged"]
+        kept = tuple(_curve(row, len(reference)) for row in rows if row["parity_verdict"] != "diverged")
+        first = rows[0]
+        title = f"{first['workload']} · batch {first['global_batch']} · {first['optimizer']}"
+        summary = (
+            f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from {number(reference[0])} to {number(reference[-1])};"
+            f" {plural(len(kept), 'cell')} agree with it, {len(away)} diverged"
+        )
+        found.append(Losses(f"loss-{index}", title, reference, kept, tuple(away), summary))
+    return found
+
+
+def _curve(row: Row, steps: int) -> tuple[float, ...]:
+    values = []
+    for value in list(row["losses"])[:steps]:
+        if value is None or not math.isfinite(value):
+            break
+        values.append(float(value))
+    return tuple(values)

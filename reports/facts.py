@@ -1,0 +1,175 @@
+"""What did not work, where it ran, and how it was measured, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reports.groups import Row
+from reports.table import STATUS
+from reports.text import DASH, deviation, missing, number, plural
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GIB = 2**30
+_LAUNCHED = ("failed", "timeout", "out_of_memory", "diverged", "interrupted")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that has no place in the ranking, with its reason and the end of its log."""
+
+    row: Row
+    what: str
+    trials: str
+    log: str
+    stacks: str
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Cells that were not launched for the same reason."""
+
+    what: str
+    reason: str
+    names: tuple[str, ...]
+
+
+def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
+    """Everything launched that failed, diverged or was cut off; what the matrix expects comes last."""
+    found = []
+    for row in cells:
+        if row["status"] not in _LAUNCHED:
+            continue
+        own = trials[trials["cell_id"] == row["cell_id"]]
+        bad = own[own["status"] == row["status"]].sort_values(["trial", "attempt"])
+        log, stacks = (str(bad[name].iloc[-1] or "") for name in ("log_tail", "stacks"))
+        told = f"{len(bad)} of {plural(len(own), 'trial')}"
+        found.append(Failure(row, STATUS[row["status"]], told, log, stacks))
+    return sorted(found, key=lambda f: (f.row["expected"], _LAUNCHED.index(f.row["status"])))
+
+
+def not_run(run: Row, cells: Sequence[Row]) -> list[NotRun]:
+    """Left out, refused or unavailable cells by reason, and planned ones that have no record yet."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for row in cells:
+        if row["status"] in ("unavailable", "refused"):
+            grouped.setdefault((STATUS[row["status"]], row["reason"]), []).append(row["cell_name"])
+    recorded = {row["cell_id"] for row in cells}
+    for cell in _plan(run).get("cells", []):
+        name = _unrecorded(cell, recorded)
+        if name:
+            grouped.setdefault(("not reached", "the run ended before it; go on with: python -m bench run --resume"), []).append(name)
+    return [NotRun(what, reason, tuple(names)) for (what, reason), names in grouped.items()]
+
+
+def _unrecorded(cell: Any, recorded: set[str]) -> str:
+    from harness.cell import Cell
+
+    try:
+        known = Cell(**cell)
+    except (TypeError, ValueError):
+        return ""  # of a version whose cells had other fields
+    return "" if known.id in recorded else known.name
+
+
+def _plan(run: Row) -> dict[str, Any]:
+    plan = _json(run["plan"])
+    return plan if isinstance(plan, dict) else {}
+
+
+def _json(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def hardware(run: Row) -> str:
+    """`2 x NVIDIA H100 (80 GiB each)` or `2 cores of Intel Xeon, no GPU`."""
+    gpus = [str(name) for name in (run["gpus"] if run["gpus"] is not None else [])]
+    if not gpus:
+        model = "" if missing(run["cpu_model"]) else f" of {run['cpu_model']}"
+        return f"{plural(_whole(run['cpu_cores']), 'CPU core')}{model}, no GPU"
+    each = "" if missing(run["gpu_memory_bytes"]) else f" ({number(run['gpu_memory_bytes'] / GIB)} GiB each)"
+    return " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) + each
+
+
+def _whole(value: Any) -> int:
+    return 0 if missing(value) else int(value)
+
+
+def environment(run: Row) -> list[tuple[str, str]]:
+    """Name and value of everything that is known of where it ran."""
+    libraries = _json(run["libraries"])
+    libraries = libraries if isinstance(libraries, dict) else {}
+    memory = DASH if missing(run["memory_bytes"]) else f"{number(run['memory_bytes'] / GIB)} GiB"
+    plan = _plan(run)
+    rows = [
+        ("Run", run["run_id"]),
+        ("Started", f"{run['started_at']:%Y-%m-%d %H:%M:%S} UTC" if not missing_time(run["started_at"]) else DASH),
+        ("Matrix", run["matrix"]),
+        ("Trials of each cell", plan.get("trials")),
+        ("Seed of the order", plan.get("order_seed")),
+        ("Hardware", hardware(run)),
+        ("Memory of the host", memory),
+        ("Host", run["host"]),
+        ("Operating system", run["operating_system"]),
+        ("Python", run["python_version"]),
+        ("PyTorch", run["torch_version"]),
+        ("Libraries", ", ".join(f"{name} {version}" for name, version in libraries.items())),
+        ("Suite", f"{run['suite_version']}, commit {run['git_commit'] or 'unknown'}"),
+        ("Schema of the record", f"version {run['schema_version']}"),
+    ]
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def missing_time(value: Any) -> bool:
+    """Whether a timestamp is null."""
+    return value is None or value != value
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Cells that were held to the same tolerance, for the same reason."""
+
+    loss: str
+    update: str
+    reason: str
+    labels: tuple[str, ...]
+
+
+def tolerances(cells: Sequence[Row]) -> list[Tolerance]:
+    """What was allowed, the tightest first. The reason is known of cells that used more than the tightest."""
+    grouped: dict[tuple[float, float], list[Row]] = {}
+    for row in cells:
+        if not missing(row.get("parity_loss_tolerance")):
+            grouped.setdefault((row["parity_loss_tolerance"], row["parity_update_tolerance"]), []).append(row)
+    found = []
+    for (loss, update), rows in sorted(grouped.items()):
+        reasons = [row["parity_reason"] for row in rows if row["parity_verdict"] == "within tolerance" and row["parity_reason"]]
+        names = tuple(dict.fromkeys(f"{row['label']} {row['precision']}" for row in rows))
+        found.append(Tolerance(deviation(loss), deviation(update), "; ".join(dict.fromkeys(reasons)), names))
+    return found
+
+
+def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
+    """Name of a method and the method in words."""
+    from harness.measure.flops import FORMULA
+    from harness.stats import INTERVAL_METHOD
+
+    memory = list(dict.fromkeys(str(row["memory_method"]) for row in cells if not missing(row["memory_method"])))
+    rows = [
+        ("Throughput", "global batch (samples, or tokens) over the step time; the step time is the slowest rank's at each step, between two"
+         " device synchronisations, getting the batch included; warm-up steps are left out"),
+        ("Interval", INTERVAL_METHOD),
+        ("Told apart", "two neighbours in a ranking are marked ≈ where their intervals overlap"),
+        ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
+        ("Scaling efficiency", "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
+         " batch that each device has"),
+        ("FLOPs and MFU", FORMULA),
+    ]  # fmt: skip
+    return [(name, text) for name, text in rows if name != "Memory" or memory]

@@ -1,0 +1,180 @@
+"""Figure data -> matplotlib figures. Widths and heights are in pixels of the page at 100 %."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reports.curves import COLOURED, Losses, Scaling
+from reports.data import Bar, Bars, Scatter
+from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN
+from reports.text import number, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 400
+_PIXEL = 1 / 72
+_MARKERS = "osD^vP"
+
+
+def _canvas(height: float, left: float, right: float, bottom: float, top: float) -> tuple[Figure, Axes]:
+    """A figure of WIDTH x height with one axes between these margins."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
+    share = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
+    axes = figure.add_axes(share)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def bars(data: Bars) -> Figure:
+    """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the right."""
+    line, bottom, right = 30, 40, 118
+    figure, axes = _canvas(len(data.bars) * line + bottom + 4, 8, right, bottom, 4)
+    axes.set_ylim(len(data.bars) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(not data.logarithmic)
+    low, high = _range(data)
+    if data.logarithmic:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xlim(low, high)
+    axes.locator_params(axis="x", nbins=4) if not data.logarithmic else _decades(axes, low, high)
+    axes.grid(axis="x")
+    axes.set_xlabel(data.axis, loc="left")
+    for index, bar in enumerate(data.bars):
+        _line(axes, index, bar, low, high, data.logarithmic)
+    return figure
+
+
+def _range(data: Bars) -> tuple[float, float]:
+    ends = [v for b in data.bars for v in (b.value, b.high, b.target) if v is not None and v > 0]
+    top = max(ends, default=1.0)
+    if not data.logarithmic:
+        return 0.0, top * 1.02
+    smallest = min(ends, default=1e-8)
+    return 10 ** (math.floor(math.log10(smallest)) - 1), 10 ** math.ceil(math.log10(top) + 0.3)
+
+
+def _decades(axes: Axes, low: float, high: float) -> None:
+    first, last = round(math.log10(low)), round(math.log10(high))
+    step = max(1, math.ceil((last - first) / 5))
+    powers = range(first + 1, last + 1, step)
+    axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
+
+
+def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic: bool) -> None:
+    colour = WARN if bar.failed else BEST if bar.strong or logarithmic else REST
+    middle = index + 0.2
+    axes.text(0, index - 0.22, shortened(bar.label, 60), transform=axes.get_yaxis_transform(), va="center", color=INK, fontsize=11)
+    axes.text(1.03, middle, bar.text, transform=axes.get_yaxis_transform(), va="center", color=WARN if bar.failed else INK, fontsize=11)
+    if logarithmic:
+        shown = high if bar.value is None else max(bar.value, low * 1.5)
+        axes.plot([low, shown], [middle, middle], color=GRID, linewidth=3, solid_capstyle="butt")
+        marker = ">" if bar.value is None else "o"
+        axes.plot([shown], [middle], marker, color=colour, markersize=7, clip_on=False, fillstyle="none" if bar.value == 0 else "full")
+    elif bar.value is not None:
+        hatch = "/////" if bar.marks else None
+        axes.barh(middle, bar.value, height=0.3, color=PAPER if hatch else colour, edgecolor=colour, hatch=hatch, linewidth=1)
+    if bar.low is not None and bar.high is not None:
+        axes.errorbar(
+            [(bar.low + bar.high) / 2], [middle], xerr=[(bar.high - bar.low) / 2], color=INK, linewidth=1.3, capsize=3, capthick=1.3
+        )
+    if bar.target is not None:
+        axes.plot([bar.target] * 2, [middle - 0.24, middle + 0.24], color=INK, linewidth=2, solid_capstyle="butt")
+
+
+def scatter(data: Scatter) -> Figure:
+    """Memory (x) against throughput (y) with intervals; the front is a numbered step line."""
+    figure, axes = _canvas(310, 58, 14, 44, 16)
+    front = data.front
+    for point in data.points:
+        colour = BEST if point.place else REST
+        low, high = point.low, point.high
+        if low is not None and high is not None:
+            axes.plot([point.memory] * 2, [low, high], color=colour, linewidth=1.2, zorder=2)
+        axes.plot([point.memory_low, point.memory], [point.throughput] * 2, color=colour, linewidth=1.2, zorder=2)
+        face = PAPER if point.marks else colour
+        size = 15 if point.place else 7
+        axes.plot([point.memory], [point.throughput], "o", markersize=size, color=colour, markerfacecolor=face, zorder=4 if point.place else 3)
+        if point.place:
+            ink = BEST if point.marks else PAPER
+            axes.annotate(str(point.place), (point.memory, point.throughput), ha="center", va="center_baseline", color=ink, fontsize=10, zorder=5)
+    if len(front) > 1:
+        axes.step([p.memory for p in front][::-1], [p.throughput for p in front][::-1], where="post", color=BEST, linewidth=1.2, zorder=1)
+    axes.set_xlim(0, max(p.memory for p in data.points) * 1.08)
+    axes.set_ylim(0, max(p.high or p.throughput for p in data.points) * 1.08)
+    axes.grid()
+    axes.locator_params(nbins=5)
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.set_xlabel("peak memory of the fullest device (MiB)", loc="left")
+    axes.set_title(f"throughput ({data.unit}); better is up and left", fontsize=11, color=SOFT, loc="left", x=-50 / 328, pad=5)
+    return figure
+
+
+def scaling(data: Scaling) -> Figure:
+    """Throughput over devices, the ideal dashed; the fastest coloured, the others grey."""
+    coloured = data.lines[:COLOURED]
+    legend = 17 * (len(coloured) + 1 + (len(data.lines) > COLOURED))
+    figure, axes = _canvas(290 + legend, 58, 14, 44 + legend, 22)
+    counts = [n for n, _ in data.ideal]
+    handles: list[object] = []
+    for index, line in reversed(list(enumerate(data.lines))):
+        known = index < COLOURED
+        colour = SERIES[index] if known else REST
+        (drawn,) = axes.plot(line.devices, line.values, color=colour, linewidth=2.0 if known else 1.0, zorder=3 if known else 2)
+        drawn.set(marker=_MARKERS[index] if known else ".", markersize=6, markerfacecolor=PAPER if line.marked else colour)
+        handles.insert(0, drawn)
+        for n, low, high in zip(line.devices, line.lows, line.highs, strict=True):
+            if low is not None and high is not None:
+                axes.plot([n, n], [low, high], color=colour, linewidth=1.4, zorder=3)
+    labels = [shortened(line.label, 52) for line in coloured]
+    if len(data.lines) > COLOURED:
+        labels.append(f"{len(data.lines) - COLOURED} more, in the table of efficiency")
+    labels.append("ideal: the fastest on the fewest devices, times devices")
+    handles = [*handles[: len(labels) - 1], *axes.plot(counts, [v for _, v in data.ideal], "--", color=INK, linewidth=1.3)]
+    if counts[-1] / counts[0] > 4:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+    else:
+        axes.set_ylim(0)
+    axes.minorticks_off()
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.grid()
+    axes.set_xlabel("number of devices", loc="left")
+    axes.set_title(f"throughput ({data.unit})", fontsize=11, color=SOFT, loc="left", x=-50 / 328, pad=5)
+    _legend(figure, handles, labels)
+    return figure
+
+
+def _legend(figure: Figure, handles: list[object], labels: list[str]) -> None:
+    figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 0), frameon=False, fontsize=10.5, handlelength=1.8, borderaxespad=0.2, labelspacing=0.35)
+
+
+def losses(data: Losses) -> Figure:
+    """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and named."""
+    legend = 17 * (2 + len(data.diverged[:3]))
+    figure, axes = _canvas(250 + legend, 50, 14, 44 + legend, 22)
+    axes.plot(range(len(data.reference)), data.reference, color=GRID, linewidth=9, solid_capstyle="round", label="reference")
+    for index, curve in enumerate(data.kept):
+        label = f"{len(data.kept)} cells that agree with it" if index == 0 else None
+        axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=label)
+    for index, (label, curve) in enumerate(data.diverged):
+        name = f"diverged: {shortened(label, 44)}" if index < 3 else None
+        axes.plot(range(len(curve)), curve, "--", marker=_MARKERS[index % 6], markersize=4, color=WARN, linewidth=1.3, label=name)
+    spread = [*data.reference, *(v for curve in data.kept for v in curve)]
+    low, high = min(spread), max(spread)
+    margin = (high - low or 1.0) * 0.35
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(-0.3, max(1, len(data.reference) - 1) + 0.3)
+    axes.locator_params(axis="x", integer=True)
+    axes.grid()
+    axes.set_xlabel("step (number)", loc="left")
+    axes.set_title("mean loss of the step (nats)", fontsize=11, color=SOFT, loc="left", x=-42 / 336, pad=5)
+    handles, labels = axes.get_legend_handles_labels()
+    _legend(figure, list(handles), labels)
+    return figure

@@ -1,0 +1,49 @@
+"""The view -> one HTML text that loads nothing and runs nothing but its own script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.store import Results
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(results: Results) -> str:
+    """The page of one run. Its content policy allows the one style and the one script by their hashes."""
+    import jinja2
+    from markupsafe import Markup
+
+    from reports import text
+    from reports.groups import marks, named, pareto
+    from reports.view import make_view
+
+    view = make_view(results)
+    style = f"\n{(TEMPLATES / 'style.css').read_text(encoding='utf-8')}\n{view.figure_styles}\n"
+    script = f"\n{(TEMPLATES / 'script.js').read_text(encoding='utf-8')}\n"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.globals.update(named=named, marks=marks, pareto=pareto)
+    environment.filters.update(number=text.number, listed=text.listed, plural=text.plural, printable=text.printable)
+    page = environment.get_template("report.html.j2").render(
+        view=view,
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_digest(style),
+        script_hash=_digest(script),
+    )
+    return text.printable(page)
+
+
+def _digest(content: str) -> str:
+    """A source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

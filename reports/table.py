@@ -1,0 +1,181 @@
+"""The full table: every cell, every number with its full-precision value for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reports.groups import Group, Row, unit
+from reports.text import DASH, MIB, deviation, exact, missing, number, percent, scaled
+
+STATUS = {
+    "failed": "failed",
+    "timeout": "passed its time limit",
+    "out_of_memory": "out of memory",
+    "diverged": "trained something else",
+    "interrupted": "interrupted",
+    "unavailable": "not available here",
+    "refused": "cannot exist",
+    "ok": "ok",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a table cell; `field` names the frame's column where the piece is a number of it."""
+
+    text: str
+    field: str = ""
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Td:
+    parts: tuple[Part, ...]
+    kind: str = "number"
+    tip: str = ""
+
+    @property
+    def sort(self) -> str:
+        first = self.parts[0]
+        return first.value if first.field else first.text
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A caution about a cell: a word and what it means for this cell."""
+
+    word: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    unit: str
+    tip: str
+    make: Callable[[Row], Td]
+
+
+@dataclass(frozen=True)
+class TableRow:
+    row: Row
+    cells: tuple[Td, ...]
+    flags: tuple[Flag, ...]
+
+
+def flags(row: Row) -> tuple[Flag, ...]:
+    """All cautions that a reader of this cell must know."""
+    found = []
+    if not missing(row["stand_in"]):
+        found.append(Flag("stand-in", str(row["stand_in"])))
+    if row["oversubscribed"]:
+        found.append(Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware"))
+    if not missing(row["trend"]) and row["trend"] != 0:
+        found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
+    if row["trials"] == 1 and row["status"] == "ok":
+        found.append(Flag("1 trial: no interval", "one launch says nothing about the spread between launches"))
+    if row["expected"] and row["status"] == "diverged":
+        found.append(Flag("expected to diverge", "the matrix says so: no failure"))
+    return tuple(found)
+
+
+def _figure(field: str, text: Callable[[Any], str], tip: str = "") -> Callable[[Row], Td]:
+    return lambda row: Td((Part(text(row.get(field)), field, exact(row.get(field))),), tip=tip)
+
+
+def _plain(field: str) -> Callable[[Row], Td]:
+    return lambda row: Td((Part(str(row[field])),), kind="word")
+
+
+def _interval(row: Row, column: str, with_unit: bool) -> Td:
+    value, low, high = (row[column + end] for end in ("", "_low", "_high"))
+    parts = [Part(number(value), column, exact(value))]
+    if with_unit and not missing(value):
+        parts.append(Part(f" {unit(column)}"))
+    if not missing(low):
+        parts += [Part(" ["), Part(number(low), f"{column}_low", exact(low)), Part(", ")]
+        parts += [Part(number(high), f"{column}_high", exact(high)), Part("]")]
+    return Td(tuple(parts))
+
+
+def _efficiency(row: Row) -> Td:
+    own, reference = row["efficiency_own"], row["efficiency_single"]
+    parts = [Part(percent(own), "efficiency_own", exact(own)), Part(" / "), Part(percent(reference), "efficiency_single", exact(reference))]
+    return Td(tuple(parts))
+
+
+def _place(row: Row) -> Td:
+    if "place" not in row:
+        return Td((Part(DASH, "place", ""),))
+    parts = [Part(str(row["place"]), "place", str(row["place"]))]
+    if row["same_as_above"]:
+        parts.append(Part(f" ≈ {row['place'] - 1}"))
+        return Td(tuple(parts), tip=f"cannot be told apart from the one above, place {row['place'] - 1}: their intervals overlap")
+    return Td(tuple(parts))
+
+
+def _parity(row: Row) -> Td:
+    if row["status"] not in ("ok", "diverged"):
+        return Td((Part(STATUS.get(row["status"], row["status"])),), kind="bad")
+    word = row["parity_verdict"]
+    kind = {"exact": "good", "within tolerance": "good", "diverged": "bad"}.get(word, "word")
+    reason = row.get("parity_reason")
+    return Td((Part(DASH if missing(word) else word),), kind=kind, tip="" if missing(reason) else str(reason))
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns that have something to show."""
+    kinds = {"samples_per_second" if missing(r["tokens_per_second"]) else "tokens_per_second" for r in rows if not missing(r["samples_per_second"])}
+    same = kinds.pop() if len(kinds) == 1 else ""
+
+    def throughput(row: Row) -> Td:
+        column = same or ("samples_per_second" if missing(row["tokens_per_second"]) else "tokens_per_second")
+        return _interval(row, column, with_unit=not same)
+
+    kept = [
+        Column("Workload", "", "", _plain("workload")),
+        Column("Devices", "", "", _figure("devices", number)),
+        Column("Precision", "", "", _plain("precision")),
+        Column("Batch", "samples", "global batch", _batch),
+        Column("Place", "", "within workload, devices, precision, batch and optimizer; ≈ cannot be told apart from the one above", _place),
+        Column("Throughput", unit(same) if same else "", "mean and 95 % interval over trials", throughput),
+        Column("Step p50", "ms", "median, slowest rank", _figure("step_seconds_p50", lambda v: scaled(v, 1e3))),
+        Column("Step p95", "ms", "95th percentile, slowest rank", _figure("step_seconds_p95", lambda v: scaled(v, 1e3))),
+        Column("Peak memory", "MiB", "fullest device, largest of the trials", _figure("peak_memory_bytes", lambda v: scaled(v, 1 / MIB))),
+        Column("Imbalance", "max / mean", "largest over mean peak of the ranks", _figure("memory_imbalance", number)),
+        Column("Efficiency", "own / reference", "against itself, and against the reference strategy, on one device", _efficiency),
+        Column("Parity", "", "is it the same training as the reference?", _parity),
+        Column("Loss deviation", "relative", "largest of any step", _figure("parity_max_loss_deviation", deviation)),
+        Column("Update deviation", "relative", "largest of any tensor", _figure("parity_max_update_deviation", deviation)),
+        Column("Set-up", "s", "process group, model, wrapping; slowest rank", _figure("setup_seconds", number)),
+    ]
+    if any(not missing(row.get("mfu")) for row in rows):
+        kept.append(Column("MFU", "%", "model FLOPs utilisation", _figure("mfu", lambda v: scaled(v, 100))))
+    return kept
+
+
+def _batch(row: Row) -> Td:
+    parts = (Part(number(row["global_batch"]), "global_batch", exact(row["global_batch"])), Part(" weak" if row["regime"] == "weak" else ""))
+    return Td(parts if parts[1].text else parts[:1])
+
+
+def table_rows(cells: Sequence[Row], groups: Sequence[Group], shown: Sequence[Column]) -> list[TableRow]:
+    """Ranked cells group by group, fastest first, then the others."""
+    ranked = [row for group in groups for row in group.rows]
+    seen = {row["cell_id"] for row in ranked}
+    rest = [row for row in cells if row["cell_id"] not in seen]
+    return [TableRow(row, tuple(column.make(row) for column in shown), flags(row)) for row in [*ranked, *rest]]
+
+
+def efficiency_rows(cells: Sequence[Row]) -> list[TableRow]:
+    """Scaling efficiency of what ran on several devices and has something to compare with, best first."""
+    rows = [r for r in cells if r["devices"] > 1 and not (missing(r["efficiency_own"]) and missing(r["efficiency_single"]))]
+    rows.sort(key=lambda r: (r["workload"], r["devices"], -(r["efficiency_own"] if not missing(r["efficiency_own"]) else -1)))
+    found = []
+    for row in rows:
+        tds = [_plain("workload")(row), _figure("devices", number)(row), _plain("regime")(row), _plain("precision")(row), _batch(row)]
+        tds += [_figure(name, percent)(row) for name in ("efficiency_own", "efficiency_single")]
+        found.append(TableRow(row, tuple(tds), flags(row)))
+    return found

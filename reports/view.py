@@ -1,0 +1,151 @@
+"""Results of one run -> everything that the template shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from harness.summary import cells as summarise
+from reports import curves, data, facts, figures, groups, table
+from reports.groups import Group, Row, Verdict
+from reports.svg import StyleSheet, inline
+from reports.text import plural
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.figure import Figure
+
+    from harness.store import Results
+
+MOST_PANELS = 12
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture with its heading, its legend in words and, for a numbered front, the names of the numbers."""
+
+    title: str
+    picture: Markup
+    notes: tuple[str, ...] = ()
+    numbered: tuple[data.Point, ...] = ()
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Parity:
+    passed: int
+    judged: int
+    steps: str
+    unexpected: int
+    """Diverged though the matrix does not expect it."""
+
+
+@dataclass
+class View:
+    """What the page says; an empty list leaves its section out."""
+
+    run: Row
+    hardware: str
+    environment: list[tuple[str, str]]
+    counts: str
+    measured: list[tuple[str, str]]
+    headline: Verdict | None = None
+    verdicts: list[Verdict] = field(default_factory=list)
+    parity: Parity | None = None
+    ranking: list[Panel] = field(default_factory=list)
+    other_ranking: list[Panel] = field(default_factory=list)
+    memory: list[Panel] = field(default_factory=list)
+    front: list[Panel] = field(default_factory=list)
+    scaling: list[Panel] = field(default_factory=list)
+    efficiency: list[table.TableRow] = field(default_factory=list)
+    losses: list[Panel] = field(default_factory=list)
+    deviations: list[Panel] = field(default_factory=list)
+    tolerances: list[facts.Tolerance] = field(default_factory=list)
+    bubble: list[Panel] = field(default_factory=list)
+    columns: list[table.Column] = field(default_factory=list)
+    rows: list[table.TableRow] = field(default_factory=list)
+    failures: list[facts.Failure] = field(default_factory=list)
+    not_run: list[facts.NotRun] = field(default_factory=list)
+    figure_styles: str = ""
+
+    def choices(self, name: str) -> list[Any]:
+        """The values of a column that a reader can filter by, where there are several."""
+        found = sorted({row.row[name] for row in self.rows})
+        return found if len(found) > 1 else []
+
+
+def make_view(results: Results) -> View:
+    """Everything the page of one run shows; ValueError where there is not exactly one run."""
+    if len(results.runs) != 1:
+        raise ValueError(f"a report is of one run, not of {len(results.runs)}")
+    run = groups.records(results.runs)[0]
+    frame = summarise(results.trials)
+    if not frame.empty:
+        lowest = results.trials.groupby("cell_id")["peak_memory_bytes"].min()
+        frame["peak_memory_bytes_low"] = frame["cell_id"].map(lowest)
+    cells = [] if frame.empty else groups.records(frame)
+    found = groups.find_groups(frame)
+    view = View(run, facts.hardware(run), facts.environment(run), _counts(cells, found), facts.measured(cells))
+    view.failures, view.not_run = facts.failures(cells, results.trials), facts.not_run(run, cells)
+    view.tolerances = facts.tolerances(cells)
+    view.parity = _parity(cells)
+    view.columns = table.columns(cells) if cells else []
+    view.rows = table.table_rows(cells, found, view.columns)
+    view.efficiency = table.efficiency_rows(cells)
+    _verdicts(view, found)
+    _pictures(view, cells, found)
+    return view
+
+
+def _counts(cells: Sequence[Row], found: Sequence[Group]) -> str:
+    ranked = sum(len(group.rows) for group in found)
+    return f"{plural(len(cells), 'cell')}, {ranked} ranked"
+
+
+def _parity(cells: Sequence[Row]) -> Parity | None:
+    judged = [row for row in cells if row["parity_verdict"] in ("exact", "within tolerance", "diverged")]
+    if not judged:
+        return None
+    steps = sorted({int(row["parity_steps"]) for row in judged})
+    away = [row for row in judged if row["parity_verdict"] == "diverged"]
+    return Parity(len(judged) - len(away), len(judged), " or ".join(map(str, steps)), sum(not row["expected"] for row in away))
+
+
+def _verdicts(view: View, found: list[Group]) -> None:
+    leading = groups.headline(found)
+    if leading is None:
+        return
+    view.headline = groups.verdict(leading)
+    view.verdicts = [groups.verdict(group) for group in groups.biggest(found) if len(group.rows) > 1]
+
+
+def _pictures(view: View, cells: Sequence[Row], found: list[Group]) -> None:
+    sheet = StyleSheet()
+
+    def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
+        picture = inline(partial(draw, shown), shown.name, shown.summary, sheet)
+        return Panel(title or shown.title, picture, getattr(shown, "notes", ()), **more)
+
+    comparable = [group for group in found if len(group.rows) > 1][:MOST_PANELS]
+    for index, group in enumerate(comparable):
+        title = group.title if group.workload == found[0].workload else f"{group.workload} · {group.title}"
+        bars = panel(data.throughput_bars(group, f"speed-{index}"), figures.bars, title)
+        (view.ranking if group.workload == found[0].workload else view.other_ranking).append(bars)
+        if (memory := data.memory_bars(group, f"memory-{index}")) is not None:
+            view.memory.append(panel(memory, figures.bars, title))
+        if (scatter := data.memory_scatter(group, f"front-{index}")) is not None:
+            view.front.append(panel(scatter, figures.scatter, title, numbered=tuple(scatter.front), unit=scatter.unit))
+    for regime in ("strong", "weak"):
+        view.scaling += [panel(one, figures.scaling) for one in curves.scaling(cells, regime)[:4]]
+    view.losses = [panel(one, figures.losses) for one in curves.losses(cells)[:6]]
+    for column, tolerance, title in (
+        ("parity_max_loss_deviation", "parity_loss_tolerance", "Loss: largest deviation of any step"),
+        ("parity_max_update_deviation", "parity_update_tolerance", "Parameters: largest deviation of any tensor, relative to its update"),
+    ):
+        if (bars_ := data.deviation_bars(cells, column, tolerance, f"{column}", title)) is not None:
+            view.deviations.append(panel(bars_, figures.bars))
+    if (bubble := data.bubble_bars(cells, "bubble")) is not None:
+        view.bubble = [panel(bubble, figures.bars)]
+    view.figure_styles = sheet.text

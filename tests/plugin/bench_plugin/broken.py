@@ -1,0 +1,60 @@
+"""Strategies that run well and train something else: the parity check has to see each of them."""
+
+from typing import Literal
+
+from harness.strategy import Batch, Job, Strategy, TrainStep
+
+
+class Broken(Strategy):
+    """Data parallelism with one mistake."""
+
+    mistake: Literal[
+        "none",
+        "no_synchronization",
+        "scaled_loss",
+        "summed_gradients",
+        "clipping",
+        "repeated_batch",
+        "lost_micro_batch",
+        "other_seed",
+        "frozen_tensor",
+        "no_weight_decay",
+        "reports_first_rank_only",
+    ] = "none"
+    """What is wrong with it."""
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        import torch.distributed as dist
+
+        model = job.workload.build(job.cell.seed + (self.mistake == "other_seed"))
+        if self.mistake == "frozen_tensor":
+            next(model.parameters()).requires_grad_(False)
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        if self.mistake == "no_weight_decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.0
+        job.expose(model, optimizer)
+        size = dist.get_world_size()
+        kept: list[Batch] = []
+
+        def step(batch: Batch) -> torch.Tensor:
+            kept.append(batch)
+            if self.mistake == "repeated_batch" and batch.step == 3:
+                batch = kept[2]
+            if self.mistake == "lost_micro_batch":
+                batch = next(batch.split(2))
+            loss = job.loss(model, batch)
+            (loss * 2 if self.mistake == "scaled_loss" else loss).backward()
+            if self.mistake != "no_synchronization":
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad)
+                        if self.mistake != "summed_gradients":
+                            parameter.grad /= size
+            if self.mistake == "clipping":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step

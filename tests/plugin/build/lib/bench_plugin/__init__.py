@@ -1,0 +1,1 @@
+"""A user's own package of strategies, found by its entry points."""

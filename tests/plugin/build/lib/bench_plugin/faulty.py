@@ -1,0 +1,58 @@
+"""Strategies that do not end well: each must become a row with its reason, and leave no process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Literal
+
+from harness.strategy import Batch, Job, Strategy, TrainStep
+
+
+class Faulty(Strategy):
+    """Data parallelism that goes wrong on its last rank at step 2."""
+
+    fault: Literal["raises", "killed", "exits", "hangs", "out_of_memory", "nan", "leaves_children", "raises_in_setup", "shows_nothing", "slow"] = "raises"
+    """How it goes wrong."""
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        import torch.distributed as dist
+
+        model = job.model()
+        optimizer = job.optimizer(model.parameters())
+        last = job.rank == job.layout.processes - 1
+        if self.fault == "raises_in_setup" and last:
+            raise ValueError("the planted mistake in setup")
+        if self.fault != "shows_nothing":
+            job.expose(model, optimizer)
+        hoard = []
+
+        def step(batch: Batch) -> torch.Tensor:
+            if last and batch.step == 2:
+                if self.fault == "raises":
+                    raise ValueError("the planted mistake")
+                if self.fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.fault == "exits":
+                    os._exit(0)
+                if self.fault == "hangs":
+                    time.sleep(3600)
+                if self.fault == "leaves_children":
+                    command = "import os, time; os.setsid(); time.sleep(3600)"
+                    subprocess.Popen([sys.executable, "-c", command], start_new_session=True)
+                if self.fault == "out_of_memory":
+                    hoard.append(torch.ones(2**28))
+            if self.fault == "slow":
+                time.sleep(0.3)
+            loss = job.loss(model, batch)
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach() * (float("nan") if self.fault == "nan" and batch.step >= 2 else 1.0)
+
+        return step

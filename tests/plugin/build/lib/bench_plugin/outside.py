@@ -1,0 +1,22 @@
+"""A correct strategy of another package."""
+
+from harness.strategy import Job, Strategy, TrainStep
+from harness.training import standard_step
+
+
+class Outside(Strategy):
+    """Averages gradients by hand, in another package."""
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch.distributed as dist
+
+        model = job.model()
+        optimizer = job.optimizer(model.parameters())
+        job.expose(model, optimizer)
+
+        def average() -> None:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+        return standard_step(job, model, optimizer, before_update=average)
