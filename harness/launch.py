@@ -27,6 +27,7 @@ from harness.worker import run_rank, run_spawned
 from harness.workloads import DataSource
 
 LOG_TAIL_BYTES = 4000
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ class Launcher:
                     progress=progress,
                     interface="lo",
                 )
-                interrupted = False
+                interrupted, exit_codes = False, {}
                 try:
-                    _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
+                    exit_codes = _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
                 except KeyboardInterrupt:
                     interrupted = True
                 finally:
                     self._sweep(scratch, processes)
-            outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted)
+            outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted, exit_codes)
             return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, **outcome)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -151,8 +152,8 @@ def _become_subreaper() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def _elastic(spec: TrialSpec, max_restarts: int) -> None:
-    """torchrun's own agent, in this process, over the warm fork server; returns when all ranks have gone."""
+def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
+    """torchrun's own agent, in this process, over the warm fork server; returns the exit codes of ranks that failed."""
     import torch.distributed.elastic.rendezvous.registry as registry
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -181,23 +182,30 @@ def _elastic(spec: TrialSpec, max_restarts: int) -> None:
         local_addr="localhost",
     )
     agent = Agent(worker_spec, DefaultLogsSpecs(log_dir=spec.scratch), start_method="forkserver", exit_barrier_timeout=10.0, shutdown_timeout=2)
+    handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     try:
-        agent.run()
+        result = agent.run()
+        return {rank: failure.exitcode for rank, failure in result.failures.items()}
     except SignalException as stop:
         raise KeyboardInterrupt from stop
     finally:
         worker_spec.rdzv_handler.shutdown()
+        for number, handler in handlers.items():  # the agent leaves its own behind
+            signal.signal(number, handler)
 
 
-def _spawn(spec: TrialSpec) -> None:
-    """torch.multiprocessing.spawn, as its documentation shows it: a fresh interpreter per rank."""
+def _spawn(spec: TrialSpec) -> dict[int, int]:
+    """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank; exit code of the first that failed."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
+    try:
         mp.spawn(run_spawned, args=(spec, port), nprocs=spec.processes)  # type: ignore[no-untyped-call]
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        return {error.error_index: getattr(error, "exit_code", 1)}
+    return {}
 
 
 @contextlib.contextmanager
@@ -254,7 +262,9 @@ class _Deadline:
                 time.sleep(0.5)
 
 
-def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool) -> dict[str, Any]:
+def _outcome(
+    cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int]
+) -> dict[str, Any]:
     """Status, reason, answers, log and stacks from what the ranks left in the trial's folder."""
     answers = []
     for rank in range(processes):
@@ -274,15 +284,23 @@ def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrup
         first = min(causes, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
     elif silent:
-        # A rank that says nothing was killed (or never started): what the others say is a consequence of that.
-        first = {"rank": silent[0]}
-        reason, status = f"rank {silent[0]} ended without an answer: killed from outside, or by the kernel for memory", "failed"
+        # What the others say is a consequence of one that said nothing; of several such, the agent knows which went first.
+        rank = next((r for r in exit_codes if r in silent), silent[0])
+        first, status, reason = {"rank": rank}, "failed", f"rank {rank} {_ending(exit_codes.get(rank))}"
     elif failed:
         first = min(failed, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
     else:
         return {"status": "ok", "reason": "", "answers": answers}
     return {"status": status, "reason": reason, "answers": answers, "log_tail": logs[first["rank"]], "stacks": stacks}
+
+
+def _ending(exit_code: int | None) -> str:
+    """How a rank that left no answer went, in words."""
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"was killed by {name}, from outside" + (" or by the kernel for lack of memory" if name == "SIGKILL" else " or by its own fault")
+    return f"left with exit code {exit_code or 0} before its steps were done"
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:

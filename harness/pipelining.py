@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from harness.errors import Refused
 from harness.workloads.stage import Stage
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     from harness.strategy import Batch, Job, TrainStep
 
-ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
@@ -43,13 +45,6 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
             f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} rounds, into which they do not divide;"
             f" use a multiple of {ranks}"
         )
-
-
-def stage_indices(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """The virtual stages of a rank: every `ranks`-th one, or down and up again in zbv's V."""
-    if schedule == "zbv":
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + turn * ranks for turn in range(per_rank)]
 
 
 class Pipe:
@@ -71,8 +66,13 @@ class Pipe:
         self.named = [pair for stage in stages for pair in stage.model.named_parameters()]
         self.torch_stages = [PipelineStage(wrap(stage), stage.index, stage.count, job.device, group=group) for stage in stages]
         self.parameters = list(dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters()))
-        told = {"n_microbatches": self.parts, "loss_fn": lambda logits, labels: self.loss(logits, labels), "scale_grads": False}
-        self.schedule = ONE_STAGE[schedule](self.torch_stages[0], **told) if schedule in ONE_STAGE else SEVERAL[schedule](self.torch_stages, **told)
+        kind = SCHEDULES[schedule]
+        self.schedule = kind(
+            self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
+            n_microbatches=self.parts,
+            loss_fn=lambda logits, labels: self.loss(logits, labels),  # late: the harness may wrap `loss` to time it
+            scale_grads=False,
+        )
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.job.workload.loss(logits, labels) / self.parts
@@ -99,8 +99,9 @@ class Pipe:
             for name, owner in stage.split.tied.items():
                 mine = _local(stage.model.get_parameter(owner if stage.first else name).grad)
                 other, peer = torch.empty_like(mine), last if stage.first else first
-                ends = [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, tensor in ((dist.isend, mine), (dist.irecv, other))]
-                for work in dist.batch_isend_irecv(ends):
+                send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer)
+                receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
+                for work in dist.batch_isend_irecv([send, receive]):
                     work.wait()
                 mine += other
 
@@ -112,7 +113,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
-    """Several stages of one rank, first and last among them, hold a tied parameter once, so that autograd sums."""
+    """A rank with both the first and the last of several stages holds a tied parameter once: autograd sums its gradients."""
     first, last = stages[0], stages[-1]
     if len(stages) > 1 and first.first and last.last:
         for name, owner in first.split.tied.items():
@@ -120,8 +121,8 @@ def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
             setattr(last.model.get_submodule(module), leaf, first.model.get_parameter(owner))
 
 
-def train_step(job: Job, pipe: Pipe, optimizer: Optimizer, reduce: Callable[[], None] = lambda: None, **shown: Any) -> TrainStep:
-    """Shows the pipe to the harness; returns the step: one schedule, `reduce` over data ranks, tied gradients, update."""
+def train_step(job: Job, pipe: Pipe, optimizer: Optimizer, average_over: dist.ProcessGroup | None = None, **shown: Any) -> TrainStep:
+    """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied gradients, update."""
     compute: list[tuple[Any, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
         compute += [(stage, name) for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")]
@@ -129,18 +130,14 @@ def train_step(job: Job, pipe: Pipe, optimizer: Optimizer, reduce: Callable[[], 
 
     def step(batch: Batch) -> Tensor | None:
         loss = pipe.forward_backward(batch)
-        reduce()
+        if average_over is not None:
+            for parameter in pipe.parameters:
+                assert parameter.grad is not None
+                parameter.grad /= average_over.size()
+                dist.all_reduce(parameter.grad, group=average_over)
         pipe.sum_tied()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     return step
-
-
-def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All-reduces gradients to their mean over a group, one by one."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad /= group.size()
-            dist.all_reduce(parameter.grad, group=group)

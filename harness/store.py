@@ -108,11 +108,15 @@ class Store:
                 raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
         data = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows], schema=arrow_schema(table))
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as sink:
-            pq.write_table(data, sink)
-            sink.flush()
-            os.fsync(sink.fileno())
-        temporary.replace(path)
+        try:
+            with open(temporary, "wb") as sink:
+                pq.write_table(data, sink)
+                sink.flush()
+                os.fsync(sink.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

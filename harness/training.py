@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+LOSS_SCALE = 4096.0
+
 
 def standard_step(
     job: Job,
@@ -57,10 +59,14 @@ def standard_step(
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Dynamic loss scaling in an fp16 cell, none in any other."""
+    """Dynamic loss scaling in an fp16 cell, none in any other.
+
+    It starts at 4096: torch's 65536 overflows now and then in the first steps, and the step that is then skipped is
+    another training than the reference's.
+    """
     from torch.amp.grad_scaler import GradScaler
 
-    return GradScaler(job.device.type, enabled=job.cell.precision == "fp16")
+    return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
 
 
 def own_precision(job: Job) -> Job:

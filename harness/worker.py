@@ -147,6 +147,7 @@ class Progress:
 def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     cell = spec.cell
     strategy = make_strategy(cell)
@@ -158,9 +159,13 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
     torch.manual_seed(cell.seed)
     meter = MemoryMeter(device, cell.memory_limit_bytes)
     begin = time.perf_counter()
-    if strategy.process_group:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if strategy.process_group:
+        # torchrun keeps one store over its restarts: without a prefix a rank may read the address of one that has died.
+        meet: Any = rendezvous
+        store, _, size = next(meet("env://"))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
     job = Job(cell, workload, layout, device, rank, Path(spec.scratch), restarts)
     step = strategy.setup(job)
     if job.exposed is None:

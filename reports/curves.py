@@ -36,9 +36,8 @@ class Scaling:
     notes: tuple[str, ...]
 
 
-_SERIES = (
-    "workload data sequence_length device precision optimizer threads_per_device strategy options micro_batches launcher".split()
-)
+_SETTING = ("workload", "data", "sequence_length", "device", "precision", "optimizer", "threads_per_device")
+_SERIES = (*_SETTING, "strategy", "options", "micro_batches", "launcher")
 
 
 def _batch(row: Row, regime: str) -> int:
@@ -57,7 +56,7 @@ def scaling(records: Sequence[Row], regime: str) -> list[Scaling]:
         rows = [by_devices[n] for n in sorted(by_devices)]
         if len(rows) > 1:
             first = rows[0]
-            shared = (first["workload"], first["device"], first["precision"], first["optimizer"], _batch(first, regime))
+            shared = (*(first[name] for name in _SETTING), _batch(first, regime))
             figures.setdefault(shared, []).append(rows)
     found = sorted(figures.items(), key=lambda item: -len(item[1]))
     return [_scaling(f"{regime}-{i}", regime, batch, lines) for i, ((*_, batch), lines) in enumerate(found)]
@@ -82,7 +81,7 @@ def _scaling(name: str, regime: str, batch: object, series: list[list[Row]]) -> 
     sgd = "" if first["optimizer"] == "adamw" else f" · {first['optimizer']}"
     title = f"{regime.capitalize()} scaling · {first['workload']} · {first['precision']} · {held}{sgd}"
     words = "; ".join(f"{line.label} {number(line.values[0])} to {number(line.values[-1])} {unit(column)}" for line in lines[:6])
-    summary = f"{title}, {plural(len(lines), 'strategy').replace('strategys', 'strategies')} over {counts[0]} to {counts[-1]} devices: {words}"
+    summary = f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}"
     return Scaling(name, title, unit(column), tuple(lines), ideal, summary, notes_for(flat))
 
 
@@ -113,8 +112,8 @@ def losses(records: Sequence[Row]) -> list[Losses]:
         first = rows[0]
         title = f"{first['workload']} · batch {first['global_batch']} · {first['optimizer']}"
         summary = (
-            f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from {number(reference[0])} to {number(reference[-1])};"
-            f" {plural(len(kept), 'cell')} agree with it, {len(away)} diverged"
+            f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from {number(reference[0])} to"
+            f" {number(reference[-1])}; {plural(len(kept), 'cell')} agree with it, {len(away)} diverged"
         )
         found.append(Losses(f"loss-{index}", title, reference, kept, tuple(away), summary))
     return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.groups import OVERSUBSCRIBED, STAND_IN, Group, Row, device_words, marks, named, pareto, tied_with_fastest
-from reports.text import MIB, deviation, missing, number, percent, plural
+from reports.groups import OVERSUBSCRIBED, STAND_IN, Group, Row, marks, named, pareto, tied_with_fastest
+from reports.text import MIB, deviation, missing, number, percent, plural, shortened
 
-MOST_ROWS = 60
+MOST_ROWS, MOST_DEVIATIONS = 60, 20
+LABEL = 54  # characters that fit the width of a chart
 NOTES = {
     STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
     OVERSUBSCRIBED: f"{OVERSUBSCRIBED} hatched: more ranks than cores, its times say nothing of real hardware",
@@ -88,8 +90,8 @@ def notes_for(rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(text for mark, text in NOTES.items() if mark in seen)
 
 
-def _rest(total: int) -> tuple[str, ...]:
-    return (f"the first {MOST_ROWS} of {total}; all are in the table",) if total > MOST_ROWS else ()
+def _rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
+    return (f"the first {most} of {total}; all are in the table",) if total > most else ()
 
 
 def throughput_bars(group: Group, name: str) -> Bars:
@@ -158,9 +160,15 @@ def memory_scatter(group: Group, name: str) -> Scatter | None:
     return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(rows))
 
 
-def where(row: Row) -> str:
-    """A cell in words where a chart mixes settings: `label, 2 devices, bf16`."""
-    return f"{named(row)}, {device_words(row)}, {row['precision']}"
+def where(row: Row, workload: str) -> str:
+    """A cell in words where a chart mixes settings: `label x2 bf16`, and its workload if it is another one."""
+    other = "" if row["workload"] == workload else f" {row['workload']}"
+    setting = f" x{row['devices']} {row['precision']}{other}"
+    return shortened(named(row), max(12, LABEL - len(setting))) + setting
+
+
+def _main_workload(rows: Sequence[Row]) -> str:
+    return Counter(str(row["workload"]) for row in rows).most_common(1)[0][0]
 
 
 def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: str, title: str) -> Bars | None:
@@ -169,42 +177,50 @@ def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: st
     if not judged:
         return None
 
-    def used(row: Row) -> float:
-        return float("inf") if missing(row[column]) else float(row[column]) / float(row[tolerance])
+    def used(row: Row) -> tuple[bool, float]:
+        share = float("inf") if missing(row[column]) else float(row[column]) / float(row[tolerance])
+        return row["parity_verdict"] == "diverged", share
 
     judged.sort(key=used, reverse=True)
-    several = len({row["workload"] for row in judged}) > 1
+    main = _main_workload(records)
     bars = []
-    for row in judged[:MOST_ROWS]:
-        label = where(row) + (f", {row['workload']}" if several else "")
+    for row in judged[:MOST_DEVIATIONS]:
         failed = row["parity_verdict"] == "diverged"
         text = "not finite" if missing(row[column]) else deviation(row[column])
-        bars.append(Bar(label, _known(row[column]), text, marks=marks(row), target=float(row[tolerance]), failed=failed))
+        bars.append(Bar(where(row, main), _known(row[column]), text, marks=marks(row), target=float(row[tolerance]), failed=failed))
     outside = sum(bar.failed for bar in bars)
     summary = f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged"
-    return Bars(name, title, "relative deviation (no unit), log scale", tuple(bars), summary, _rest(len(judged)), True, "tolerance")
+    axis, notes = "relative deviation (no unit), log scale", _rest(len(judged), MOST_DEVIATIONS)
+    return Bars(name, title, axis, tuple(bars), summary, notes, True, "tolerance")
 
 
 def bubble_theory(row: Row) -> float:
-    """(p - 1) / (m + p - 1) for p stages and m micro-batches (Huang et al., GPipe, arXiv 1811.06965)."""
+    """(p - 1) / (m + p - 1) for p stages and m micro-batches (Huang et al., arXiv 1811.06965)."""
     stages, parts = int(row["pipeline_parallel"]), int(row["micro_batches"])
     return (stages - 1) / (parts + stages - 1)
 
 
 def bubble_bars(records: Sequence[Row], name: str) -> Bars | None:
     """Measured pipeline bubble in % with the theory's, smallest first."""
-    rows = [r for r in records if not missing(r.get("bubble_fraction")) and not missing(r["pipeline_parallel"]) and r["pipeline_parallel"] > 1]
+    rows = [row for row in records if not missing(row.get("bubble_fraction")) and (row["pipeline_parallel"] or 0) > 1]
     if not rows:
         return None
     rows.sort(key=lambda r: float(r["bubble_fraction"]))
-    several = len({row["workload"] for row in rows}) > 1
+    main = _main_workload(records)
     bars = []
     for row in rows[:MOST_ROWS]:
         share, theory = float(row["bubble_fraction"]), bubble_theory(row)
-        label = where(row) + (f", {row['workload']}" if several else "")
-        bars.append(Bar(label, share * 100, f"{percent(share)}, theory {percent(theory)}", marks=marks(row), target=theory * 100))
-    summary = "Pipeline bubble, measured and by theory: " + "; ".join(f"{bar.label} {bar.text}" for bar in bars[:8])
+        text = f"{percent(share)} ({percent(theory)})"
+        bars.append(Bar(where(row, main), share * 100, text, marks=marks(row), target=theory * 100))
+    summary = "Pipeline bubble, measured and in brackets by theory: " + "; ".join(f"{bar.label} {bar.text}" for bar in bars[:8])
     notes = notes_for(rows) + _rest(len(rows))
-    return Bars(name, "Share of stage time spent waiting", "bubble (% of stage time)", tuple(bars), summary, notes, False, "theory")
-
-
+    return Bars(
+        name,
+        "Share of stage time spent waiting",
+        "bubble (% of stage time), in brackets the theory's",
+        tuple(bars),
+        summary,
+        notes,
+        False,
+        "theory",
+    )

@@ -162,14 +162,20 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     from harness.stats import INTERVAL_METHOD
 
     memory = list(dict.fromkeys(str(row["memory_method"]) for row in cells if not missing(row["memory_method"])))
+    throughput = (
+        "global batch (samples, or tokens) over the step time; the step time is the slowest rank's at each step, between two"
+        " device synchronisations, getting the batch included; warm-up steps are left out"
+    )
+    efficiency = (
+        "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
+        " batch that each device has"
+    )
     rows = [
-        ("Throughput", "global batch (samples, or tokens) over the step time; the step time is the slowest rank's at each step, between two"
-         " device synchronisations, getting the batch included; warm-up steps are left out"),
+        ("Throughput", throughput),
         ("Interval", INTERVAL_METHOD),
         ("Told apart", "two neighbours in a ranking are marked ≈ where their intervals overlap"),
         ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
-        ("Scaling efficiency", "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
-         " batch that each device has"),
+        ("Scaling efficiency", efficiency),
         ("FLOPs and MFU", FORMULA),
-    ]  # fmt: skip
+    ]
     return [(name, text) for name, text in rows if name != "Memory" or memory]

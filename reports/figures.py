@@ -6,15 +6,16 @@ import math
 from typing import TYPE_CHECKING
 
 from reports.curves import COLOURED, Losses, Scaling
-from reports.data import Bar, Bars, Scatter
+from reports.data import LABEL, Bar, Bars, Scatter
 from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN
-from reports.text import number, shortened
+from reports.text import plain, shortened
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 400
+WIDTH = 360
 _PIXEL = 1 / 72
 _MARKERS = "osD^vP"
 
@@ -32,7 +33,7 @@ def _canvas(height: float, left: float, right: float, bottom: float, top: float)
 
 def bars(data: Bars) -> Figure:
     """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the right."""
-    line, bottom, right = 30, 40, 118
+    line, bottom, right = 34, 42, 112
     figure, axes = _canvas(len(data.bars) * line + bottom + 4, 8, right, bottom, 4)
     axes.set_ylim(len(data.bars) - 0.5, -0.5)
     axes.set_yticks([])
@@ -43,6 +44,8 @@ def bars(data: Bars) -> Figure:
         axes.minorticks_off()
     axes.set_xlim(low, high)
     axes.locator_params(axis="x", nbins=4) if not data.logarithmic else _decades(axes, low, high)
+    if not data.logarithmic:
+        axes.xaxis.set_major_formatter(lambda value, _: plain(value))
     axes.grid(axis="x")
     axes.set_xlabel(data.axis, loc="left")
     for index, bar in enumerate(data.bars):
@@ -69,8 +72,8 @@ def _decades(axes: Axes, low: float, high: float) -> None:
 def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic: bool) -> None:
     colour = WARN if bar.failed else BEST if bar.strong or logarithmic else REST
     middle = index + 0.2
-    axes.text(0, index - 0.22, shortened(bar.label, 60), transform=axes.get_yaxis_transform(), va="center", color=INK, fontsize=11)
-    axes.text(1.03, middle, bar.text, transform=axes.get_yaxis_transform(), va="center", color=WARN if bar.failed else INK, fontsize=11)
+    axes.text(0, index - 0.22, shortened(bar.label, LABEL), transform=axes.get_yaxis_transform(), va="center", color=INK)
+    axes.text(1.03, middle, bar.text, transform=axes.get_yaxis_transform(), va="center", color=WARN if bar.failed else INK)
     if logarithmic:
         shown = high if bar.value is None else max(bar.value, low * 1.5)
         axes.plot([low, shown], [middle, middle], color=GRID, linewidth=3, solid_capstyle="butt")
@@ -84,7 +87,7 @@ def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic
             [(bar.low + bar.high) / 2], [middle], xerr=[(bar.high - bar.low) / 2], color=INK, linewidth=1.3, capsize=3, capthick=1.3
         )
     if bar.target is not None:
-        axes.plot([bar.target] * 2, [middle - 0.24, middle + 0.24], color=INK, linewidth=2, solid_capstyle="butt")
+        axes.plot([bar.target] * 2, [middle - 0.17, middle + 0.17], color=INK, linewidth=2, solid_capstyle="butt")
 
 
 def scatter(data: Scatter) -> Figure:
@@ -99,20 +102,28 @@ def scatter(data: Scatter) -> Figure:
         axes.plot([point.memory_low, point.memory], [point.throughput] * 2, color=colour, linewidth=1.2, zorder=2)
         face = PAPER if point.marks else colour
         size = 15 if point.place else 7
-        axes.plot([point.memory], [point.throughput], "o", markersize=size, color=colour, markerfacecolor=face, zorder=4 if point.place else 3)
+        (dot,) = axes.plot([point.memory], [point.throughput], "o", markersize=size, color=colour, markerfacecolor=face)
+        dot.set_zorder(4 if point.place else 3)
         if point.place:
             ink = BEST if point.marks else PAPER
-            axes.annotate(str(point.place), (point.memory, point.throughput), ha="center", va="center_baseline", color=ink, fontsize=10, zorder=5)
+            axes.text(point.memory, point.throughput, str(point.place), ha="center", va="center_baseline", color=ink, fontsize=10, zorder=5)
     if len(front) > 1:
         axes.step([p.memory for p in front][::-1], [p.throughput for p in front][::-1], where="post", color=BEST, linewidth=1.2, zorder=1)
-    axes.set_xlim(0, max(p.memory for p in data.points) * 1.08)
-    axes.set_ylim(0, max(p.high or p.throughput for p in data.points) * 1.08)
+    axes.set_xlim(*_around([v for p in data.points for v in (p.memory_low, p.memory)]))
+    axes.set_ylim(*_around([v for p in data.points for v in (p.low, p.throughput, p.high) if v is not None]))
     axes.grid()
     axes.locator_params(nbins=5)
-    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.set_xlabel("peak memory of the fullest device (MiB)", loc="left")
-    axes.set_title(f"throughput ({data.unit}); better is up and left", fontsize=11, color=SOFT, loc="left", x=-50 / 328, pad=5)
+    axes.set_title(f"throughput ({data.unit}); better is up and left", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=5)
     return figure
+
+
+def _around(values: list[float]) -> tuple[float, float]:
+    """Limits with a margin; of equal values, a tenth around them."""
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.1 or high * 0.1 or 1.0
+    return low - margin, high + margin
 
 
 def scaling(data: Scaling) -> Figure:
@@ -121,7 +132,7 @@ def scaling(data: Scaling) -> Figure:
     legend = 17 * (len(coloured) + 1 + (len(data.lines) > COLOURED))
     figure, axes = _canvas(290 + legend, 58, 14, 44 + legend, 22)
     counts = [n for n, _ in data.ideal]
-    handles: list[object] = []
+    handles: list[Artist] = []
     for index, line in reversed(list(enumerate(data.lines))):
         known = index < COLOURED
         colour = SERIES[index] if known else REST
@@ -143,16 +154,18 @@ def scaling(data: Scaling) -> Figure:
         axes.set_ylim(0)
     axes.minorticks_off()
     axes.set_xticks(counts, [str(n) for n in counts])
-    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.grid()
     axes.set_xlabel("number of devices", loc="left")
-    axes.set_title(f"throughput ({data.unit})", fontsize=11, color=SOFT, loc="left", x=-50 / 328, pad=5)
+    axes.set_title(f"throughput ({data.unit})", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=5)
     _legend(figure, handles, labels)
     return figure
 
 
-def _legend(figure: Figure, handles: list[object], labels: list[str]) -> None:
-    figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 0), frameon=False, fontsize=10.5, handlelength=1.8, borderaxespad=0.2, labelspacing=0.35)
+def _legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 0), frameon=False, handlelength=1.8, borderaxespad=0.2, labelspacing=0.35
+    )
 
 
 def losses(data: Losses) -> Figure:
@@ -174,7 +187,7 @@ def losses(data: Losses) -> Figure:
     axes.locator_params(axis="x", integer=True)
     axes.grid()
     axes.set_xlabel("step (number)", loc="left")
-    axes.set_title("mean loss of the step (nats)", fontsize=11, color=SOFT, loc="left", x=-42 / 336, pad=5)
+    axes.set_title("mean loss of the step (nats)", fontsize=11.5, color=SOFT, loc="left", x=-42 / (WIDTH - 64), pad=5)
     handles, labels = axes.get_legend_handles_labels()
     _legend(figure, list(handles), labels)
     return figure

@@ -11,7 +11,7 @@ from reports.text import MIB, missing, number, percent, plural
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTING = "workload data sequence_length device devices precision global_batch optimizer threads_per_device".split()
+SETTING = ["workload", "data", "sequence_length", "device", "devices", "precision", "global_batch", "optimizer", "threads_per_device"]
 STAND_IN, OVERSUBSCRIBED = "†", "‡"
 
 Row = dict[str, Any]
@@ -19,12 +19,13 @@ Row = dict[str, Any]
 
 def marks(row: Row) -> str:
     """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
-    return (STAND_IN if not missing(row["stand_in"]) else "") + (OVERSUBSCRIBED if row["oversubscribed"] else "")
+    measured = not missing(row["samples_per_second"])
+    return (STAND_IN if not missing(row["stand_in"]) else "") + (OVERSUBSCRIBED if row["oversubscribed"] and measured else "")
 
 
 def named(row: Row) -> str:
     """The label as a chart shows it: with its regime where that is the unusual one, and its marks."""
-    return row["label"] + (" · weak" if row["regime"] == "weak" else "") + marks(row)
+    return f"{row['label']}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
 
 
 def records(table: pd.DataFrame) -> list[Row]:
@@ -66,9 +67,16 @@ class Group:
     def title(self) -> str:
         """`2 devices · fp32 · batch 8`, with what sets it apart from the usual."""
         s = self.setting
-        each = f" ({s['global_batch'] // s['devices']} per device)" if self.devices > 1 and s["global_batch"] % s["devices"] == 0 else ""
         optimizer = "" if s["optimizer"] == "adamw" else f" · {s['optimizer']}"
-        return f"{device_words(s)} · {s['precision']} · batch {s['global_batch']}{each}{optimizer}"
+        return f"{device_words(s)} · {s['precision']} · batch {s['global_batch']}{optimizer}"
+
+    @property
+    def details(self) -> str:
+        """The title with what a reader needs once: tokens of a sample, cores of a device."""
+        s = self.setting
+        tokens = f" of {s['sequence_length']} tokens" if self.throughput.startswith("tokens") else ""
+        cores = "" if s["device"] == "cuda" else f" · {plural(int(s['threads_per_device']), 'core')} per device"
+        return f"{self.title}{tokens}{cores}"
 
 
 def unit(throughput: str) -> str:
@@ -169,7 +177,8 @@ def _frugal(group: Group) -> Pick | None:
     then = ""
     if row is not fastest and not missing(fastest["peak_memory_bytes"]):
         less = percent(1 - peak / fastest["peak_memory_bytes"])
-        then = f"{less} less than the fastest needs, at {percent(row['samples_per_second'] / fastest['samples_per_second'])} of its throughput"
+        speed = percent(row["samples_per_second"] / fastest["samples_per_second"])
+        then = f"{less} less than the fastest needs, at {speed} of its throughput"
     return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
 
 

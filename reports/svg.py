@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +22,11 @@ SERIES = tuple(f"#0a0b{i:02x}" for i in range(7))
 _THEME = {INK: "ink", SOFT: "soft", GRID: "grid", PAPER: "paper", BEST: "best", REST: "rest", WARN: "warn"}
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "sans-serif",
-    "font.size": 11,
+    "font.size": 11.5,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": SOFT,
     "axes.facecolor": "none",
@@ -40,9 +40,9 @@ _SETTINGS = {
     "text.color": INK,
     "xtick.color": SOFT,
     "ytick.color": SOFT,
-    "xtick.labelsize": 10.5,
-    "ytick.labelsize": 10.5,
-    "axes.labelsize": 11,
+    "xtick.labelsize": 11,
+    "ytick.labelsize": 11,
+    "axes.labelsize": 11.5,
 }
 
 
@@ -78,7 +78,8 @@ def inline(draw: Callable[[], Figure], name: str, summary: str, sheet: StyleShee
     from markupsafe import Markup
 
     buffer = io.BytesIO()
-    with warnings.catch_warnings(), matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+    settings: Any = _SETTINGS | {"svg.hashsalt": name}
+    with warnings.catch_warnings(), matplotlib.rc_context(settings):
         warnings.simplefilter("ignore", UserWarning)  # glyphs that the measuring font lacks; the reader's browser has its own
         draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return Markup(_cleaned(buffer.getvalue(), name, summary, sheet))
@@ -103,6 +104,8 @@ def _clean(element: Element, name: str, sheet: StyleSheet) -> None:
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if style := attributes.pop("style", None):
         attributes["class"] = sheet.class_for(style.replace("url(#", f"url(#{name}-"))
+    elif attributes.get("fill") in _THEME:  # the ground of a hatching
+        attributes["class"] = sheet.class_for(f"fill: {attributes.pop('fill')}")
     if element.tag == "g":
         attributes.pop("id", None)
     for key, value in attributes.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports.groups import Group, Row, unit
-from reports.text import DASH, MIB, deviation, exact, missing, number, percent, scaled
+from reports.text import DASH, MIB, deviation, exact, missing, number, percent, plain, scaled
 
 STATUS = {
     "failed": "failed",
@@ -70,7 +70,7 @@ def flags(row: Row) -> tuple[Flag, ...]:
     found = []
     if not missing(row["stand_in"]):
         found.append(Flag("stand-in", str(row["stand_in"])))
-    if row["oversubscribed"]:
+    if row["oversubscribed"] and not missing(row["samples_per_second"]):
         found.append(Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware"))
     if not missing(row["trend"]) and row["trend"] != 0:
         found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
@@ -118,25 +118,24 @@ def _place(row: Row) -> Td:
 
 def _parity(row: Row) -> Td:
     if row["status"] not in ("ok", "diverged"):
-        return Td((Part(STATUS.get(row["status"], row["status"])),), kind="bad")
+        return Td((Part(STATUS.get(row["status"], str(row["status"]))),), kind="bad")
     word = row["parity_verdict"]
-    kind = {"exact": "good", "within tolerance": "good", "diverged": "bad"}.get(word, "word")
+    kind = {"exact": "good", "within tolerance": "good", "diverged": "bad"}.get(str(word), "word")
     reason = row.get("parity_reason")
-    return Td((Part(DASH if missing(word) else word),), kind=kind, tip="" if missing(reason) else str(reason))
+    return Td((Part(DASH if missing(word) else str(word)),), kind=kind, tip="" if missing(reason) else str(reason))
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that have something to show."""
-    kinds = {"samples_per_second" if missing(r["tokens_per_second"]) else "tokens_per_second" for r in rows if not missing(r["samples_per_second"])}
+    kinds = {_throughput(row) for row in rows if not missing(row["samples_per_second"])}
     same = kinds.pop() if len(kinds) == 1 else ""
 
     def throughput(row: Row) -> Td:
-        column = same or ("samples_per_second" if missing(row["tokens_per_second"]) else "tokens_per_second")
-        return _interval(row, column, with_unit=not same)
+        return _interval(row, same or _throughput(row), with_unit=not same)
 
     kept = [
         Column("Workload", "", "", _plain("workload")),
-        Column("Devices", "", "", _figure("devices", number)),
+        Column("Devices", "", "", _figure("devices", plain)),
         Column("Precision", "", "", _plain("precision")),
         Column("Batch", "samples", "global batch", _batch),
         Column("Place", "", "within workload, devices, precision, batch and optimizer; ≈ cannot be told apart from the one above", _place),
@@ -145,8 +144,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("Step p95", "ms", "95th percentile, slowest rank", _figure("step_seconds_p95", lambda v: scaled(v, 1e3))),
         Column("Peak memory", "MiB", "fullest device, largest of the trials", _figure("peak_memory_bytes", lambda v: scaled(v, 1 / MIB))),
         Column("Imbalance", "max / mean", "largest over mean peak of the ranks", _figure("memory_imbalance", number)),
-        Column("Efficiency", "own / reference", "against itself, and against the reference strategy, on one device", _efficiency),
-        Column("Parity", "", "is it the same training as the reference?", _parity),
+        Column("Efficiency", "own / plain", "against itself, and against the plain process, on one device", _efficiency),
+        Column("Parity", "or status", "is it the same training as the reference?", _parity),
         Column("Loss deviation", "relative", "largest of any step", _figure("parity_max_loss_deviation", deviation)),
         Column("Update deviation", "relative", "largest of any tensor", _figure("parity_max_update_deviation", deviation)),
         Column("Set-up", "s", "process group, model, wrapping; slowest rank", _figure("setup_seconds", number)),
@@ -156,9 +155,13 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     return kept
 
 
+def _throughput(row: Row) -> str:
+    return "samples_per_second" if missing(row["tokens_per_second"]) else "tokens_per_second"
+
+
 def _batch(row: Row) -> Td:
-    parts = (Part(number(row["global_batch"]), "global_batch", exact(row["global_batch"])), Part(" weak" if row["regime"] == "weak" else ""))
-    return Td(parts if parts[1].text else parts[:1])
+    size = Part(plain(row["global_batch"]), "global_batch", exact(row["global_batch"]))
+    return Td((size, Part(" weak")) if row["regime"] == "weak" else (size,))
 
 
 def table_rows(cells: Sequence[Row], groups: Sequence[Group], shown: Sequence[Column]) -> list[TableRow]:
@@ -175,7 +178,7 @@ def efficiency_rows(cells: Sequence[Row]) -> list[TableRow]:
     rows.sort(key=lambda r: (r["workload"], r["devices"], -(r["efficiency_own"] if not missing(r["efficiency_own"]) else -1)))
     found = []
     for row in rows:
-        tds = [_plain("workload")(row), _figure("devices", number)(row), _plain("regime")(row), _plain("precision")(row), _batch(row)]
+        tds = [_plain("workload")(row), _figure("devices", plain)(row), _plain("regime")(row), _plain("precision")(row), _batch(row)]
         tds += [_figure(name, percent)(row) for name in ("efficiency_own", "efficiency_single")]
         found.append(TableRow(row, tuple(tds), flags(row)))
     return found

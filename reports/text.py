@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 DASH = "—"
 MIB = 2**20
@@ -34,6 +37,11 @@ def number(value: Any, digits: int = 3) -> str:
         return f"{value:.1e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     return f"{value:,.{decimals}f}"
+
+
+def plain(value: Any) -> str:
+    """A count or a tick of an axis, no digit more than it has: 8 and 2,500 and 0.5."""
+    return DASH if missing(value) else f"{float(value):,.10g}"
 
 
 def scaled(value: Any, factor: float, digits: int = 3) -> str:
@@ -79,6 +87,13 @@ def shortened(text: str, most: int) -> str:
         return text
     head = (most - 1) * 2 // 3
     return f"{text[:head]}…{text[-(most - 1 - head) :]}"
+
+
+def breakable(text: str) -> Markup:
+    """The text with places to break a line after brackets, commas and underscores."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=[(,_/])", text))
 
 
 def printable(text: str) -> str:

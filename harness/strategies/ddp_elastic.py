@@ -22,7 +22,7 @@ class DdpElastic(Strategy):
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
-    max_restarts: ClassVar[int] = 3  # one is needed; a rendezvous may fail once more while the others' connections break
+    max_restarts: ClassVar[int] = 3  # one is needed; the others are for a rank that fails on its own
 
     crash_at_step: int = 2
     """The last rank leaves at the start of this step, in the first incarnation only. It must be a warm-up step."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.cell import Cell
 from harness.errors import Unavailable
 from harness.strategy import Job, Strategy, TrainStep
-from harness.training import blocks_of, check_hybrid, shard_mesh, standard_step
+from harness.training import LOSS_SCALE, blocks_of, check_hybrid, shard_mesh, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,7 +61,7 @@ class Fsdp1(Strategy):
         optimizer = job.optimizer(model.parameters())
         job.expose(model, optimizer, gather=gather)
         # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip the same steps.
-        scaler = ShardedGradScaler(job.device.type, enabled=job.cell.precision == "fp16")
+        scaler = ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 
     def _policy(self, job: Job, model: nn.Module) -> Callable[..., Any]:

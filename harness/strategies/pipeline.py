@@ -21,8 +21,8 @@ class Pipeline(Strategy):
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """Order of forwards and backwards; the zero-bubble ones compute weight gradients apart, where a rank would wait."""
-    stages_per_rank: int = Field(default=2, ge=2)
-    """Virtual stages of a rank under an interleaved schedule; zbv has 2, gpipe and 1f1b have 1 whatever is said here."""
+    stages_per_rank: int = Field(default=2, ge=1)
+    """Virtual stages of a rank under an interleaved schedule; zbv always has 2 (down and up its V), gpipe and 1f1b 1."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -30,20 +30,20 @@ class Pipeline(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         from harness.pipelining import check_micro_batches
 
-        if self.schedule == "zbv" and self.stages_per_rank != 2:
-            raise Refused(f"schedule zbv has 2 stages per rank, not {self.stages_per_rank}")
+        if "stages_per_rank" in self.model_fields_set and self.stages_per_rank != self._per_rank:
+            raise Refused(f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not {self.stages_per_rank}")
         workload.check_split(Layout(pipeline=cell.devices * self._per_rank))
         check_micro_batches(self.schedule, cell.devices, cell.micro_batches)
 
     @property
     def _per_rank(self) -> int:
-        return 1 if self.schedule in ("gpipe", "1f1b") else self.stages_per_rank
+        return {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.pipelining import Pipe, stage_indices, train_step
+        from harness.pipelining import Pipe, train_step
         from harness.workloads.stage import Stage
 
-        ranks = job.layout.pipeline
-        indices = stage_indices(self.schedule, job.rank, ranks, self._per_rank)
-        pipe = Pipe(job, self.schedule, [Stage(job, index, ranks * self._per_rank) for index in indices])
+        ranks, count = job.layout.pipeline, job.layout.pipeline * self._per_rank
+        own = [job.rank, count - 1 - job.rank] if self.schedule == "zbv" else range(job.rank, count, ranks)
+        pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

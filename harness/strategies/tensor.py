@@ -29,7 +29,7 @@ class TensorParallel(Strategy):
         if workload.split:
             workload.split.tensor_plan(self.sequence_parallel)
         if self.sequence_parallel and cell.sequence_length % cell.devices:
-            raise Refused(f"sequence length {cell.sequence_length} does not divide by {cell.devices} devices, which sequence_parallel needs")
+            raise Refused(f"sequence_parallel needs a sequence length that divides by {cell.devices} devices, not {cell.sequence_length}")
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

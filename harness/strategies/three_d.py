@@ -12,7 +12,6 @@ from harness.strategy import Job, Layout, Strategy, TrainStep
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from harness.workloads import Workload
     from harness.workloads.stage import Stage
@@ -28,8 +27,7 @@ class ThreeD(Strategy):
     pipeline: int = Field(default=2, ge=1)
     """Stages into which the layers are split."""
     data_axis: Literal["fsdp2", "all_reduce", "zero1", "ddp"] = "fsdp2"
-    """How data-parallel ranks share: parameters sharded (fully_shard), gradients all-reduced after the schedule by hand,
-    the same with optimizer states sharded (ZeroRedundancyOptimizer), or DistributedDataParallel."""
+    """fully_shard; all-reduce of gradients after the schedule; the same with ZeroRedundancyOptimizer; or DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
 
@@ -49,39 +47,34 @@ class ThreeD(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        from harness.pipelining import Pipe, average, train_step
+        from harness.pipelining import Pipe, train_step
         from harness.workloads.stage import Stage, split_tensors
 
-        layout = job.layout
-        mesh = init_device_mesh(
-            job.device.type, (layout.data, layout.pipeline, layout.tensor), mesh_dim_names=("data", "pipeline", "tensor")
-        )
-        stage = Stage(job, mesh.get_local_rank("pipeline"), layout.pipeline)
+        shape = (job.layout.data, job.layout.pipeline, job.layout.tensor)
+        mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=("data", "pipeline", "tensor"))
+        data = mesh.get_group("data")
+        stage = Stage(job, mesh.get_local_rank("pipeline"), self.pipeline)
         restore = split_tensors(stage, mesh["tensor"]) if self.tensor > 1 else {}
-        if self.data_axis == "fsdp2":
-            for module in (*stage.blocks, stage):
-                fully_shard(module, mesh=mesh["data"])
-        pipe = Pipe(job, self.schedule, [stage], mesh.get_group("pipeline"), lambda stage: self._wrap(stage, mesh.get_group("data")))
-        optimizer = self._optimizer(job, pipe.parameters, mesh.get_group("data"))
-        by_hand = self.data_axis in ("all_reduce", "zero1")
-        reduce = (lambda: average(pipe.parameters, mesh.get_group("data"))) if by_hand else (lambda: None)
-        return train_step(job, pipe, optimizer, reduce, restore=restore)
+        for module in (*stage.blocks, stage) if self.data_axis == "fsdp2" else ():
+            fully_shard(module, mesh=mesh["data"])
+        pipe = Pipe(job, self.schedule, [stage], mesh.get_group("pipeline"), lambda stage: self._wrap(stage, data))
+        kind, kwargs = job.optimizer_class()
+        sharded = self.data_axis == "zero1"
+        optimizer = ZeroRedundancyOptimizer(pipe.parameters, kind, data, **kwargs) if sharded else kind(pipe.parameters, **kwargs)
+        return train_step(job, pipe, optimizer, data if self.data_axis in ("all_reduce", "zero1") else None, restore=restore)
 
-    def _wrap(self, stage: Stage, group: Any) -> nn.Module:
-        """The stage with plain tensors for DTensors outside of its forward, which DDP and ZeroRedundancyOptimizer need."""
+    def _wrap(self, stage: Stage, data: Any) -> nn.Module:
+        """The stage for plain data parallelism: DDP and ZeroRedundancyOptimizer do not take the DTensors of tensor parallelism.
+
+        A schedule's first forward, for shapes, has no backward: DDP would count parameters twice as it rebuilds its buckets,
+        which it does not do under find_unused_parameters.
+        """
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
         from torch.nn.parallel import DistributedDataParallel
 
         if self.data_axis == "fsdp2":
             return stage
         _pre_dp_module_transform(stage)
-        return DistributedDataParallel(stage, process_group=group, find_unused_parameters=True) if self.data_axis == "ddp" else stage
-
-    def _optimizer(self, job: Job, parameters: Any, group: Any) -> Optimizer:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        if self.data_axis != "zero1":
-            return job.optimizer(parameters)
-        optimizer, kwargs = job.optimizer_class()
-        return ZeroRedundancyOptimizer(parameters, optimizer, process_group=group, **kwargs)
+        return DistributedDataParallel(stage, process_group=data, find_unused_parameters=True) if self.data_axis == "ddp" else stage

@@ -19,7 +19,6 @@ class Broken(Strategy):
         "other_seed",
         "frozen_tensor",
         "no_weight_decay",
-        "reports_first_rank_only",
     ] = "none"
     """What is wrong with it."""
 

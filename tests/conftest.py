@@ -1,0 +1,88 @@
+"""A test may leave nothing behind: no process, thread, file in the checkout, or environment variable."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Data and references of the tests are made by the tests."""
+    before = os.environ.get("PARALLELISM_BENCH_CACHE")
+    os.environ["PARALLELISM_BENCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["PARALLELISM_BENCH_CACHE"]
+    else:
+        os.environ["PARALLELISM_BENCH_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """tests/plugin installed as another package, as a user's own would be, for this process and its children."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    copy = tmp_path_factory.mktemp("plugin")
+    subprocess.run(["cp", "-r", str(ROOT / "tests" / "plugin") + "/.", str(copy)], check=True)
+    subprocess.run([*command, "--target", str(target), str(copy)], check=True, capture_output=True)
+    sys.path.append(str(target))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(target)
+    importlib.invalidate_caches()
+    yield target
+    sys.path.remove(str(target))
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def _helpers() -> set[int]:
+    """The fork server and multiprocessing's resource tracker, which serve the whole session."""
+    words = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            if any(word in " ".join(child.cmdline()) for word in words):
+                found.add(child.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaks_nothing() -> Iterator[None]:
+    """Fails a test that leaves a process, a thread, an environment variable or a file in the checkout."""
+    variables = {k: v for k, v in os.environ.items() if k not in _VOLATILE}
+    files = set(ROOT.iterdir())
+    threads = set(threading.enumerate())
+    folder = Path.cwd()
+    yield
+    assert Path.cwd() == folder
+    assert {k: v for k, v in os.environ.items() if k not in _VOLATILE} == variables
+    assert set(ROOT.iterdir()) == files
+    deadline = time.monotonic() + 3
+    while True:
+        left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in _helpers()]
+        if not left and not processes:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: threads {left}, processes {processes}")
+        time.sleep(0.05)
+
+
+# Set by pytest itself, or by torch's agent and libraries on import in this process.
+_VOLATILE = {"PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}

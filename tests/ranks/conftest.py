@@ -1,0 +1,62 @@
+"""Trials of real gloo ranks from one warm fork server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cell import Cell
+from harness.launch import Launcher
+from harness.runner import Plan, Runner
+from harness.store import Results, Store
+
+RunCells = Callable[..., Results]
+
+
+class Silent:
+    """A watcher that says nothing."""
+
+    def preparing(self, what: str) -> None: ...
+    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
+    def step(self, step: int, seconds: float) -> None: ...
+    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Launcher:
+    return Launcher()
+
+
+@pytest.fixture
+def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
+    """Runs cells through the runner and the store; returns what was recorded."""
+
+    def run(*cells: Cell, trials: int = 1) -> Results:
+        store = Store(tmp_path / "results")
+        plan = Plan.new("test", cells, trials, [])
+        runner = Runner(store, plan, launcher=lambda: launcher)
+        runner.begin()
+        assert runner.run(Silent())
+        return store.load([plan.run_id])
+
+    return run
+
+
+def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: Any) -> Cell:
+    """A small cell: 3 warm-up and 5 timed steps of a nano model."""
+    return Cell(
+        **{
+            "strategy": strategy,
+            "devices": devices,
+            "workload": workload,
+            "sequence_length": 32,
+            "warmup_steps": 3,
+            "timed_steps": 5,
+            "parity_steps": 8,
+            "time_limit_seconds": 60,
+            **axes,
+        }
+    )

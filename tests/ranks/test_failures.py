@@ -1,0 +1,121 @@
+"""Whatever goes wrong becomes a row with the first cause, the matrix goes on, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.launch import Launcher
+from harness.workloads import make_workload, prepare_data
+from tests.ranks.conftest import RunCells, cell
+
+
+def faulty(fault: str, **axes: object):
+    return cell("faulty", options={"fault": fault}, **axes)
+
+
+def test_the_rank_that_raised_is_the_cause(run_cells: RunCells) -> None:
+    trials = run_cells(faulty("raises"), cell("ddp")).trials.set_index("strategy")
+    row = trials.loc["faulty"]
+    assert row["status"] == "failed"
+    assert row["reason"] == "rank 1: ValueError: the planted mistake"
+    assert "Traceback" in row["log_tail"]
+    assert "bench_plugin/faulty.py" in row["log_tail"]
+    assert trials.loc["ddp", "status"] == "ok"
+
+
+def test_a_failure_in_setup_is_the_cause(run_cells: RunCells) -> None:
+    row = run_cells(faulty("raises_in_setup")).trials.iloc[0]
+    assert (row["status"], row["reason"]) == ("failed", "rank 1: ValueError: the planted mistake in setup")
+
+
+@pytest.mark.parametrize("how", ["elastic", "spawn"])
+@pytest.mark.parametrize(("fault", "said"), [("killed", "was killed by SIGKILL"), ("exits", "left with exit code 0")])
+def test_a_rank_that_vanishes_is_named(run_cells: RunCells, fault: str, said: str, how: str) -> None:
+    row = run_cells(faulty(fault, launcher=how)).trials.iloc[0]
+    assert row["status"] == "failed"
+    assert row["reason"].startswith(f"rank 1 {said}")
+
+
+def test_a_hang_is_a_timeout_with_stacks(run_cells: RunCells) -> None:
+    row = run_cells(faulty("hangs", time_limit_seconds=4), trials=3).trials
+    assert len(row) == 1, "a cell that timed out is not tried again"
+    row = row.iloc[0]
+    assert row["status"] == "timeout"
+    assert "4 s" in row["reason"]
+    assert "faulty.py" in row["stacks"]
+    assert "rank 0" in row["stacks"]
+
+
+def test_slow_is_a_timeout_too(run_cells: RunCells) -> None:
+    assert run_cells(faulty("slow", time_limit_seconds=2)).trials.iloc[0]["status"] == "timeout"
+
+
+def test_out_of_memory_under_a_limit(run_cells: RunCells) -> None:
+    """A gigabyte beyond a limit of 256 MiB; larger cells of the same kind are then left out with that reason."""
+    limited = {"memory_limit_bytes": 256 * 2**20}
+    trials = run_cells(faulty("out_of_memory", **limited), faulty("out_of_memory", global_batch=16, **limited)).trials
+    trials = trials.set_index("global_batch")
+    assert list(trials["status"]) == ["out_of_memory", "out_of_memory"]
+    launched = trials[trials["wall_seconds"].notna()]
+    if len(launched) == 1:  # the smaller one came first in the shuffled order
+        assert launched.index[0] == 8
+        assert "ran out of memory and this needs more" in trials.loc[16, "reason"]
+    assert "can't allocate memory" in launched["reason"].iloc[0]
+    assert launched["reason"].iloc[0].startswith("rank 1")
+
+
+def test_a_limit_that_suffices_is_no_failure(run_cells: RunCells) -> None:
+    assert run_cells(cell("ddp", memory_limit_bytes=512 * 2**20)).trials.iloc[0]["status"] == "ok"
+
+
+def test_not_a_number_is_diverged(run_cells: RunCells) -> None:
+    row = run_cells(faulty("nan")).trials.iloc[0]
+    assert row["status"] == "diverged"
+    assert "not finite at step 2" in row["reason"]
+
+
+def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
+    row = run_cells(faulty("shows_nothing")).trials.iloc[0]
+    assert row["status"] == "failed"
+    assert "did not call job.expose" in row["reason"]
+
+
+def test_children_of_ranks_are_gone(run_cells: RunCells) -> None:
+    """The leaves_children strategy starts a process in a session of its own; it does not outlive the trial."""
+    marker = "time.sleep(3600)"
+    assert run_cells(faulty("leaves_children")).trials.iloc[0]["status"] == "ok"
+    left = [p for p in psutil.process_iter(["cmdline"]) if any(marker in word for word in p.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_the_trials_folder_is_removed(run_cells: RunCells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_cells(faulty("raises"), cell("ddp"))
+    assert [p for p in tmp_path.iterdir() if p.name.startswith("parallelism-bench-")] == []
+
+
+def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
+    """SIGINT to the launching process while ranks train: the outcome says interrupted and the ranks are gone."""
+    workload = make_workload("llama-nano")
+    hanging = faulty("hangs", time_limit_seconds=30)
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    outcome = launcher.run(hanging, prepare_data("stdlib", workload, 32), 2)
+    assert outcome.status == "interrupted"
+    assert time.monotonic() - begin < 15
+
+
+def test_many_launches_in_a_row(launcher: Launcher) -> None:
+    """None hangs: BENCH_LAUNCHES=500 for the long version."""
+    short = cell("ddp", warmup_steps=1, timed_steps=1, parity_steps=1, time_limit_seconds=20)
+    data = prepare_data("stdlib", make_workload("llama-nano"), 32)
+    for _ in range(int(os.environ.get("BENCH_LAUNCHES", "25"))):
+        outcome = launcher.run(short, data, 2)
+        assert (outcome.status, outcome.reason) == ("ok", "")

@@ -1,0 +1,182 @@
+"""Timing and its arithmetic, without a clock, on numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from harness.cell import Cell
+from harness.measure.bubble import bubble_fraction, busy_fraction
+from harness.measure.clock import timed_step
+from harness.measure.flops import mfu, peak_flops_per_second
+from harness.measure.memory import imbalance
+from harness.record import figures, mean_losses
+from harness.stats import efficiency, estimate, percentile, slowest, trend
+from harness.workloads.facts import ModelFacts
+
+
+class Clock:
+    """Gives the readings it was made with, one after the other."""
+
+    def __init__(self, *readings: float) -> None:
+        self.readings = list(readings)
+
+    def __call__(self) -> float:
+        return self.readings.pop(0)
+
+
+def test_a_step_is_timed_between_two_synchronisations() -> None:
+    events: list[str] = []
+    clock = Clock(10.0, 10.25, 12.0)
+    result, took = timed_step(
+        fetch=lambda: events.append("fetch") or "batch",
+        step=lambda batch: events.append(f"step {batch}") or "loss",
+        synchronize=lambda: events.append("synchronize"),
+        now=lambda: events.append("now") or clock(),
+    )
+    assert result == "loss"
+    assert (took.data_seconds, took.step_seconds) == (0.25, 2.0)
+    assert events == ["synchronize", "now", "fetch", "now", "step batch", "synchronize", "now"]
+
+
+def answer(rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any) -> dict[str, Any]:
+    """A rank's answer with one warm-up step of 9 s, which must count nowhere."""
+    times = [9.0, *step_seconds]
+    phases = ["warmup"] + ["timed"] * len(step_seconds)
+    values = losses or [1.0] * len(times)
+    steps = [
+        {"step": i, "phase": p, "data_seconds": t / 10, "step_seconds": t, "loss": x}
+        for i, (p, t, x) in enumerate(zip(phases, times, values, strict=True))
+    ]
+    return {
+        "rank": rank,
+        "steps": steps,
+        "setup_seconds": 1.0 + rank,
+        "peak_memory_bytes": 100 * (rank + 1),
+        "reserved_memory_bytes": None,
+        "memory_method": "by hand",
+        "restarts": 0,
+        "held_parameters": 5,
+        "parameter_dtypes": ["float32"],
+        "gradient_dtypes": ["float32"],
+        "optimizer_state_dtypes": ["float32"],
+        **more,
+    }
+
+
+CELL = Cell(strategy="ddp", devices=2, global_batch=8, sequence_length=64)
+FACTS = ModelFacts(("w",), 5, flops_per_sample=1000)
+
+
+def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
+    """Steps of 1, 2, 4 s on rank 0 and 2, 1, 4 s on rank 1: the trial's are 2, 2, 4, the median 2, and 8 / 2 = 4."""
+    row = figures(CELL, [answer(0, [1.0, 2.0, 4.0]), answer(1, [2.0, 1.0, 4.0])], FACTS, peak_flops=None)
+    assert row["step_seconds_p50"] == 2.0
+    assert row["samples_per_second"] == 4.0, "the global batch, which is the sum over ranks, not their mean"
+    assert row["tokens_per_second"] == 256.0
+    assert row["step_seconds_mean"] == pytest.approx(8 / 3)
+    assert row["step_seconds_p95"] == pytest.approx(3.8)
+    assert row["data_seconds_p50"] == pytest.approx(0.2)
+    assert row["first_step_seconds"] == 9.0
+    assert row["setup_seconds"] == 2.0
+
+
+@given(count=some.integers(1, 40), seconds=some.floats(1e-4, 1e3))
+def test_throughput_does_not_depend_on_the_number_of_steps(count: int, seconds: float) -> None:
+    row = figures(CELL, [answer(0, [seconds] * count), answer(1, [seconds] * count)], FACTS, None)
+    assert row["samples_per_second"] == pytest.approx(8 / seconds)
+
+
+def test_peaks_and_imbalance() -> None:
+    row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
+    assert row["peak_memory_bytes"] == 200
+    assert row["memory_imbalance"] == pytest.approx(200 / 150)
+    unknown = figures(CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None)
+    assert unknown["peak_memory_bytes"] is None
+    assert imbalance([]) is None
+
+
+def test_losses_are_averaged_over_the_ranks_that_have_one() -> None:
+    both = mean_losses([answer(0, [1.0], [1.0, 3.0]), answer(1, [1.0], [2.0, 5.0])])
+    assert both == [1.5, 4.0]
+    assert mean_losses([answer(0, [1.0], [None, None]), answer(1, [1.0], [2.0, 5.0])]) == [2.0, 5.0]
+
+
+def test_mfu_is_a_share_of_the_peak_and_null_without_one() -> None:
+    """8 samples x 1000 FLOPs in 2 s on 2 devices of 4000 FLOP/s: 4000 of 8000."""
+    assert mfu(8000, 2.0, 2, 4000) == 0.5
+    assert mfu(8000, 2.0, 2, None) is None
+    assert peak_flops_per_second("AMD EPYC", "fp32") is None
+    assert peak_flops_per_second(None, "fp32") is None
+    assert peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops_per_second("NVIDIA H100 PCIe", "bf16") == 756e12
+
+
+def test_efficiency_is_one_when_two_devices_are_twice_as_fast() -> None:
+    assert efficiency(20.0, 2, 10.0) == 1.0
+    assert efficiency(15.0, 2, 10.0) == 0.75
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile([1.0], 0.95) == 1.0
+
+
+@given(some.lists(some.floats(-1e6, 1e6), min_size=1, max_size=50), some.floats(0, 1))
+def test_percentile_is_numpys(values: list[float], share: float) -> None:
+    import numpy as np
+
+    assert percentile(values, share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-6)
+
+
+def test_slowest_rank_at_each_step() -> None:
+    assert slowest([[1, 5, 3], [2, 4, 3]]) == [2, 5, 3]
+    with pytest.raises(ValueError, match="zip"):
+        slowest([[1.0], [1.0, 2.0]])
+
+
+def test_a_trend_is_seen_and_noise_is_not() -> None:
+    falling = [2.0 - 0.1 * i for i in range(10)]
+    assert trend(falling) == pytest.approx(-0.9 / 1.55)
+    assert trend([1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.05]) == 0.0
+    assert trend([1.0] * 10) == 0.0
+    assert trend([3.0, 2.0, 1.0]) == 0.0, "too few steps to tell"
+
+
+def test_interval_of_three_trials_by_hand() -> None:
+    """Mean 2, standard deviation 1, t(0.975; 2) = 4.3027: half width 4.3027 / sqrt(3)."""
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.value == 2.0
+    assert found.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert estimate([1.0]).low is None
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(2000):
+        found = estimate(list(rng.normal(10, 1, 3)))
+        assert found.low is not None
+        assert found.high is not None
+        inside += found.low <= 10 <= found.high
+    assert 0.94 <= inside / 2000 <= 0.96
+
+
+def test_busy_share_and_bubble() -> None:
+    """Two calls of 1 s each in a step of 4 s: busy 0.5. Two ranks at 0.5 and 0.9: bubble 0.3."""
+
+    class Stage:
+        def forward(self) -> None: ...
+
+    stage = Stage()
+    clock = Clock(0.0, 1.0, 2.0, 2.5, 3.5, 4.0)
+    share = busy_fraction(lambda: (stage.forward(), stage.forward(), None)[2], [(stage, "forward")], lambda: None, 1, clock)
+    assert share == 0.5
+    assert "forward" not in vars(stage), "the pass leaves the method as it was"
+    assert bubble_fraction([0.5, 0.9]) == pytest.approx(0.3)

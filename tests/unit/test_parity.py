@@ -1,0 +1,73 @@
+"""The verdict, on numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from harness.parity import judge, loss_deviations, plain_name, widest
+from harness.strategy import EXACT, Deviation
+
+LOOSE = Deviation(1e-2, 0.5, "coarse rounding")
+REFERENCE = [2.0, 1.0]
+
+
+def verdict(losses, updates=({"a": 0.0, "b": 0.0},), allowed=EXACT, names=("a", "b"), tied=None):
+    return judge(losses, REFERENCE, updates, names, allowed, tied)
+
+
+def test_equal_is_exact() -> None:
+    assert verdict([2.0, 1.0]).verdict == "exact"
+    assert verdict([2.0 + 1.9e-5, 1.0]).verdict == "exact"
+
+
+def test_a_small_deviation_is_diverged_for_an_exact_strategy_and_tolerated_for_a_loose_one() -> None:
+    strict = verdict([2.0, 1.0 + 2e-5])
+    assert strict.verdict == "diverged"
+    assert "step 1" in strict.reason
+    assert strict.max_loss_deviation == pytest.approx(2e-5)
+    loose = verdict([2.0, 1.0 + 2e-5], allowed=LOOSE)
+    assert (loose.verdict, loose.reason) == ("within tolerance", "coarse rounding")
+    assert verdict([2.0, 1.0], allowed=LOOSE).verdict == "exact", "better than declared is said"
+
+
+def test_parameters_are_held_to_their_tolerance() -> None:
+    found = verdict([2.0, 1.0], [{"a": 0.0, "b": 0.01}])
+    assert (found.verdict, found.worst_tensor) == ("diverged", "b")
+
+
+def test_the_worst_rank_counts() -> None:
+    assert verdict([2.0, 1.0], [{"a": 0.0, "b": 0.0}, {"a": 0.3}]).verdict == "diverged"
+
+
+@pytest.mark.parametrize("losses", [[2.0, math.nan], [2.0, None], [2.0], [math.inf, 1.0]])
+def test_missing_or_not_finite_is_diverged(losses) -> None:
+    assert verdict(losses, allowed=LOOSE).verdict == "diverged"
+
+
+def test_a_parameter_that_no_rank_shows_is_diverged() -> None:
+    found = verdict([2.0, 1.0], [{"a": 0.0}])
+    assert found.verdict == "diverged"
+    assert "b for one" in found.reason
+    assert verdict([2.0, 1.0], [{"a": 0.0}, {"b": 0.0}]).verdict == "exact", "stages show their own"
+    assert verdict([2.0, 1.0], [{"a": 0.0, "twin": 0.0}], tied={"twin": "b"}).verdict == "exact"
+
+
+def test_not_a_number_in_parameters_is_diverged() -> None:
+    assert verdict([2.0, 1.0], [{"a": math.nan, "b": 0.0}], allowed=LOOSE).verdict == "diverged"
+
+
+def test_deviations_are_relative() -> None:
+    assert loss_deviations([2.2, 1.1], [2.0, 1.0]) == pytest.approx([0.1, 0.1])
+
+
+def test_reasons_to_deviate_add_up() -> None:
+    assert widest(EXACT, EXACT) == EXACT
+    both = widest(LOOSE, Deviation(1e-3, 2.0, "other"))
+    assert (both.loss, both.update, both.reason) == (1e-2, 2.0, "coarse rounding; other")
+
+
+def test_wrappers_are_taken_off_names() -> None:
+    assert plain_name("module.model.layers.0.weight") == "model.layers.0.weight"
+    assert plain_name("_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.weight") == "model.layers.0.weight"

@@ -1,0 +1,390 @@
+"""The report: what it shows equals what was recorded, and nothing that was recorded can do harm in it."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.cli.report import report
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.record import left_out_row
+from harness.store import Results, Store
+from harness.strategy import strategies
+from harness.summary import cells as summarise
+from reports import write_report
+from reports.curves import scaling
+from reports.data import bubble_theory, throughput_bars
+from reports.groups import find_groups, headline, pareto, records
+from reports.text import deviation, number, shortened
+
+REFERENCE = [4.0, 3.5, 3.1, 2.9]
+MIB = 2**20
+
+
+def run_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "schema_version": 1,
+        "run_id": "20260101T000000-abcd",
+        "started_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
+        "matrix": "full",
+        "plan": json.dumps({"cells": [], "trials": 3, "order_seed": 7, "left_out": []}),
+        "host": "bench-host",
+        "operating_system": "Linux",
+        "python_version": "3.11.7",
+        "torch_version": "2.13.0",
+        "libraries": json.dumps({"numpy": "2.4.6"}),
+        "cpu_model": "Example CPU",
+        "cpu_cores": 2,
+        "memory_bytes": 8 * 2**30,
+        "gpus": [],
+        "gpu_memory_bytes": None,
+        "git_commit": "0123abc",
+        "suite_version": "0.1.0",
+    }
+    return row | changes
+
+
+def trial_rows(cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any) -> list[dict[str, Any]]:
+    """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
+    rows = []
+    for trial, speed in enumerate(speeds):
+        row = left_out_row("20260101T000000-abcd", cell, "ok", "") | {
+            "trial": trial,
+            "position": trial,
+            "wall_seconds": 2.0,
+            "startup_seconds": 0.2,
+            "setup_seconds": 0.123456789,
+            "first_step_seconds": 0.4,
+            "processes": cell.devices,
+            "data_parallel": cell.devices,
+            "pipeline_parallel": 1,
+            "tensor_parallel": 1,
+            "stand_in": None,
+            "parameters": 1000,
+            "step_seconds_p50": cell.global_batch / speed,
+            "step_seconds_p95": cell.global_batch / speed * 1.1,
+            "samples_per_second": speed,
+            "tokens_per_second": None if cell.data == "images" else speed * cell.sequence_length,
+            "trend": 0.0,
+            "peak_memory_bytes": int((peak_mib + trial) * MIB),
+            "memory_imbalance": 1.05,
+            "memory_method": "counted by hand",
+            "losses": [loss * (1 + 1e-7) for loss in REFERENCE],
+            "reference_losses": REFERENCE,
+            "parity_verdict": "exact",
+            "parity_reason": "",
+            "parity_max_loss_deviation": 1.25e-7,
+            "parity_max_update_deviation": 3e-5,
+            "parity_loss_tolerance": 1e-5,
+            "parity_update_tolerance": 1e-3,
+        }
+        rows.append(row | changes)
+    return rows
+
+
+def diverged_rows(cell: Cell, **changes: Any) -> list[dict[str, Any]]:
+    more: dict[str, Any] = {
+        "status": "diverged",
+        "reason": "loss is not finite at step 2",
+        "parity_verdict": "diverged",
+        "parity_reason": "loss is not finite at step 2",
+        "parity_max_loss_deviation": None,
+        "losses": [4.0, 5.5, math.nan, math.nan],
+        "log_tail": "the last line of the log",
+    }
+    return trial_rows(cell, [9999.0, 9998.0], **more | changes)
+
+
+def left_out(cell: Cell, status: str, reason: str, **changes: Any) -> list[dict[str, Any]]:
+    return [left_out_row("20260101T000000-abcd", cell, status, reason) | changes]
+
+
+def stored(folder: Path, rows: Sequence[dict[str, Any]], **run: Any) -> Results:
+    """The rows as they come back from a results folder."""
+    store = Store(folder)
+    store.write_run(run_row(**run))
+    for row in rows:
+        store.write_trial(row, [])
+    return store.load()
+
+
+class Page(HTMLParser):
+    """What a reader's browser would make of a page: tags with attributes, rows of cells, text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: dict[str, dict[str, str]] = {}
+        self.words: list[str] = []
+        self._row = ""
+        self._skipping = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        if tag == "tr":
+            self._row = found.get("id") or ""
+        if self._row and found.get("data-field"):
+            self.rows.setdefault(self._row, {})[str(found["data-field"])] = found["data-value"] or ""
+        self._skipping = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skipping = False
+        if tag not in ("a", "b", "bdi"):
+            self.words.append(" ")
+        if tag == "tr":
+            self._row = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._skipping:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.words).split())
+
+    @property
+    def headings(self) -> list[str]:
+        return [str(a["id"]) for tag, a in self.tags if tag == "h2"]
+
+
+def page_of(results: Results, folder: Path) -> Page:
+    return Page(write_report(results, folder / "page.html").read_text())
+
+
+def typical() -> list[dict[str, Any]]:
+    """Everything that a run can bring: intervals that overlap, one trial only, stand-ins, failures of all kinds."""
+    many = trial_rows(Cell(strategy="fast", devices=2), [70.0, 71.0, 72.0], peak_mib=300)
+    many += trial_rows(Cell(strategy="near", devices=2), [69.0, 71.0, 70.5], peak_mib=200)
+    many += trial_rows(
+        Cell(strategy="small", devices=2, micro_batches=4), [30.0, 30.1, 30.2], 50, pipeline_parallel=2, bubble_fraction=0.31
+    )
+    many += trial_rows(Cell(strategy="once", devices=2), [20.0], stand_in="threads instead of devices", trend=0.07)
+    many += trial_rows(Cell(strategy="crowd", devices=8), [5.0, 5.5], oversubscribed=True)
+    many += trial_rows(Cell(strategy="fast", devices=1), [40.0, 41.0, 40.5])
+    many += trial_rows(Cell(strategy="fast", devices=2, data="images", workload="resnet-micro"), [9.0, 9.1])
+    many += diverged_rows(Cell(strategy="wrong", devices=2))
+    many += diverged_rows(Cell(strategy="known", devices=2, expect="diverged"), expected=True)
+    many += left_out(Cell(strategy="broken", devices=2), "failed", "rank 1: it broke; mend it", log_tail="Traceback of rank 1")
+    many += left_out(Cell(strategy="absent", devices=2), "unavailable", "package absent is not installed: pip install absent")
+    many += left_out(Cell(strategy="odd", devices=3), "refused", "batch 8 does not divide by 3")
+    return many
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    planned = json.loads(Cell(strategy="later", devices=2).model_dump_json())
+    plan = json.dumps({"cells": [planned], "trials": 3, "order_seed": 7, "left_out": []})
+    return stored(tmp_path_factory.mktemp("typical"), typical(), plan=plan)
+
+
+@pytest.fixture(scope="module")
+def page(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(results, tmp_path_factory.mktemp("page"))
+
+
+def test_every_number_of_the_table_equals_the_frames(results: Results, page: Page) -> None:
+    frame = summarise(results.trials).set_index("cell_id")
+    assert {f"cell-{cell_id}" for cell_id in frame.index} == set(page.rows)
+    compared = 0
+    for cell_id, row in frame.iterrows():
+        shown = page.rows[f"cell-{cell_id}"]
+        for field, value in shown.items():
+            if field == "place":  # a rank, not a column
+                continue
+            expected = row[field]
+            if expected is None or math.isnan(expected):
+                assert value == "", (cell_id, field)
+            else:
+                assert float(value) == expected, (cell_id, field)
+                compared += 1
+        assert {"peak_memory_bytes", "step_seconds_p50", "step_seconds_p95", "setup_seconds", "parity_max_loss_deviation"} <= set(shown)
+    assert compared > 100
+
+
+def test_throughput_has_its_interval(results: Results, page: Page) -> None:
+    cell = Cell(strategy="fast", devices=2)
+    shown = page.rows[f"cell-{cell.id}"]
+    assert float(shown["tokens_per_second"]) == pytest.approx(71 * 64)
+    assert float(shown["tokens_per_second_low"]) == pytest.approx((71 - 4.302652729749464 / math.sqrt(3)) * 64)
+    assert "tokens_per_second_low" not in page.rows[f"cell-{Cell(strategy='once', devices=2).id}"]
+    image = page.rows[f"cell-{Cell(strategy='fast', devices=2, data='images', workload='resnet-micro').id}"]
+    assert float(image["samples_per_second"]) == pytest.approx(9.05)
+
+
+def test_verdict_names_the_fastest_and_the_most_frugal(page: Page) -> None:
+    verdict = page.text[page.text.index("Fastest") : page.text.index("Higher is better")]
+    assert "fast 4,544 tokens/s 95 % interval" in verdict
+    assert "cannot be told apart from near" in verdict
+    assert "small (micro_batches=4) 52.0 MiB" in verdict
+    assert "7 of 9 cells" in verdict
+    assert "2 cells diverged and are not ranked; 1 of them as expected" in verdict
+
+
+def test_diverged_cells_have_no_place(page: Page) -> None:
+    places = {name: page.rows[f"cell-{Cell(strategy=name, devices=2).id}"]["place"] for name in ("fast", "near", "once", "wrong")}
+    assert places == {"fast": "1", "near": "2", "once": "4", "wrong": ""}
+    assert "2 ≈ 1" in page.text
+
+
+def test_flags_and_failures_are_told(page: Page) -> None:
+    flags = ("stand-in threads instead of devices", "oversubscribed more ranks than cores", "1 trial: no interval", "expected to diverge")
+    failures = ("rank 1: it broke; mend it", "Traceback of rank 1", "loss is not finite at step 2", "the last line of the log")
+    left = ("package absent is not installed: pip install absent", "batch 8 does not divide by 3", "later llama-mini x2")
+    for words in (*flags, "steps still changed by 7 %", *failures, *left, "python -m bench run --resume"):
+        assert words in page.text, words
+
+
+def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
+    assert "—" in page.text
+    shown = [page.text, *(str(value) for _, attributes in page.tags for value in attributes.values())]
+    assert not [text for text in shown if re.search(r"\b(nan|NaT|None|inf)\b", text)]
+
+
+def test_sections_come_in_order_and_only_with_data(page: Page, tmp_path: Path) -> None:
+    first = ["verdict", "ranking", "memory", "front", "scaling", "parity", "bubble", "cells", "failures"]
+    assert page.headings == [*first, "environment", "method", "glossary"]
+    few = page_of(stored(tmp_path, trial_rows(Cell(strategy="alone"), [1.0, 1.1])), tmp_path)
+    assert few.headings == ["verdict", "parity", "cells", "environment", "method", "glossary"]
+
+
+def test_nothing_is_loaded_from_anywhere(results: Results, tmp_path: Path) -> None:
+    text = write_report(results, tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert not re.search(r"https?://|url\((?!#)|@import", text)
+    for _, attributes in page.tags:
+        assert "style" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+        assert all(str(attributes.get(name) or "#").startswith("#") for name in ("href", "src"))
+    (policy,) = [str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv")]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    for tag in ("style", "script"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror=alert(1)>'",
+    "{{ 7 * 191 }} $\\frac{1}{0}$ ]]> &amp;",
+    "\u202egnp.exe \u05e9\u05dc\u05d5\u05dd",
+    "\x00\x08\x1b[31m",
+    "x" * 3000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
+    odd = dict.fromkeys(("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text)
+    rows = trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1], **odd, stand_in=text, parity_verdict="within tolerance")
+    rows += trial_rows(Cell(strategy="b", devices=2), [2.0, 2.1], **odd)
+    rows += trial_rows(Cell(strategy="b", devices=1), [1.0, 1.1], **odd)
+    rows += diverged_rows(Cell(strategy="c", devices=2), **odd, reason=text)
+    rows += left_out(Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text)
+    rows += left_out(Cell(strategy="e", devices=2), "refused", text, **odd)
+    found = stored(tmp_path, rows, host=text, matrix=text, cpu_model=text, libraries=text, plan=text, git_commit=text)
+    page = page_of(found, tmp_path)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object")]
+    assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
+    assert "1337" not in page.text
+    if text.isprintable():
+        assert " ".join(text.split())[:200] in page.text
+    assert not set(page.text) & set("\x00\x08\x1b\u202e")
+
+
+def test_run_without_trials_has_a_report(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path, []), tmp_path)
+    assert "no recorded trial yet" in page.text
+    assert page.headings == ["verdict", "environment", "method", "glossary"]
+
+
+def test_run_where_nothing_passed_says_so(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path, diverged_rows(Cell(strategy="wrong"))), tmp_path)
+    assert "nothing is ranked" in page.text
+
+
+def test_report_is_of_one_run(tmp_path: Path, results: Results) -> None:
+    empty = Results(results.runs.iloc[:0], results.trials.iloc[:0], results.steps.iloc[:0])
+    with pytest.raises(ValueError, match="one run, not of 0"):
+        write_report(empty, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "—"),
+        (math.nan, "—"),
+        (math.inf, "—"),
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (1.23e-7, "1.2e-07"),
+        (12345.6, "12,346"),
+        (-1.5, "-1.50"),
+        (9.996, "10.00"),
+    ],
+)
+def test_number(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_deviation_and_shortened() -> None:
+    assert (deviation(0.0), deviation(None), deviation(1.25e-7)) == ("0", "—", "1.2e-07")
+    assert shortened("a" * 60, 20) == "a" * 12 + "…" + "a" * 7
+
+
+def test_figure_data_by_hand(results: Results) -> None:
+    frame = summarise(results.trials)
+    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
+    group = headline(find_groups(frame))
+    assert group is not None
+    assert [row["label"] for row in group.rows] == ["fast", "near", "small(micro_batches=4)", "once"]
+    assert [row["label"] for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
+    bars = throughput_bars(group, "x").bars
+    assert [bar.strong for bar in bars] == [True, True, False, False]
+    assert bars[3].label == "once†"
+    assert (bars[3].low, bars[3].high) == (None, None)
+    (strong,) = scaling(records(frame), "strong")
+    assert strong.ideal == ((1, 40.5 * 64), (2, 81.0 * 64))
+    assert bubble_theory({"pipeline_parallel": 2, "micro_batches": 4}) == pytest.approx(1 / 5)
+
+
+def test_no_strategy_is_named_in_the_code() -> None:
+    known = set(strategies())
+    for path in sorted((Path(__file__).parents[2] / "reports").rglob("*.py")):
+        constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        words = {value for value in constants if isinstance(value, str)}
+        assert not words & known, path
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+    app.command()(report)
+    stored(tmp_path / "results", trial_rows(Cell(strategy="alone"), [1.0, 1.1]))
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["--json"], catch_exceptions=False)
+    assert json.loads(shown.stdout)["report"] == "reports/html/20260101T000000-abcd.html"
+    assert (tmp_path / "reports/html/20260101T000000-abcd.html").is_file()
+    CliRunner().invoke(app, ["20260101T000000-abcd", "--out", "page.html"], catch_exceptions=False)
+    assert (tmp_path / "page.html").is_file()
+    for wrong in (["nonsense"], ["--results", "nowhere"], ["--out", "."], ["a", "b", "--out", "x.html"]):
+        with pytest.raises(Mistake):
+            CliRunner().invoke(app, wrong, catch_exceptions=False)

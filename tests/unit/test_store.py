@@ -1,0 +1,185 @@
+"""Whole files or none, one dataset for every reader, and files of every earlier schema version."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.record import left_out_row
+from harness.runner import LeftOut, Plan
+from harness.schema import TABLES, VERSION, arrow_schema
+from harness.store import Store, TrialKey, load
+from harness.summary import cells, indistinguishable
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def run_row(run_id: str = "run-1") -> dict[str, Any]:
+    plan = Plan(run_id, "test", (Cell(strategy="single"),), 1)
+    return {
+        "schema_version": VERSION,
+        "run_id": run_id,
+        "started_at": datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc),
+        "matrix": "test",
+        "plan": plan.to_json(),
+        "host": "node",
+        "operating_system": "Linux",
+        "python_version": "3.11.7",
+        "torch_version": "2.13.0",
+        "libraries": "{}",
+        "cpu_model": None,
+        "cpu_cores": 2,
+        "memory_bytes": 1,
+        "gpus": [],
+        "gpu_memory_bytes": None,
+        "git_commit": None,
+        "suite_version": "0.1.0",
+    }
+
+
+def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) -> dict[str, Any]:
+    """A trial's row with everything that a good trial has, unless told otherwise."""
+    good = {
+        "status": "ok",
+        "reason": "",
+        "samples_per_second": 10.0,
+        "step_seconds_p50": 0.8,
+        "trend": 0.0,
+        "peak_memory_bytes": 100,
+        "parity_verdict": "exact",
+        "parity_max_loss_deviation": 0.0,
+    }
+    return {**left_out_row(run_id, cell, "ok", ""), "trial": trial, **good, **more}
+
+
+def step(key: TrialKey, number: int = 0) -> dict[str, Any]:
+    same = {"run_id": "run-1", "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
+    return {**same, "rank": 0, "step": number, "phase": "timed", "data_seconds": 0.1, "step_seconds": 1.0, "loss": None}
+
+
+def filled(folder: Path) -> Store:
+    store = Store(folder)
+    store.write_run(run_row())
+    for strategy in ("single", "ddp"):
+        cell = Cell(strategy=strategy)
+        for trial in range(2):
+            store.write_trial(trial_row(cell, trial), [step(TrialKey(cell.id, trial), n) for n in range(3)])
+    return store
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    filled(tmp_path)
+    results = load(tmp_path)
+    assert (len(results.runs), len(results.trials), len(results.steps)) == (1, 4, 12)
+    for table in TABLES:
+        assert list(getattr(results, table).columns) == [name for name, _, _ in TABLES[table]]
+
+
+def test_pandas_duckdb_and_polars_read_one_dataset(tmp_path: Path) -> None:
+    import duckdb
+    import pandas as pd
+    import polars as pl
+
+    filled(tmp_path)
+    assert len(pd.read_parquet(tmp_path / "trials")) == 4
+    assert duckdb.sql(f"select sum(step_seconds) from '{tmp_path}/steps/**/*.parquet'").fetchall() == [(12.0,)]
+    assert pl.read_parquet(f"{tmp_path}/trials/**/*.parquet").height == 4
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(tmp_path)
+    before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    cell = Cell(strategy="fsdp2")
+    with pytest.raises(OSError, match="No space"):
+        store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
+
+
+def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:
+    """As a kill between the two writes leaves it."""
+    store = filled(tmp_path)
+    cell = Cell(strategy="fsdp2")
+    path = store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
+    path.unlink()
+    assert len(load(tmp_path).steps) == 12
+    assert TrialKey(cell.id, 0) not in store.recorded("run-1")
+
+
+def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="thoughput"):
+        Store(tmp_path).write_trial(trial_row(Cell(strategy="ddp"), thoughput=1.0), [])
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match="run --matrix smoke"):
+        load(tmp_path)
+    with pytest.raises(Mistake, match=r"no run 'x'.*run-1"):
+        filled(tmp_path).load(["x"])
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(Mistake, match="cannot be written"):
+        Store(file / "results").require_writable()
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_golden_files_of_every_version_are_read(version: int) -> None:
+    results = load(GOLDEN / f"v{version}")
+    assert len(results.trials) == 3
+    assert set(results.trials["status"]) == {"ok", "refused"}
+    table = cells(results.trials)
+    assert table.loc[table["strategy"] == "ddp", "samples_per_second"].iloc[0] == 15.0
+
+
+def test_a_column_that_an_old_file_lacks_is_null(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    store = filled(tmp_path)
+    file = next((tmp_path / "trials").rglob("*.parquet"))
+    pq.write_table(pq.ParquetFile(file).read().drop_columns(["mfu"]), file)
+    assert store.load().trials["mfu"].isna().all()
+
+
+def test_plans_survive_the_store(tmp_path: Path) -> None:
+    cell = Cell(strategy="ddp", devices=2, options={"static_graph": True})
+    plan = Plan("r", "m", (cell,), 3, (LeftOut(Cell(strategy="single", devices=2), "refused", "no"),), 7)
+    assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
+
+
+def test_rounds_hold_every_cell_once_and_are_shuffled() -> None:
+    many = tuple(Cell(strategy="ddp", seed=i) for i in range(20))
+    order = Plan("r", "m", many, 3, (), 1).schedule()
+    rounds = [[c.seed for c, t in order if t == trial] for trial in range(3)]
+    assert all(sorted(one) == list(range(20)) for one in rounds)
+    assert [t for _, t in order] == [0] * 20 + [1] * 20 + [2] * 20
+    assert len({tuple(one) for one in rounds}) == 3
+
+
+def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
+    import pandas as pd
+
+    single, ddp, bad = Cell(strategy="single"), Cell(strategy="ddp", devices=2), Cell(strategy="fsdp2", devices=2)
+    rows = [
+        trial_row(single, 0, samples_per_second=10.0),
+        trial_row(single, 1, samples_per_second=12.0),
+        trial_row(ddp, 0, samples_per_second=16.0),
+        trial_row(ddp, 1, samples_per_second=17.0),
+        trial_row(bad, 0, samples_per_second=99.0, status="diverged", parity_verdict="diverged"),
+        trial_row(bad, 1, samples_per_second=99.0),
+    ]
+    frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
+    table = cells(frame)
+    assert list(table["strategy"]) == ["ddp", "single", "fsdp2"]
+    assert list(table["ranked"]) == [True, True, False]
+    assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
+    assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
+    assert indistinguishable(table.iloc[:2]) == [False, True], "two trials each: intervals of +- 6.4 and +- 12.7 overlap"
