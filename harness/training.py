@@ -12,6 +12,7 @@ from harness.errors import Refused
 from harness.strategy import Batch, Job, TrainStep
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.amp.grad_scaler import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,3 +94,20 @@ def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
     if hybrid:
         return init_device_mesh(kind, (2, devices // 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(kind, (devices,), mesh_dim_names=("shard",))
+
+
+def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
+    """Casts parameters, and inputs on their way in; buffers only where BatchNorm wants one dtype for all it holds."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+        elif not keep_batch_norm:
+            module.to(dtype)
+
+    def cast(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+    model.register_forward_pre_hook(cast)

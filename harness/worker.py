@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
@@ -23,10 +23,7 @@ from harness.measure.memory import MemoryMeter
 from harness.parity import Reference, update_deviations
 from harness.strategy import Batch, Exposed, Job, Strategy, TrainStep, make_strategy
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
-from harness.workloads import Workload, make_workload
-
-if TYPE_CHECKING:
-    import torch
+from harness.workloads import make_workload
 
 # Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever, because the Reducer's
 # destructor holds the GIL and joins gloo's thread, which waits for the GIL. They live until the process leaves by _exit.
@@ -147,6 +144,7 @@ class Progress:
 def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     cell = spec.cell
@@ -165,7 +163,7 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
         meet: Any = rendezvous
         store, _, size = next(meet("env://"))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
+        dist.init_process_group(backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
     job = Job(cell, workload, layout, device, rank, Path(spec.scratch), restarts)
     step = strategy.setup(job)
     if job.exposed is None:

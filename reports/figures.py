@@ -172,7 +172,7 @@ def losses(data: Losses) -> Figure:
     """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and named."""
     legend = 17 * (2 + len(data.diverged[:3]))
     figure, axes = _canvas(250 + legend, 50, 14, 44 + legend, 22)
-    axes.plot(range(len(data.reference)), data.reference, color=GRID, linewidth=9, solid_capstyle="round", label="reference")
+    axes.plot(range(len(data.reference)), data.reference, color=REST, alpha=0.6, linewidth=9, solid_capstyle="round", label="reference")
     for index, curve in enumerate(data.kept):
         label = f"{len(data.kept)} cells that agree with it" if index == 0 else None
         axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=label)

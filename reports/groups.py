@@ -113,11 +113,11 @@ def biggest(groups: list[Group]) -> list[Group]:
 
 
 def headline(groups: list[Group]) -> Group | None:
-    """The group that the verdict leads with: main workload, real hardware, several devices, most cells."""
+    """The group that the verdict leads with: main workload, something to compare, real hardware, several devices, most cells."""
     if not groups:
         return None
     main = [group for group in groups if group.workload == groups[0].workload]
-    return max(main, key=lambda g: (g.real, g.devices > 1, len(g.rows), g.devices))
+    return max(main, key=lambda g: (len(g.rows) > 1, g.real, g.devices > 1, len(g.rows), g.devices))
 
 
 def tied_with_fastest(group: Group) -> list[Row]:

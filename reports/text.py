@@ -93,7 +93,7 @@ def breakable(text: str) -> Markup:
     """The text with places to break a line after brackets, commas and underscores."""
     from markupsafe import Markup, escape
 
-    return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=[(,_/])", text))
+    return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=.[(,_/])", text))
 
 
 def printable(text: str) -> str:

@@ -85,4 +85,4 @@ def leaks_nothing() -> Iterator[None]:
 
 
 # Set by pytest itself, or by torch's agent and libraries on import in this process.
-_VOLATILE = {"PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+_VOLATILE = {"PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}

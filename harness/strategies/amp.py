@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
-from harness.training import loss_scaler, own_precision, standard_step
+from harness.training import halve, loss_scaler, own_precision, standard_step
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
     from harness.workloads import Workload
 
-LEVELS = {
-    "O2": Deviation(5e-3, 0.5, "forward and backward run wholly in half precision; the update is made in fp32"),
-    "O3": Deviation(5e-2, 2.0, "weights themselves are half: an update smaller than half a unit in their last place is lost"),
+WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
+LOST = "weights are half: an update smaller than half a unit in their last place is lost"
+DEVIATIONS = {
+    ("O2", "fp16"): Deviation(1e-3, 0.05, WHOLLY),
+    ("O2", "bf16"): Deviation(5e-2, 1.0, WHOLLY),
+    ("O3", "fp16"): Deviation(4e-3, 0.2, LOST),
+    ("O3", "bf16"): Deviation(4e-2, 2.0, LOST),
 }
 
 
@@ -27,8 +28,9 @@ class Amp(Strategy):
     Half is the cell's precision, fp16 or bf16; fp16 has dynamic loss scaling in O1 and O2. As in apex, O2 keeps BatchNorm
     in fp32 and O3 scales no loss. Unlike apex, master weights start from the fp32 weights and not from the rounded ones,
     and the models' rotary frequencies stay fp32, so that levels differ by how they train and not by where they start.
-    Deviations: O0 none; O1 what its precision costs; O2 the same plus half weights and gradients; O3 lost small updates.
-    Pure fp16 with AdamW diverges: squared gradients below 6e-8 become zero and the step grows by 1 / epsilon.
+    Deviations: O0 none; O1 what its precision costs; O2 also norms and residuals in half; O3 also lost updates: a norm's
+    weight, 1.0, never moves in bf16 by steps of 1e-3. Pure fp16 with AdamW diverges: a squared gradient below 6e-8
+    becomes zero, and the step is then divided by epsilon alone.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
@@ -39,7 +41,7 @@ class Amp(Strategy):
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {self.opt_level} does not go with {cell.precision}")
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
-        return LEVELS.get(self.opt_level, EXACT)
+        return DEVIATIONS.get((self.opt_level, cell.precision), EXACT)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +49,7 @@ class Amp(Strategy):
         whole = job.model()
         names = [name for name, _ in whole.named_parameters()]
         masters = [p.detach().clone().requires_grad_() for p in whole.parameters()] if self.opt_level == "O2" else []
-        half = self.opt_level in LEVELS
+        half = self.opt_level in ("O2", "O3")
         if half:
             halve(whole, job.dtype(), keep_batch_norm=self.opt_level == "O2")
         model = DistributedDataParallel(whole, device_ids=[job.device] if job.device.type == "cuda" else None)
@@ -70,20 +72,3 @@ class Amp(Strategy):
         job.expose(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
         plain, scaler = own_precision(job), loss_scaler(job)
         return standard_step(plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler)
-
-
-def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts parameters, and inputs on their way in; buffers only where BatchNorm wants one dtype for all it holds."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
-        elif not keep_batch_norm:
-            module.to(dtype)
-
-    def cast(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-
-    model.register_forward_pre_hook(cast)

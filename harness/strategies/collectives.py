@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategy import EXACT, Batch, Deviation, Job, Strategy, TrainStep
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from harness.workloads import Workload
 
-LOCAL = Deviation(5e-2, 2.0, "ranks step on their own gradients and average their parameters: the optimizer sees other gradients")
+LOCAL = Deviation(0.3, 1.5, "ranks step on their own gradients and average their parameters: the optimizer sees other gradients")
 
 
 class Collectives(Strategy):
@@ -27,14 +29,12 @@ class Collectives(Strategy):
 
     average: Literal["gradients", "parameters"] = "gradients"
     """What is averaged: gradients before the update, or parameters after it."""
-    period: int = 1
+    period: int = Field(default=1, ge=1)
     """Steps between two averages of parameters."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        if self.period < 1 or (self.average == "gradients" and self.period > 1):
-            raise Refused(
-                f"period={self.period} with average={self.average}: gradients are averaged at each step, parameters each 1 or more"
-            )
+        if self.average == "gradients" and self.period > 1:
+            raise Refused(f"gradients are averaged at every step: period={self.period} goes with average=parameters only")
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         linear = cell.optimizer == "sgd" and self.period == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from pydantic import Field
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import Batch, Job, Layout, Strategy, TrainStep
+from harness.strategy import Batch, Job, Strategy, TrainStep
 from harness.training import loss_scaler, standard_step
 
 if TYPE_CHECKING:
@@ -22,25 +24,18 @@ class DdpElastic(Strategy):
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
-    max_restarts: ClassVar[int] = 3  # one is needed; the others are for a rank that fails on its own
+    max_restarts: ClassVar[int] = 3  # one is needed; the others are for a rank that fails on its own in warm-up
 
-    crash_at_step: int = 2
+    crash_at_step: int = Field(default=2, ge=0)
     """The last rank leaves at the start of this step, in the first incarnation only. It must be a warm-up step."""
-    snapshot_every: int = 1
+    snapshot_every: int = Field(default=1, ge=1)
     """Steps between two snapshots of model, optimizer, loss scale and losses."""
 
-    def layout(self, devices: int) -> Layout:
-        if devices < 2:
-            raise Refused("an elastic restart needs a rank that dies and one that does not: at least 2 devices")
-        return Layout(data=devices)
-
     def check(self, cell: Cell, workload: Workload) -> None:
-        if not 0 <= self.crash_at_step < cell.warmup_steps:
-            raise Refused(
-                f"crash_at_step={self.crash_at_step} must be one of the {cell.warmup_steps} warm-up steps: replayed steps train nothing"
-            )
-        if self.snapshot_every < 1:
-            raise Refused(f"snapshot_every={self.snapshot_every} must be at least 1")
+        if cell.devices < 2:
+            raise Refused("an elastic restart needs a rank that dies and one that does not: at least 2 devices")
+        if self.crash_at_step >= cell.warmup_steps:
+            raise Refused(f"crash_at_step={self.crash_at_step} is no warm-up step of {cell.warmup_steps}: replayed steps must not be timed")
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 
@@ -51,15 +46,17 @@ class DdpElastic(Strategy):
 
         model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
+        job.expose(model, optimizer)
         held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
         losses = torch.zeros(job.cell.total_steps, device=job.device)  # of this rank, by step
-        file, done = job.scratch / "snapshot.pt", 0
+        done, file = 0, job.scratch / "snapshot.pt"
         if job.restart_count and file.exists():
             snapshot = torch.load(file, map_location=job.device, weights_only=True)
             losses, done = snapshot.pop("losses")[job.rank], snapshot.pop("steps")
+            if done > job.cell.warmup_steps:
+                raise RuntimeError(f"a rank failed on its own after step {done - 1}: steps replayed from its snapshot cannot be timed")
             for name, state in snapshot.items():
                 held[name].load_state_dict(state)
-        job.expose(model, optimizer)
         train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 
         def step(batch: Batch) -> Tensor | None:
@@ -67,16 +64,14 @@ class DdpElastic(Strategy):
                 return losses[batch.step].clone()
             if job.restart_count == 0 and batch.step == self.crash_at_step and job.rank == job.cell.devices - 1:
                 os._exit(17)
-            loss = train(batch)
-            assert loss is not None
-            losses[batch.step] = loss
+            losses[batch.step] = loss = cast("Tensor", train(batch))
             if (batch.step + 1) % self.snapshot_every == 0:
                 everyones = [torch.empty_like(losses) for _ in range(job.cell.devices)]
                 dist.all_gather(everyones, losses)
                 if job.rank == 0:
-                    states = {name: part.state_dict() for name, part in held.items()}
-                    torch.save({"losses": everyones, "steps": batch.step + 1, **states}, file.with_suffix(".new"))
-                    file.with_suffix(".new").replace(file)  # whole or not at all
+                    parts = {name: part.state_dict() for name, part in held.items()}
+                    torch.save({"losses": everyones, "steps": batch.step + 1, **parts}, new := file.with_suffix(".new"))
+                    new.replace(file)  # whole or not at all
             return loss
 
         return step

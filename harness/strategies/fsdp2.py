@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -57,12 +58,9 @@ class Fsdp2(Strategy):
         mesh = shard_mesh(job, self.hybrid)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.mixed_precision else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=job.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
-        blocks: list[FSDPModule] = []
-        for module in [*blocks_of(job, model), model]:
-            root = module is model
-            reshard = self.reshard_after_forward and not root
-            shard = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-            blocks += [] if root else [shard]
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        blocks: list[FSDPModule] = [shard(b, reshard_after_forward=self.reshard_after_forward) for b in blocks_of(job, model)]
+        root: FSDPModule = shard(model, reshard_after_forward=False)  # backward needs it first
         if self.prefetch:
             for block, after in itertools.pairwise(blocks):
                 block.set_modules_to_forward_prefetch([after])
@@ -70,12 +68,12 @@ class Fsdp2(Strategy):
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
-            shard.set_requires_gradient_sync(False)
+            root.set_requires_gradient_sync(False)
             yield
-            shard.set_requires_gradient_sync(True)
+            root.set_requires_gradient_sync(True)
 
         optimizer = job.optimizer(model.parameters())
         # Offloaded shards must be on the device to be gathered over its process group.
         job.expose(model, optimizer, gather=lambda: ((n, p.detach().to(job.device)) for n, p in model.named_parameters()))
-        plain = own_precision(job) if self.mixed_precision else job
-        return standard_step(plain, model, optimizer, no_sync=no_sync if self.no_sync else None)
+        job = own_precision(job) if self.mixed_precision else job
+        return standard_step(job, model, optimizer, no_sync=no_sync if self.no_sync else None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from harness.cell import Cell
 from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
 from harness.training import standard_step
@@ -11,7 +13,7 @@ from harness.training import standard_step
 if TYPE_CHECKING:
     from harness.workloads import Workload
 
-LOCAL = Deviation(5e-2, 1.0, "after its start step ranks update on their own gradients and average parameters every few steps")
+LOCAL = Deviation(0.3, 1.0, "after its start step ranks update on their own gradients and average parameters every few steps")
 
 
 class PostLocalSgd(Strategy):
@@ -24,9 +26,9 @@ class PostLocalSgd(Strategy):
 
     precisions = ("fp32", "bf16")  # fp16's loss scaling would skip a step on one rank only, and that rank its average
 
-    start_step: int = 4
+    start_step: int = Field(default=4, ge=0)
     """First step without averaged gradients."""
-    period: int = 4
+    period: int = Field(default=4, ge=1)
     """Steps between two averages of parameters."""
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
@@ -40,8 +42,7 @@ class PostLocalSgd(Strategy):
 
         model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
         state: Any = PostLocalSGDState
-        state = state(None, None, self.start_step, post_local_gradient_allreduce=False)
-        model.register_comm_hook(state, post_localSGD_hook)
+        model.register_comm_hook(state(None, None, self.start_step, post_local_gradient_allreduce=False), post_localSGD_hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         job.expose(model, optimizer.optim)

@@ -36,10 +36,9 @@ class SyncBatchNorm(Strategy):
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        model = job.model()
         on_gpu = job.device.type == "cuda"
         gpu_norm: Any = nn.SyncBatchNorm
-        model = gpu_norm.convert_sync_batchnorm(model) if on_gpu else convert(model)
+        model = gpu_norm.convert_sync_batchnorm(job.model()) if on_gpu else convert(job.model())
         replica = DistributedDataParallel(model, device_ids=[job.device] if on_gpu else None)
         optimizer = job.optimizer(replica.parameters())
         job.expose(replica, optimizer)
@@ -50,27 +49,27 @@ def convert(model: nn.Module) -> nn.Module:
     """Lets every BatchNorm2d of the model take its statistics over all ranks, which must hold equally many samples."""
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed.nn import functional
+    from torch.distributed._functional_collectives import all_reduce
 
-    all_reduce: Any = functional.all_reduce
+    group: Any = dist.group.WORLD
 
     class AllReducedBatchNorm(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
                 return super().forward(input)
-            ranks, x = dist.get_world_size(), input.float()
+            x = input.float()
             # The variance has an exchange of its own: as E[x^2] - E[x]^2 it would lose the digits that both share.
-            mean = all_reduce(x.mean((0, 2, 3))) / ranks
+            mean: Tensor = all_reduce(x.mean((0, 2, 3)), "sum", group) / group.size()
             centred = x - mean[:, None, None]
-            variance = all_reduce(centred.square().mean((0, 2, 3))) / ranks
-            samples = ranks * x.numel() // x.shape[1]
-            unbiased = variance * samples / (samples - 1)
-            if self.running_mean is not None and self.running_var is not None and self.momentum is not None:
-                self.running_mean.lerp_(mean.detach(), self.momentum)
-                self.running_var.lerp_(unbiased.detach(), self.momentum)
+            variance: Tensor = all_reduce(centred.square().mean((0, 2, 3)), "sum", group) / group.size()
+            samples = group.size() * x.numel() // x.shape[1]
+            if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+                self.num_batches_tracked += 1
+                momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)
+                self.running_mean.lerp_(mean.detach(), momentum)
+                self.running_var.lerp_(variance.detach() * samples / (samples - 1), momentum)
             scale = self.weight * (variance + self.eps).rsqrt()
-            normalised: Tensor = centred * scale[:, None, None] + self.bias[:, None, None]
-            return normalised.to(input.dtype)
+            return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
 
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:

@@ -66,10 +66,9 @@ class ThreeD(Strategy):
         return train_step(job, pipe, optimizer, data if self.data_axis in ("all_reduce", "zero1") else None, restore=restore)
 
     def _wrap(self, stage: Stage, data: Any) -> nn.Module:
-        """The stage for plain data parallelism: DDP and ZeroRedundancyOptimizer do not take the DTensors of tensor parallelism.
+        """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do not take.
 
-        A schedule's first forward, for shapes, has no backward: DDP would count parameters twice as it rebuilds its buckets,
-        which it does not do under find_unused_parameters.
+        A schedule's first forward, for shapes, has no backward: DDP fails at it unless find_unused_parameters keeps its buckets.
         """
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
         from torch.nn.parallel import DistributedDataParallel

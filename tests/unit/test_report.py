@@ -236,6 +236,16 @@ def test_verdict_names_the_fastest_and_the_most_frugal(page: Page) -> None:
     assert "2 cells diverged and are not ranked; 1 of them as expected" in verdict
 
 
+def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -> None:
+    rows = trial_rows(Cell(strategy="a"), [2.0, 2.1]) + trial_rows(Cell(strategy="b"), [1.0, 1.1])
+    rows += trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1])
+    page = page_of(stored(tmp_path / "two", rows), tmp_path)
+    assert "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, 2 strategy variants" in page.text
+    assert "Nothing to compare" not in page.text
+    alone = page_of(stored(tmp_path / "one", rows[:2]), tmp_path)
+    assert "Nothing to compare" in alone.text
+
+
 def test_diverged_cells_have_no_place(page: Page) -> None:
     places = {name: page.rows[f"cell-{Cell(strategy=name, devices=2).id}"]["place"] for name in ("fast", "near", "once", "wrong")}
     assert places == {"fast": "1", "near": "2", "once": "4", "wrong": ""}
@@ -252,7 +262,7 @@ def test_flags_and_failures_are_told(page: Page) -> None:
 
 def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
     assert "—" in page.text
-    shown = [page.text, *(str(value) for _, attributes in page.tags for value in attributes.values())]
+    shown = [page.text, *(value for _, found in page.tags for value in found.values() if value)]
     assert not [text for text in shown if re.search(r"\b(nan|NaT|None|inf)\b", text)]
 
 
