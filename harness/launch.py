@@ -23,7 +23,7 @@ import psutil
 
 from harness.cell import Cell
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file
-from harness.worker import run_rank, run_spawned
+from harness.worker import LAUNCHER, run_rank, run_spawned
 from harness.workloads import DataSource
 
 LOG_TAIL_BYTES = 4000
@@ -83,9 +83,12 @@ class Launcher:
         from multiprocessing import forkserver
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ[LAUNCHER] = str(os.getpid())
         self._ignored = {child.pid for child in psutil.Process().children()}
         forkserver.ensure_running()
         self._ignored |= {child.pid for child in psutil.Process().children()}
+        del os.environ[LAUNCHER]
+        self._fork_server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
     def run(
         self,
@@ -112,6 +115,7 @@ class Launcher:
                     reference=reference,
                     reference_output=reference_output,
                     progress=progress,
+                    parent=os.getpid() if cell.launcher == "spawn" else self._fork_server,
                     interface="lo",
                 )
                 interrupted, exit_codes = False, {}

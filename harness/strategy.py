@@ -173,6 +173,8 @@ class Strategy(BaseModel, ABC):
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: ClassVar[int] = 0
     """Elastic restarts that a trial may take."""
+    max_devices: ClassVar[int | None] = None
+    """The largest number of devices it can use; None for any."""
 
     def layout(self, devices: int) -> Layout:
         """Data x pipeline x tensor for this many devices; raises Refused where there is none."""
@@ -251,6 +253,8 @@ def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
     for package in strategy.requires:
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"package {package} is not installed: pip install 'parallelism-bench[{package}]'")
+    if strategy.max_devices is not None and cell.devices > strategy.max_devices:
+        raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
     layout = strategy.layout(cell.devices)
     if cell.precision not in strategy.precisions:
         raise Refused(f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}")

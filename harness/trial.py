@@ -29,6 +29,8 @@ class TrialSpec:
     """Folder that this trial is to write as a reference run."""
     progress: str | None = None
     """Address of a datagram socket that likes to hear of steps."""
+    parent: int = 0
+    """Process id that the ranks must not outlive: the fork server's, or the launcher's own."""
     interface: str | None = None
     """Network interface of gloo; None leaves the choice to it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 
 import torch  # noqa: F401
 import torch.distributed.tensor.parallel  # noqa: F401
@@ -14,6 +15,8 @@ import harness.worker
 
 transformers.utils.logging.set_verbosity_error()
 harness.worker.die_with_parent()
+if os.getppid() != int(os.environ.pop(harness.worker.LAUNCHER)):  # it died while this was importing
+    os._exit(1)
 # Children of a dead rank become this process's children, where the launcher finds them.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 

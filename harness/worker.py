@@ -34,6 +34,10 @@ _LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken p
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
 
+LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
+"""Environment variable that tells the fork server the process id it must not outlive."""
+
+
 def run_rank(spec: TrialSpec) -> None:
     """Entry point of every rank under the elastic launcher; rank and world size are torchrun's variables."""
     rank = int(os.environ["RANK"])
@@ -87,9 +91,8 @@ def die_with_parent() -> None:
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> None:
-    parent = os.getppid()
     die_with_parent()
-    if os.getppid() != parent:
+    if os.getppid() != spec.parent:  # it was gone before the kernel was told
         os._exit(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     with contextlib.suppress(PermissionError):  # a session of its own makes the whole tree killable
@@ -260,8 +263,9 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def dtypes_of(exposed: Exposed) -> dict[str, Any]:
-    """The distinct dtypes of parameters, gradients and optimizer state that this rank holds, and its parameter counts."""
+    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements this rank holds."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     def names(tensors: Any) -> list[str]:
         return sorted({str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)})
@@ -274,7 +278,7 @@ def dtypes_of(exposed: Exposed) -> dict[str, Any]:
         # Gradients are gone after zero_grad; they have their parameter's dtype (autograd accumulates into that).
         "gradient_dtypes": names(gradients) or names(p for p in parameters if p.requires_grad),
         "optimizer_state_dtypes": names(state),
-        "held_parameters": sum(p.numel() for p in parameters),
+        "held_parameters": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters),
     }
 
 

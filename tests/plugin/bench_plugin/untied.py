@@ -1,0 +1,14 @@
+"""The pipeline without the exchange that keeps tied embeddings tied."""
+
+from harness.strategies.pipeline import Pipeline
+from harness.strategy import Job, TrainStep
+
+
+class UntiedPipeline(Pipeline):
+    """Two stages whose copies of the embedding train apart."""
+
+    def setup(self, job: Job) -> TrainStep:
+        from harness.pipelining import Pipe
+
+        Pipe.sum_tied = lambda self: None
+        return super().setup(job)

@@ -1,0 +1,122 @@
+"""The command line: what it says, its exit codes, and that a mistake costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run([sys.executable, "-m", "bench", *words], capture_output=True, text=True, cwd=folder, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], ["--matrix is missing"]),
+        (["run", "--matrix", "fulll"], ["unknown matrix 'fulll'", "full"]),
+        (["run", "--matrix", "smoke", "--only", "dpp"], ["--only 'dpp'", "ddp"]),
+        (["run", "--matrix", "smoke", "--set", "batch"], ["--set 'batch'", "axis=value"]),
+        (["run", "--matrix", "smoke", "--set", "bacth=3"], ["unknown key 'bacth'", "'batch'"]),
+        (["run", "--matrix", "smoke", "--set", "workload=gpt9"], ["unknown workload 'gpt9'"]),
+        (["run", "--matrix", "smoke", "--set", "data=text:nowhere.txt"], ["no file 'nowhere.txt'"]),
+        (["run", "--matrix", "smoke", "--set", "options={colour: red}"], ["no option 'colour'"]),
+        (["run", "--matrix", "smoke", "--resume", "--trials", "3"], ["--resume", "--trials"]),
+        (["run", "--resume"], ["nothing to resume"]),
+        (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
+        (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
+        (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
+        (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
+        (["list", "colours"], ["colours"]),
+        (["fly"], ["fly"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Path, words: list[str], said: list[str]) -> None:
+    (tmp_path / "typo.yaml").write_text("cells: [{stratgy: ddp}]")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    done = bench(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    for word in said:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_batch_that_does_not_divide_is_refused_in_the_plan(tmp_path: Path) -> None:
+    done = bench("run", "--matrix", "smoke", "--set", "batch=3", "--dry-run", "--json", folder=tmp_path)
+    assert done.returncode == 0
+    plan = json.loads(done.stdout)
+    refused = {x["cell"]["strategy"]: x["reason"] for x in plan["left_out"]}
+    assert "global batch 3 does not divide into 2 data-parallel ranks" in refused["ddp"]
+    assert "use a multiple of 2" in refused["ddp"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = bench("run", "--matrix", "smoke", "--dry-run", folder=tmp_path)
+    assert done.returncode == 0
+    assert "trials to run, about" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "\x1b" not in done.stdout, "colour only on a terminal"
+
+
+@pytest.mark.parametrize("what", ["strategies", "workloads", "matrices"])
+def test_list(what: str) -> None:
+    rows = json.loads(bench("list", what, "--json").stdout)
+    names = {row["name"] for row in rows}
+    assert {"strategies": "fsdp2", "workloads": "gpt2-xl", "matrices": "full"}[what] in names
+    assert bench("list", what).returncode == 0
+
+
+def test_doctor_says_what_each_strategy_lacks() -> None:
+    found = json.loads(bench("doctor", "--json").stdout)
+    assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
+    assert found["strategies"]["ddp"] == "ready"
+    assert "stand-in" in found["strategies"]["data_parallel"] or found["devices"]["used by cells"] == "cuda"
+    assert bench("doctor").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["run", "list", "doctor", "report"])
+def test_help_has_an_example(command: str) -> None:
+    assert "python -m bench" in bench(command, "--help").stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; import bench.cli; bad = {'torch', 'pandas', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
+    words = ["--matrix", "smoke", "--only", "single", "--only", "ddp", "--set", "workload=llama-nano", "--set", "timed_steps=3"]
+    done = bench("run", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranked by throughput" in done.stdout
+    assert "exact" in done.stdout
+    page = next((tmp_path / "reports" / "html").glob("*.html"))
+    assert page.name in done.stdout
+    again = bench("report", "--json", "--out", str(tmp_path / "again.html"), folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again.html").exists()
+
+
+def test_a_divergence_is_exit_code_1_and_an_expected_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(
+        "trials: 1\ndefaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells: [{strategy: broken, options: {mistake: clipping}}]"
+    )
+    done = bench("run", "--matrix", "bad.yaml", "--no-report", "--json", folder=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["cells"][0]["status"] == "diverged"
+    expected = bench("run", "--matrix", "bad.yaml", "--no-report", "--set", "expect=diverged", folder=tmp_path)
+    assert expected.returncode == 0
+    assert "as expected" in expected.stdout

@@ -1,0 +1,79 @@
+"""What the documents say is what the code does. UPDATE_DOCS=1 writes the tables anew."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.matrix import HOME, matrix_names, read_matrix
+from harness.schema import TABLES
+from harness.strategy import strategies
+
+ROOT = Path(__file__).parents[2]
+
+
+def strategy_table() -> list[str]:
+    rows = ["| strategy | what it does | options |", "|---|---|---|"]
+    for name, cls in strategies().items():
+        if not cls.__module__.startswith("harness."):
+            continue
+        options = ", ".join(f"`{option}`" for option in cls.model_fields) or "none"
+        said = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        rows.append(f"| `{name}` | {said} | {options} |")
+    return rows
+
+
+def schema_table() -> list[str]:
+    rows = []
+    for table, columns in TABLES.items():
+        rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
+        rows += [f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} | {said} |" for name, kind, said in columns]
+        rows.append("")
+    return rows[:-1]
+
+
+def matrix_table() -> list[str]:
+    return ["| matrix | what it runs |", "|---|---|", *(f"| `{name}` | {read_matrix(name).description} |" for name in matrix_names())]
+
+
+@pytest.mark.parametrize(
+    ("file", "mark", "table"),
+    [("README.md", "strategies", strategy_table), ("README.md", "matrices", matrix_table), ("docs/schema.md", "schema", schema_table)],
+)
+def test_tables_are_those_of_the_code(file: str, mark: str, table) -> None:
+    path = ROOT / file
+    begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+    text = path.read_text()
+    before, rest = text.split(begin)
+    now, after = rest.split(end)
+    wanted = "\n".join(table())
+    if os.environ.get("UPDATE_DOCS"):
+        path.write_text(before + begin + wanted + end + after)
+    assert now == wanted, "write it anew with: UPDATE_DOCS=1 make test ARGS=tests/unit/test_docs.py"
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    said = set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text()))
+    assert said
+    assert said <= targets
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", matrix_names())
+def test_matrices_describe_themselves(name: str) -> None:
+    assert yaml.safe_load((HOME / f"{name}.yaml").read_text())["description"].endswith(".")
