@@ -1,13 +1,13 @@
 """A matrix file -> cells, with the reason for every one left out.
 
-    description: one sentence
-    trials: 3                      # launches of each cell
-    workloads: {main: llama-mini}  # names that cells may use as their workload
-    defaults: {batch: 8}           # axes that hold where a cell says nothing
-    hosts:                         # the first rule that fits the host adds to the above
-      - {device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}
-    cells:                         # a list as a value stands for one cell each; several lists for all combinations
-      - {strategy: ddp, devices: [1, 2], options: [{}, {static_graph: true}]}
+description: one sentence
+trials: 3                      # launches of each cell
+workloads: {main: llama-mini}  # names that cells may use as their workload
+defaults: {batch: 8}           # axes that hold where a cell says nothing
+hosts:                         # the first rule that fits the host adds to the above
+  - {device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}
+cells:                         # a list as a value stands for one cell each; several lists for all combinations
+  - {strategy: ddp, devices: [1, 2], options: [{}, {static_graph: true}]}
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.strategy import admit
 from harness.workloads import make_workload, prepare_data
 
 HOME = Path(__file__).parent / "matrices"
-AXES = tuple(name for name in Cell.model_fields if name != "global_batch") + ("batch",)
+AXES = (*(name for name in Cell.model_fields if name != "global_batch"), "batch")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,13 @@ class Expanded:
 
 
 def expand(
-    matrix: Matrix, host: Host, *, name: str = "", only: Sequence[str] = (), skip: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+    matrix: Matrix,
+    host: Host,
+    *,
+    name: str = "",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
 ) -> Expanded:
     """All cells of a matrix on a host. `only` and `skip`: strategy names, or patterns over the cell's words.
 
@@ -202,7 +208,12 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
 
 def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
     def matches(cell: Cell, pattern: str) -> bool:
-        return cell.strategy == pattern or fnmatch.fnmatchcase(cell.label, pattern) or fnmatch.fnmatchcase(cell.name, pattern) or cell.id == pattern
+        return (
+            cell.strategy == pattern
+            or fnmatch.fnmatchcase(cell.label, pattern)
+            or fnmatch.fnmatchcase(cell.name, pattern)
+            or cell.id == pattern
+        )
 
     for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:

@@ -52,7 +52,9 @@ class Outcome:
 def allowed_cores() -> list[int]:
     """The CPU cores this process may use, one hardware thread per core first."""
     allowed = sorted(os.sched_getaffinity(0))
-    first, rest, seen = [], [], set()
+    first: list[int] = []
+    rest: list[int] = []
+    seen: set[str] = set()
     for core in allowed:
         path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
         siblings = path.read_text().strip() if path.exists() else str(core)
@@ -172,7 +174,8 @@ def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
             ends = [p.sentinel for p in context._pc.processes]
             answers = [q._reader for rank, q in context._ret_vals.items() if rank not in context._return_values]
             multiprocessing.connection.wait(ends + answers)
-            return super()._monitor_workers(worker_group)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
 
     rendezvous = RendezvousParameters("c10d", "localhost:0", Path(spec.scratch).name, 1, 1, local_addr="localhost")
     worker_spec = WorkerSpec(
@@ -185,7 +188,9 @@ def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
         monitor_interval=0.001,
         local_addr="localhost",
     )
-    agent = Agent(worker_spec, DefaultLogsSpecs(log_dir=spec.scratch), start_method="forkserver", exit_barrier_timeout=10.0, shutdown_timeout=2)
+    agent = Agent(
+        worker_spec, DefaultLogsSpecs(log_dir=spec.scratch), start_method="forkserver", exit_barrier_timeout=10.0, shutdown_timeout=2
+    )
     handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     try:
         result = agent.run()
@@ -200,14 +205,14 @@ def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
     """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank; exit code of the first that failed."""
-    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     try:
-        mp.spawn(run_spawned, args=(spec, port), nprocs=spec.processes)  # type: ignore[no-untyped-call]
-    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        spawn(run_spawned, args=(spec, port), nprocs=spec.processes)
+    except (ProcessExitedException, ProcessRaisedException) as error:
         return {error.error_index: getattr(error, "exit_code", 1)}
     return {}
 
@@ -266,9 +271,7 @@ class _Deadline:
                 time.sleep(0.5)
 
 
-def _outcome(
-    cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int]
-) -> dict[str, Any]:
+def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int]) -> dict[str, Any]:
     """Status, reason, answers, log and stacks from what the ranks left in the trial's folder."""
     answers = []
     for rank in range(processes):
@@ -303,7 +306,9 @@ def _ending(exit_code: int | None) -> str:
     """How a rank that left no answer went, in words."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"was killed by {name}, from outside" + (" or by the kernel for lack of memory" if name == "SIGKILL" else " or by its own fault")
+        return f"was killed by {name}, from outside" + (
+            " or by the kernel for lack of memory" if name == "SIGKILL" else " or by its own fault"
+        )
     return f"left with exit code {exit_code or 0} before its steps were done"
 
 

@@ -51,13 +51,19 @@ def left_out_row(run_id: str, cell: Cell, status: str, reason: str) -> dict[str,
         "stacks": "",
         "started_at": datetime.now(timezone.utc),
         "oversubscribed": oversubscribed(cell),
-        **dict.fromkeys(_LISTS, []),
+        **{name: [] for name in _LISTS},
     }
 
 
-_LISTS = (
-    "held_parameters parameter_dtypes gradient_dtypes optimizer_state_dtypes peak_memory_bytes_by_rank losses reference_losses"
-).split()
+_LISTS = [
+    "held_parameters",
+    "parameter_dtypes",
+    "gradient_dtypes",
+    "optimizer_state_dtypes",
+    "peak_memory_bytes_by_rank",
+    "losses",
+    "reference_losses",
+]
 
 
 def mean_losses(answers: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -119,7 +125,7 @@ def trial_row(
     bubble: float | None,
 ) -> dict[str, Any]:
     """The row of a trial that was launched, whatever became of it."""
-    row = cell_columns(cell) | dict.fromkeys(_LISTS, [])
+    row = cell_columns(cell) | {name: [] for name in _LISTS}
     row |= {
         "run_id": run_id,
         "trial": key.trial,

@@ -17,7 +17,7 @@ from harness.errors import Mistake
 from harness.launch import Launcher, Outcome
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
-from harness.parity import PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, widest
+from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, widest
 from harness.record import left_out_row, mean_losses, step_rows, trial_row
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
@@ -90,17 +90,13 @@ class Watcher(Protocol):
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:
-    """The newest run (of this matrix) that lacks trials; raises Mistake where there is none."""
+    """The newest run (of this matrix), also where only its report is missing; raises Mistake where there is none."""
     for run_id in reversed(store.run_ids()):
-        row = store.load([run_id], steps=False).runs.iloc[0]
-        plan = Plan.from_row(row)
-        if matrix is not None and plan.matrix != matrix:
-            continue
-        if Runner(store, plan).open_trials():
+        plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+        if matrix in (None, plan.matrix):
             return plan
-        break
     of = f" of matrix {matrix!r}" if matrix else ""
-    raise Mistake(f"nothing to resume in {str(store.folder)!r}: no unfinished run{of}; leave --resume out to start one")
+    raise Mistake(f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one")
 
 
 def expected_seconds(store: Store, cells: Sequence[Cell], cores: int) -> dict[str, float]:
@@ -294,7 +290,7 @@ def allowed_deviation(cell: Cell, workload: Workload, strategy: Strategy, layout
     """What the strategy declares, and what its precision and a split BatchNorm add."""
     reasons = [strategy.deviation(cell, workload)]
     if cell.precision in PRECISION:
-        reasons.append(PRECISION[cell.precision])
+        reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
     if batch_norm_is_split(strategy, cell, workload, layout):
         reasons.append(SPLIT_BATCH_NORM)
     return widest(*reasons)

@@ -1,8 +1,8 @@
 """Reading and writing results: append-only parquet files, each whole or absent.
 
-    results/runs/RUN.parquet                        one row, written before the first trial
-    results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
-    results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
+results/runs/RUN.parquet                        one row, written before the first trial
+results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
+results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _read(table: str, files: Sequence[Path]) -> pd.DataFrame:
     tables = [pq.ParquetFile(file).read() for file in files]
     fitted = [_fit(one, loose) for one in tables]
     whole = pa.concat_tables(fitted) if fitted else loose.empty_table()
-    return whole.to_pandas()
+    frame: pd.DataFrame = whole.to_pandas()
+    return frame
 
 
 def _fit(table: Any, schema: Any) -> Any:

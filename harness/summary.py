@@ -31,11 +31,36 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["ranked", "samples_per_second"], ascending=[False, False], na_position="last", ignore_index=True)
 
 
-_SAME = (
-    "run_id cell_id cell_name label strategy options workload data sequence_length devices device processes data_parallel"
-    " pipeline_parallel tensor_parallel precision regime global_batch micro_batches optimizer launcher threads_per_device stand_in"
-    " oversubscribed parameters flops_per_step memory_method parity_steps"
-).split()
+_SAME = [
+    "run_id",
+    "cell_id",
+    "cell_name",
+    "label",
+    "strategy",
+    "options",
+    "workload",
+    "data",
+    "sequence_length",
+    "devices",
+    "device",
+    "processes",
+    "data_parallel",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "precision",
+    "regime",
+    "global_batch",
+    "micro_batches",
+    "optimizer",
+    "launcher",
+    "threads_per_device",
+    "stand_in",
+    "oversubscribed",
+    "parameters",
+    "flops_per_step",
+    "memory_method",
+    "parity_steps",
+]
 _WORST = ("failed", "timeout", "out_of_memory", "diverged", "interrupted", "unavailable", "refused", "ok")
 
 
@@ -52,9 +77,18 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         found = estimate(values) if values else None
         row[figure] = found.value if found else None
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
-    for figure in (
-        "step_seconds_p50 step_seconds_p95 data_seconds_p50 setup_seconds startup_seconds first_step_seconds mfu bubble_fraction memory_imbalance wall_seconds"
-    ).split():
+    for figure in [
+        "step_seconds_p50",
+        "step_seconds_p95",
+        "data_seconds_p50",
+        "setup_seconds",
+        "startup_seconds",
+        "first_step_seconds",
+        "mfu",
+        "bubble_fraction",
+        "memory_imbalance",
+        "wall_seconds",
+    ]:
         row[figure] = good[figure].median() if len(good) else None
     row["trend"] = good["trend"].abs().max() if len(good) else None
     row["peak_memory_bytes"] = good["peak_memory_bytes"].max() if len(good) else None

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 
-import torch  # noqa: F401
+import torch
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, ResNetForImageClassification  # noqa: F401

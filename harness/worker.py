@@ -30,7 +30,14 @@ from harness.workloads import make_workload
 _KEPT: list[Any] = []
 
 # What a rank says when another one has gone: the consequence of a failure, not its cause.
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "lost connection", "connection refused", "store is shut down")
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "lost connection",
+    "connection refused",
+    "store is shut down",
+)
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
 

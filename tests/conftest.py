@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.strategy import strategies
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,6 +43,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(target)
     importlib.invalidate_caches()
+    strategies.cache_clear()
     yield target
     sys.path.remove(str(target))
     if before is None:
@@ -62,6 +65,14 @@ def _helpers() -> set[int]:
     return found
 
 
+def _runs(process: psutil.Process) -> bool:
+    """Not ended: what a killed run leaves is handed to this process, which has no reason to wait for it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(autouse=True)
 def leaks_nothing() -> Iterator[None]:
     """Fails a test that leaves a process, a thread, an environment variable or a file in the checkout."""
@@ -76,7 +87,7 @@ def leaks_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 3
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
-        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in _helpers()]
+        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in _helpers() and _runs(p)]
         if not left and not processes:
             return
         if time.monotonic() > deadline:
@@ -85,4 +96,11 @@ def leaks_nothing() -> Iterator[None]:
 
 
 # Set by pytest itself, or by torch's agent and libraries on import in this process.
-_VOLATILE = {"PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+_VOLATILE = {
+    "PYTEST_CURRENT_TEST",
+    "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_RJEM_MALLOC_CONF",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+}

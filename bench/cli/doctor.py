@@ -98,7 +98,7 @@ def _strategies() -> dict[str, str]:
                 axes: dict[str, Any] = {"strategy": name, "workload": workload, "precision": precision, "devices": devices}
                 cell = Cell(**axes, device=device_type(), warmup_steps=3)  # type: ignore[arg-type]
                 try:
-                    _, layout = admit(cell, make_workload(workload))
+                    admit(cell, make_workload(workload))
                     stand_in = cls().stand_in(cell)
                     said = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                     break

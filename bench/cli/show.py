@@ -101,7 +101,8 @@ class Drawing:
 
     def _draw(self, description: str | None = None, note: str = "") -> None:
         if self.bar and self.task is not None:
-            self.bar.update(self.task, completed=self.done, note=note, **({"description": escape(description)} if description else {}))
+            said = None if description is None else escape(description)
+            self.bar.update(self.task, completed=self.done, description=said, note=note)
             self.bar.refresh()
 
     def preparing(self, what: str) -> None:
@@ -143,7 +144,7 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
             shown.add_column(column, justify="left" if column in ("strategy", "precision", "parity", "") else "right")
         for same, row in zip(indistinguishable(group), group.to_dict("records"), strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
-            marks = (" *" if _known(row["stand_in"]) else "") + (" †" if row["oversubscribed"] else "")
+            marks = ("†" if _known(row["stand_in"]) else "") + ("‡" if row["oversubscribed"] else "")
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,
@@ -158,9 +159,9 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
         out.print(shown)
     if table["stand_in"].notna().any():
         for said in sorted(set(table["stand_in"].dropna())):
-            out.print(f"* stand-in: {escape(said)}")
+            out.print(f"† stand-in: {escape(said)}")
     if table["oversubscribed"].any():
-        out.print("† more ranks than cores: its times say nothing of real hardware")
+        out.print("‡ more ranks than cores: its times say nothing of real hardware")
     for row in table[~table["ranked"]].to_dict("records"):
         expected = " (as expected)" if row["expected"] else ""
         colour = "yellow" if row["expected"] or row["status"] in ("unavailable", "refused") else "red"
@@ -176,4 +177,7 @@ def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished
     if page:
         out.print(f"report:  {page}")
     if not finished:
-        out.print("interrupted; go on with: python -m bench run --resume" + ("" if str(store.folder) == "results" else f" --results {store.folder}"))
+        out.print(
+            "interrupted; go on with: python -m bench run --resume"
+            + ("" if str(store.folder) == "results" else f" --results {store.folder}")
+        )

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORMULA = (
-    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit model, 2 per multiply-add, attention"
-    " over the full square, counted by torch.utils.flop_counter; recomputation does not count; MFU = FLOPs x steps/s / (devices x peak of the device in the precision)"
+    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit model, 2 per multiply-add,"
+    " attention over the full square, counted by torch.utils.flop_counter; recomputation does not count;"
+    " MFU = FLOPs x steps/s / (devices x peak of the device in the precision)"
 )
 
 # Dense peaks in FLOP/s without sparsity, from NVIDIA's data sheets: (fp32, bf16 and fp16).
@@ -36,7 +37,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     if hasattr(config, "_attn_implementation"):
         config._attn_implementation = "eager"  # fused attention is not in the counter's list on every device
     with FlopCounterMode(display=False) as counter:
-        forward().sum().backward()  # type: ignore[no-untyped-call]
+        forward().sum().backward()
     return int(counter.get_total_flops())
 
 

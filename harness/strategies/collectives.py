@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from harness.workloads import Workload
 
-LOCAL = Deviation(0.3, 1.5, "ranks step on their own gradients and average their parameters: the optimizer sees other gradients")
+REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other gradients"
+# Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
+LOCAL = {"adamw": Deviation(0.3, 0.75, REASON), "sgd": Deviation(0.3, 1.5, REASON)}
 
 
 class Collectives(Strategy):
@@ -38,7 +40,7 @@ class Collectives(Strategy):
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         linear = cell.optimizer == "sgd" and self.period == 1
-        return EXACT if self.average == "gradients" or linear or cell.devices == 1 else LOCAL
+        return EXACT if self.average == "gradients" or linear or cell.devices == 1 else LOCAL[cell.optimizer]
 
     def setup(self, job: Job) -> TrainStep:
         import torch.distributed as dist

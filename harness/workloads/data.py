@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -108,7 +109,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         parts = [encode(text) for text in texts()]
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
         edges = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        facts = {"ranges": list(zip(edges, edges[1:], strict=False)), "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest()}
+        facts = {"ranges": list(itertools.pairwise(edges)), "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest()}
         temporary = folder / f"{key}.{os.getpid()}.tmp.npy"
         np.save(temporary, tokens)
         temporary.replace(tokens_file)
@@ -137,7 +138,9 @@ def _encoder(workload: Workload) -> tuple[Any, str]:
                 f"tokenizer of {workload.pretrained}",
             )
     if workload.vocabulary < 256:
-        raise Mistake(f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes and it brings no tokenizer; 256 would do")
+        raise Mistake(
+            f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes and it brings no tokenizer; 256 would do"
+        )
     return lambda text: np.frombuffer(text, np.uint8), "bytes"
 
 

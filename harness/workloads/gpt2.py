@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.errors import Refused
 from harness.workloads.model import Family, Split
@@ -16,7 +16,7 @@ class Gpt2Split(Split):
     blocks = "transformer.h"
     embedding = ("transformer.wte", "transformer.wpe")
     head = ("transformer.ln_f", "lm_head")
-    tied = {"lm_head.weight": "transformer.wte.weight"}
+    tied: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
 
     def embed(self, model: Any, inputs: Tensor) -> Tensor:
         import torch
@@ -54,7 +54,7 @@ class Gpt2Split(Split):
         for name, conv in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
             linear = torch.nn.Linear(conv.weight.shape[0], conv.weight.shape[1], device=conv.weight.device)
             weight, bias = conv.weight.data.t(), conv.bias.data
-            parent = model.get_submodule(name.rpartition(".")[0])
+            parent: Any = model.get_submodule(name.rpartition(".")[0])
             undo: Callable[[Tensor], Tensor] = lambda whole: whole  # noqa: E731
             if name.endswith("c_attn"):
                 weight, bias = _deal(weight, 3, size), _deal(bias, 3, size)
@@ -69,7 +69,8 @@ class Gpt2Split(Split):
 
 def _deal(rows: Tensor, outer: int, inner: int) -> Tensor:
     """(outer x inner x rest, ...) -> (inner x outer x rest, ...)."""
-    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    dealt: Tensor = rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return dealt
 
 
 def _meaningful(name: str, tensor: Any) -> Any:

@@ -39,7 +39,6 @@ class LlamaSplit(Split):
         rows = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
         if not sequence_parallel:
             return plan | {row: RowwiseParallel() for row in rows}
-        whole = {"desired_input_layouts": (Replicate(),)}
         return plan | {
             **{row: RowwiseParallel(output_layouts=Shard(1)) for row in rows},
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -48,7 +47,7 @@ class LlamaSplit(Split):
             "model.layers.*.self_attn": PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
             ),
-            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), **whole),
+            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
             "model.norm": SequenceParallel(),
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }

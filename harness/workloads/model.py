@@ -127,7 +127,7 @@ class Workload:
                 assert self.family is not None
                 model = getattr(transformers, self.family.model_class)(config)
             else:
-                auto = transformers.AutoModelForCausalLM if self.kind == "causal" else transformers.AutoModelForSequenceClassification
+                auto: Any = transformers.AutoModelForCausalLM if self.kind == "causal" else transformers.AutoModelForSequenceClassification
                 if has_weights(self.pretrained):
                     model = auto.from_pretrained(self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False)
                 else:

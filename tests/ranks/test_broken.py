@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.ranks.conftest import RunCells, cell
 
-MISTAKES = (
-    "no_synchronization scaled_loss summed_gradients clipping repeated_batch lost_micro_batch other_seed frozen_tensor no_weight_decay"
-).split()
+MISTAKES = """
+no_synchronization scaled_loss summed_gradients clipping repeated_batch lost_micro_batch other_seed frozen_tensor no_weight_decay
+""".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -38,3 +40,11 @@ def test_low_precision_hides_no_mistake(run_cells: RunCells, precision: str, mis
 def test_a_strategy_of_another_installed_package_runs(run_cells: RunCells) -> None:
     trial = run_cells(cell("outside")).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact")
+
+
+@pytest.mark.parametrize(("name", "options"), [("collectives", {"average": "parameters"}), ("post_local_sgd", {"start_step": 0})])
+def test_local_steps_that_are_never_averaged_diverge(run_cells: RunCells, name: str, options: dict[str, object]) -> None:
+    """The declared deviation of local steps is wide, but not that wide."""
+    axes = {"workload": "llama-micro", "timed_steps": 10, "parity_steps": 13}
+    trials = run_cells(*(cell(name, options={**options, "period": period}, **axes) for period in (4, 1000))).trials
+    assert {json.loads(row["options"])["period"]: row["status"] for _, row in trials.iterrows()} == {4: "ok", 1000: "diverged"}

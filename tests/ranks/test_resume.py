@@ -77,6 +77,16 @@ def test_kill_and_resume(tmp_path: Path, seed: int) -> None:
     assert set(steps) == {4}
 
 
+def test_a_finished_run_is_resumed_by_showing_it(tmp_path: Path) -> None:
+    matrix = tmp_path / "small.yaml"
+    matrix.write_text("trials: 1\ndefaults: {workload: llama-nano, timed_steps: 3}\ncells: [{strategy: single}]")
+    for words in ([], ["--resume"]):
+        done = subprocess.run(command(tmp_path, "--matrix", str(matrix), *words), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "ranked by throughput" in done.stdout
+    assert len(Store(tmp_path / "results").load().trials) == 1
+
+
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "--resume"), capture_output=True, text=True)
     assert done.returncode == 2

@@ -31,7 +31,9 @@ def schema_table() -> list[str]:
     rows = []
     for table, columns in TABLES.items():
         rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
-        rows += [f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} | {said} |" for name, kind, said in columns]
+        rows += [
+            f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} | {said} |" for name, kind, said in columns
+        ]
         rows.append("")
     return rows[:-1]
 

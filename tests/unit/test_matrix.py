@@ -45,7 +45,9 @@ def test_the_host_chooses_sizes(tmp_path: Path) -> None:
 
 
 def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp], devices: 2}, {strategy: ddp, devices: 3}]")
+    matrix = written(
+        tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp], devices: 2}, {strategy: ddp, devices: 3}]"
+    )
     expanded = expand(matrix, CPU)
     assert [c.label for c in expanded.cells] == ["ddp"]
     reasons = {(x.cell.strategy, x.cell.devices): (x.status, x.reason) for x in expanded.left_out}

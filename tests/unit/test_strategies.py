@@ -32,7 +32,9 @@ def test_a_strategy_is_described_and_needs_one_method(file: Path) -> None:
     assert (cls.__doc__ or "").strip()
     assert all(field.description for field in cls.model_fields.values()), "a docstring under each option"
     assert cls.setup is not Strategy.setup
-    assert not re.search(r"\bprint\(|os\.environ|perf_counter|logging", file.read_text()), "it never times, logs, prints or reads the environment"
+    assert not re.search(r"\bprint\(|os\.environ|perf_counter|logging", file.read_text()), (
+        "it never times, logs, prints or reads the environment"
+    )
 
 
 def test_no_strategy_is_named_outside_its_file() -> None:

@@ -59,7 +59,13 @@ def test_the_same_seed_gives_the_same_weights(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("gpt2-small", 124_439_808), ("gpt2-xl", 1_557_611_200), ("llama-7b", 6_738_415_616), ("bert-base", 109_489_930), ("resnet-50", 25_557_032)],
+    [
+        ("gpt2-small", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-7b", 6_738_415_616),
+        ("bert-base", 109_489_930),
+        ("resnet-50", 25_557_032),
+    ],
 )
 def test_sizes_are_the_published_ones(name: str, parameters: int) -> None:
     assert model_facts(make_workload(name), 32).parameters == parameters
@@ -156,7 +162,9 @@ def test_a_saved_tokenizer_is_used(tmp_path: Path) -> None:
     assert data.tokens[:4].tolist() == [1, 0, 2, 0]
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "no model config"), ('{"model_type": "vit", "architectures": ["ViTModel"]}', "neither")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "no model config"), ('{"model_type": "vit", "architectures": ["ViTModel"]}', "neither")]
+)
 def test_unusable_models_are_said(tmp_path: Path, content: str | None, said: str) -> None:
     if content:
         (tmp_path / "config.json").write_text(content)

@@ -13,7 +13,9 @@ from harness.strategy import Batch, Job, Strategy, TrainStep
 class Faulty(Strategy):
     """Data parallelism that goes wrong on its last rank at step 2."""
 
-    fault: Literal["raises", "killed", "exits", "hangs", "out_of_memory", "nan", "leaves_children", "raises_in_setup", "shows_nothing", "slow"] = "raises"
+    fault: Literal[
+        "raises", "killed", "exits", "hangs", "out_of_memory", "nan", "leaves_children", "raises_in_setup", "shows_nothing", "slow"
+    ] = "raises"
     """How it goes wrong."""
 
     def setup(self, job: Job) -> TrainStep:
