@@ -7,7 +7,9 @@ defaults: {batch: 8}           # axes that hold where a cell says nothing
 hosts:                         # the first rule that fits the host adds to the above
   - {device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}
 cells:                         # a list as a value stands for one cell each; several lists for all combinations
-  - {strategy: ddp, devices: [1, 2], options: [{}, {static_graph: true}]}
+  - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
+
+`devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ class Host:
     """GPUs, or CPU cores (more ranks than cores are allowed on a CPU and labelled)."""
     memory_bytes: int
     """Of one GPU, or of the host."""
+
+    @property
+    def many(self) -> int:
+        """What `devices: many` means here."""
+        return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
     def here(cls) -> Host:
@@ -160,6 +167,8 @@ def expand(
     found: dict[str, Cell] = {}
     for index, entry in enumerate(matrix.cells):
         for axes in _combinations({**defaults, **entry, **(changes or {})}):
+            if axes.get("devices") == "many":
+                axes["devices"] = host.many
             cell = _cell(axes, workloads, f"matrix {name}, cells[{index}]")
             found.setdefault(cell.id, cell)
     chosen = _choose(list(found.values()), only, skip)

@@ -152,6 +152,8 @@ def trial_row(
     if outcome.status != "ok" or verdict is None:
         return row
     row |= figures(cell, outcome.answers, facts, peak_flops) | as_row(verdict) | {"bubble_fraction": bubble}
+    if verdict.verdict == "unknown":
+        row["reason"] = f"not verified, so not ranked: {verdict.reason}"
     if verdict.verdict == "diverged":
         row |= {"status": "diverged", "reason": verdict.reason, "expected": cell.expect == "diverged"}
     return row

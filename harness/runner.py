@@ -126,6 +126,7 @@ class Runner:
     plan: Plan
     launcher: Callable[[], Launcher] = Launcher
     _given_up: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _no_reference: dict[str, str] = field(default_factory=dict)
 
     def open_trials(self) -> list[tuple[int, Cell, TrialKey]]:
         """(position, cell, key) of the trials that have no final record yet."""
@@ -204,7 +205,10 @@ class Runner:
             on_progress=heard,
         )
         reference_losses = reference.facts["losses"][: cell.parity_steps] if known else []
-        verdict = _verdict(cell, workload, strategy, layout, outcome, reference_losses) if outcome.status == "ok" else None
+        verdict = None
+        if outcome.status == "ok":
+            allowed = allowed_deviation(cell, workload, strategy, layout)
+            verdict = _verdict(cell, workload, allowed, outcome, reference_losses, self._no_reference.get(reference.folder, ""))
         peak = peak_flops_per_second(gpus()[0][0] if cell.device == "cuda" and gpus() else None, cell.precision)
         busy = [a["busy_fraction"] for a in outcome.answers if a.get("busy_fraction") is not None]
         row = trial_row(
@@ -240,6 +244,8 @@ class Runner:
                 outcome = launcher.run(cell.reference(), data, 1, reference_output=reference.folder)
                 if outcome.status == "interrupted":
                     raise KeyboardInterrupt
+                if outcome.status != "ok":
+                    self._no_reference[reference.folder] = f"the reference run ended {outcome.status}: {outcome.reason}"
         return found
 
     def _give_up(self, cell: Cell, status: str) -> None:
@@ -297,11 +303,10 @@ def allowed_deviation(cell: Cell, workload: Workload, strategy: Strategy, layout
 
 
 def _verdict(
-    cell: Cell, workload: Workload, strategy: Strategy, layout: Layout, outcome: Outcome, reference_losses: Sequence[float]
+    cell: Cell, workload: Workload, allowed: Deviation, outcome: Outcome, reference_losses: Sequence[float], why_not: str
 ) -> Verdict:
-    allowed = allowed_deviation(cell, workload, strategy, layout)
     if not reference_losses:
-        return Verdict("unknown", "the reference run failed", None, None, None, allowed.loss, allowed.update)
+        return Verdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return judge(
         mean_losses(outcome.answers),
         reference_losses,

@@ -82,7 +82,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         from reports import write_report
 
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
-    bad = table[~table["status"].isin(["ok", "unavailable", "refused"]) & ~table["expected"]]
+    fine = table["status"].isin(["unavailable", "refused"]) | table["ranked"] | table["expected"]
     show.paths(console, store, plan, page, finished)
     if json_output:
         columns = ["cell_id", "cell_name", "status", "reason", "samples_per_second", "peak_memory_bytes", "parity_verdict"]
@@ -90,4 +90,4 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         print(json.dumps({"run_id": plan.run_id, "results": str(store.folder), "report": page and str(page), "cells": records}))
     if not finished:
         return 130
-    return 1 if len(bad) else 0
+    return 0 if fine.all() else 1

@@ -87,6 +87,25 @@ def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
     assert "did not call job.expose" in row["reason"]
 
 
+def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
+    """A reference that cannot be written: its folder is in the way as a file."""
+    from harness.summary import cells
+    from harness.workloads.data import cache_folder
+
+    references = cache_folder() / "references"
+    references.mkdir(exist_ok=True)
+    references.rename(references.with_name("moved"))
+    references.write_text("in the way")
+    try:
+        trials = run_cells(cell("ddp", seed=7)).trials
+    finally:
+        references.unlink()
+        references.with_name("moved").rename(references)
+    assert trials.iloc[0]["parity_verdict"] == "unknown"
+    assert trials.iloc[0]["reason"].startswith("not verified, so not ranked: the reference run ended failed")
+    assert not cells(trials)["ranked"].any()
+
+
 def test_children_of_ranks_are_gone(run_cells: RunCells) -> None:
     """The leaves_children strategy starts a process in a session of its own; it does not outlive the trial."""
     marker = "time.sleep(3600)"

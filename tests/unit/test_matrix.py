@@ -57,6 +57,13 @@ def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> N
     assert "host has 1" in expand(matrix, GPU).left_out[0].reason or "single" in expand(matrix, GPU).left_out[0].reason
 
 
+def test_many_devices_are_what_the_host_has(tmp_path: Path) -> None:
+    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp, devices: [1, many]}]")
+    assert [c.devices for c in expand(matrix, CPU).cells] == [1, 2]
+    assert [c.devices for c in expand(matrix, GPU).cells] == [1]
+    assert [c.devices for c in expand(matrix, Host("cuda", 6, 2**34)).cells] == [1, 4]
+
+
 def test_equal_cells_are_run_once(tmp_path: Path) -> None:
     matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp}, {strategy: [ddp, single]}]")
     assert len(expand(matrix, CPU).cells) == 2
