@@ -112,8 +112,8 @@ def expected_seconds(store: Store, cells: Sequence[Cell], cores: int) -> dict[st
             result[cell.id] = before[cell.id]
             continue
         flops = model_facts(make_workload(cell.workload), cell.sequence_length).flops_per_sample * cell.global_batch * cell.total_steps
-        # 60 GFLOP/s a core in fp32 and 100 TFLOP/s a GPU are cautious guesses, replaced by the first measurement.
-        rate = 1e14 if cell.device == "cuda" else 6e10 * min(cores, cell.devices * cell.threads_per_device)
+        # 40 GFLOP/s a core in fp32 and 100 TFLOP/s a GPU are cautious guesses, replaced by the first measurement.
+        rate = 1e14 if cell.device == "cuda" else 4e10 * min(cores, cell.devices * cell.threads_per_device)
         result[cell.id] = (4.0 if cell.launcher == "spawn" else 0.5) + flops / rate
     return result
 

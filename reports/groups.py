@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,16 +148,16 @@ class Verdict:
     group: Group
     fastest: Pick
     frugal: Pick | None
-    fastest_real: Pick | None
-    """The fastest that is no stand-in, where the fastest is one."""
+    faster_stand_in: Pick | None
+    """A stand-in that was faster still: it says nothing of the real thing, so it does not lead."""
 
 
 def verdict(group: Group) -> Verdict:
-    """Fastest and most memory-frugal of a group, each with its interval."""
-    first = group.rows[0]
-    real = [row for row in group.rows if missing(row["stand_in"])]
-    other = _fast(group, real[0], ()) if real and real[0] is not first else None
-    return Verdict(group, _fast(group, first, tuple(tied_with_fastest(group))), _frugal(group), other)
+    """Fastest and most memory-frugal of a group, each with its interval; of the real things where there are any."""
+    rows = [row for row in group.rows if missing(row["stand_in"])] or list(group.rows)
+    real, first = dataclasses.replace(group, rows=tuple(rows)), group.rows[0]
+    faster = _fast(group, first, ()) if rows[0] is not first else None
+    return Verdict(group, _fast(real, rows[0], tuple(tied_with_fastest(real))), _frugal(real), faster)
 
 
 def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
