@@ -28,7 +28,7 @@ from harness.summary import cells as summarise
 from reports import write_report
 from reports.curves import scaling
 from reports.data import bubble_theory, throughput_bars
-from reports.groups import find_groups, headline, pareto, records, verdict
+from reports.groups import find_groups, headline, pareto, records
 from reports.text import deviation, number, shortened
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]
@@ -404,10 +404,6 @@ def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
     """It was fastest; the fastest real thing leads, and the stand-in is named as one."""
     genuine, threads = Cell(strategy="ddp", devices=2), Cell(strategy="data_parallel", devices=2)
     rows = trial_rows(genuine, [50.0, 51.0]) + trial_rows(threads, [99.0, 98.0], stand_in="threads for GPUs")
-    group = find_groups(summarise(stored(tmp_path, rows).trials))[0]
-    found = verdict(group)
-    assert found.fastest.row["strategy"] == "ddp"
-    assert found.faster_stand_in is not None
-    assert found.faster_stand_in.row["strategy"] == "data_parallel"
-    html = write_report(stored(tmp_path / "again", rows), tmp_path / "page.html").read_text()
-    assert "A stand-in was faster" in html
+    html = write_report(stored(tmp_path, rows), tmp_path / "page.html").read_text()
+    card = html.split("<h3>Fastest</h3>")[1].split("<h3>Least memory</h3>")[0]
+    assert card.index("ddp") < card.index("A stand-in was faster") < card.index("data_parallel")
