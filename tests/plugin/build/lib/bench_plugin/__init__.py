@@ -1,1 +1,0 @@
-"""A user's own package of strategies, found by its entry points."""
