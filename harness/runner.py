@@ -288,7 +288,7 @@ def _reference_key(cell: Cell) -> str:
     """Name of the reference run's folder: what it trains, on which data, with which versions."""
     workload = make_workload(cell.workload)
     data = prepare_data(cell.data, workload, cell.sequence_length)
-    said = (VERSION, cell.reference().id, data.fingerprint, version_of("torch"), version_of("transformers"))
+    said = (VERSION, cell.reference().id, data.fingerprint, workload.version, version_of("torch"), version_of("transformers"))
     return f"{cell.workload.replace('/', '_').replace(':', '_')[-40:]}-{hashlib.blake2s(repr(said).encode(), digest_size=8).hexdigest()}"
 
 

@@ -49,7 +49,7 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 
     transformers.utils.logging.set_verbosity_error()
     with FakeTensorMode():
-        model = workload.build(seed=0)
+        model = workload.build(seed=0, saved_weights=False)
         flops = model_flops(model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length)))
     named = dict(model.named_parameters())
     return ModelFacts(tuple(n for n, p in named.items() if p.requires_grad), sum(p.numel() for p in named.values()), flops)

@@ -101,6 +101,13 @@ class Workload:
     batch_norm: bool = False
     meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
 
+    @property
+    def version(self) -> str:
+        """Tells weights in a local folder from other weights there at another time; empty where the name says it all."""
+        folder = Path(self.pretrained or "")
+        files = sorted(folder.iterdir()) if self.pretrained and folder.is_dir() else []
+        return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
+
     def hf_config(self) -> Any:
         """A new transformers config: no dropout (it would make every layout another training), no key-value cache."""
         import transformers
@@ -115,8 +122,11 @@ class Workload:
         assert self.family is not None
         return getattr(transformers, self.family.config_class)(**self.config)
 
-    def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in fp32 and training mode; the same weights for the same seed, everywhere."""
+    def build(self, seed: int, saved_weights: bool = True) -> nn.Module:
+        """The model on the CPU in fp32 and training mode; the same weights for the same seed, everywhere.
+
+        An `hf:` model has its own weights, unless there are none or `saved_weights` is false.
+        """
         import torch
         import transformers
 
@@ -128,7 +138,7 @@ class Workload:
                 model = getattr(transformers, self.family.model_class)(config)
             else:
                 auto: Any = transformers.AutoModelForCausalLM if self.kind == "causal" else transformers.AutoModelForSequenceClassification
-                if has_weights(self.pretrained):
+                if saved_weights and has_weights(self.pretrained):
                     model = auto.from_pretrained(self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False)
                 else:
                     model = auto.from_config(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench.matrix import Host, expand, read_matrix
 from harness.cell import Cell
+from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 
 SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
@@ -33,6 +36,18 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     assert trial["parity_verdict"] in ("exact", "within tolerance")
     if trial["parity_loss_tolerance"] == 1e-5:
         assert trial["parity_verdict"] == "exact"
+
+
+def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None:
+    """A saved model with its own weights, split into stages and over ranks, on a text file; new weights get a new reference."""
+    text = tmp_path / "book.txt"
+    text.write_bytes(bytes(range(32, 127)) * 50)
+    for seed in (5, 6):
+        make_workload("gpt2-nano").build(seed).save_pretrained(tmp_path / "model")
+        axes = {"workload": f"hf:{tmp_path / 'model'}", "data": f"text:{text}"}
+        pipeline = cell("pipeline", micro_batches=2, options={"schedule": "gpipe"}, **axes)
+        trials = run_cells(cell("ddp", **axes), pipeline).trials
+        assert list(trials["parity_verdict"]) == ["exact", "exact"], list(trials["reason"])
 
 
 def test_restarts_and_stand_ins_are_recorded(run_cells: RunCells) -> None:
