@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -24,7 +25,7 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def gpus() -> tuple[tuple[str, int], ...]:
-    """Name and memory in bytes of each GPU, from NVML, without touching CUDA."""
+    """Name and memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, from NVML, without touching CUDA."""
     try:
         import pynvml
 
@@ -32,7 +33,14 @@ def gpus() -> tuple[tuple[str, int], ...]:
     except Exception:  # no library, no driver: pynvml has a class for each
         return ()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = (
+            [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            if visible is None
+            else [n for n in visible.split(",") if n not in ("", "-1")]
+        )
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        handles = [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
         return tuple((str(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles)
     finally:
         pynvml.nvmlShutdown()

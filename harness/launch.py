@@ -86,11 +86,18 @@ class Launcher:
         from multiprocessing import forkserver
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ[LAUNCHER] = str(os.getpid())
+        # The second keeps imports from initialising CUDA in the fork server, whose children could not use it then.
+        for_server = {LAUNCHER: str(os.getpid()), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        before = {name: os.environ.get(name) for name in for_server}
+        os.environ.update(for_server)
         self._ignored = {child.pid for child in psutil.Process().children()}
         forkserver.ensure_running()
         self._ignored |= {child.pid for child in psutil.Process().children()}
-        del os.environ[LAUNCHER]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         self._fork_server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
     def run(

@@ -65,7 +65,7 @@ class Reference:
         save_file(final, Path(self.folder) / "final.safetensors")
         norms = {}
         for name, tensor in final.items():
-            moved = workload.meaningful(name, tensor) - workload.meaningful(name, before[name].detach().float())
+            moved = workload.meaningful(name, tensor) - workload.meaningful(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
         facts = {"losses": losses, "update_norms": norms}
         temporary = Path(self.folder) / "reference.tmp"

@@ -119,7 +119,7 @@ class Job:
 
     def model(self) -> nn.Module:
         """The workload's model with its seeded weights, on this rank's device, in training mode."""
-        return self.workload.build(self.cell.seed).to(self.device)
+        return self.workload.build(self.cell.seed, self.device)
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The cell's optimizer as (class, keyword arguments), for libraries that make their own instance."""

@@ -258,7 +258,7 @@ class Loop:
         self.dtypes = dtypes_of(exposed)
         if self.spec.reference_output:
             losses = [row["loss"] for row in self.rows]
-            Reference(self.spec.reference_output).save(workload, exposed.model, workload.build(self.job.cell.seed), losses)
+            Reference(self.spec.reference_output).save(workload, exposed.model, workload.build(self.job.cell.seed, self.job.device), losses)
         if self.spec.reference:
             self.deviations = update_deviations(exposed, workload, Reference(self.spec.reference))
         self.meter.reset()

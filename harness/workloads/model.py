@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from harness.errors import Mistake, Refused
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from harness.strategy import Layout
@@ -122,16 +124,21 @@ class Workload:
         assert self.family is not None
         return getattr(transformers, self.family.config_class)(**self.config)
 
-    def build(self, seed: int, saved_weights: bool = True) -> nn.Module:
-        """The model on the CPU in fp32 and training mode; the same weights for the same seed, everywhere.
+    def build(self, seed: int, device: torch.device | None = None, saved_weights: bool = True) -> nn.Module:
+        """The model in fp32 and training mode on a device (the CPU by default); the same weights for the same seed on the same kind of it.
 
-        An `hf:` model has its own weights, unless there are none or `saved_weights` is false.
+        On a GPU the weights are made there: billions of random numbers take a CPU minutes. An `hf:` model has its own weights,
+        unless there are none or `saved_weights` is false.
         """
         import torch
         import transformers
 
         config = self.hf_config()
-        with torch.random.fork_rng(devices=[]):
+        gpus = [device] if device is not None and device.type == "cuda" else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=gpus))
+            for gpu in gpus:
+                stack.enter_context(gpu)
             torch.manual_seed(seed)
             if self.pretrained is None:
                 assert self.family is not None
@@ -143,7 +150,7 @@ class Workload:
                 else:
                     model = auto.from_config(config)
         built: nn.Module = model.train()
-        return built
+        return built.to(device) if gpus else built
 
     def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
         out = model(inputs)
