@@ -27,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.cell import Cell
-from harness.errors import Mistake, Refused, Unavailable
+from harness.errors import Mistake, Refused, Unavailable, complaint
 from harness.runner import LeftOut
 from harness.strategy import admit
 from harness.workloads import make_workload, prepare_data
@@ -121,9 +121,7 @@ def read_matrix(name: str) -> Matrix:
     try:
         matrix = Matrix(**content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Mistake(f"matrix {path}, {where}: {first['msg']}") from None
+        raise Mistake(f"matrix {path}, {complaint(error)}") from None
     for where, axes in [("defaults", matrix.defaults), *((f"hosts[{i}].defaults", r.defaults) for i, r in enumerate(matrix.hosts))]:
         _known_keys(axes, AXES, f"matrix {path}, {where}")
     for index, entry in enumerate(matrix.cells):
@@ -207,9 +205,7 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
     try:
         cell = Cell(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise Mistake(f"{where}: {key}: {first['msg']}, got {first['input']!r}") from None
+        raise Mistake(f"{where}: {complaint(error)}") from None
     if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
         cell = cell.model_copy(update={"data": "images"})
     return cell

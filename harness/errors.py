@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class Mistake(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right. Exit code 2."""
@@ -13,3 +18,10 @@ class Refused(Exception):
 
 class Unavailable(Exception):
     """The cell could run on another host: the message names the library or the hardware that is missing here."""
+
+
+def complaint(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong: where, what, and what was given."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}, got {first['input']!r}"

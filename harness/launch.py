@@ -23,7 +23,7 @@ import psutil
 
 from harness.cell import Cell
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file
-from harness.worker import LAUNCHER, run_rank, run_spawned
+from harness.worker import LAUNCHER, adopt_orphans, run_rank, run_spawned
 from harness.workloads import DataSource
 
 LOG_TAIL_BYTES = 4000
@@ -80,7 +80,7 @@ class Launcher:
     def __init__(self) -> None:
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # their news are in the trial's record
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        _become_subreaper()
+        adopt_orphans()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["harness.warm"])
         from multiprocessing import forkserver
@@ -115,7 +115,7 @@ class Launcher:
         scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
         started_at, begin = time.time(), time.perf_counter()
         try:
-            with _listen(scratch, on_progress) as progress, _Deadline(scratch, processes, cell.time_limit_seconds) as deadline:
+            with _listen(scratch, on_progress) as progress, _Deadline(scratch, processes, cell.time_limit_seconds, self._kill) as deadline:
                 spec = TrialSpec(
                     cell=cell,
                     scratch=scratch,
@@ -141,7 +141,11 @@ class Launcher:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _sweep(self, scratch: str, processes: int) -> None:
-        """Kills what a trial left: sessions of its ranks, and orphans that the kernel gave to us or the fork server."""
+        """Kills what a trial left, and waits until it is gone."""
+        psutil.wait_procs(self._kill(scratch, processes), timeout=5)
+
+    def _kill(self, scratch: str, processes: int) -> list[psutil.Process]:
+        """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that had no time to say who they are."""
         for pid in rank_pids(scratch, processes):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -151,19 +155,13 @@ class Launcher:
                 with contextlib.suppress(psutil.Error):
                     child.kill()
                     left.append(child)
-        psutil.wait_procs(left, timeout=5)
+        return left
 
 
 def rank_pids(scratch: str, processes: int) -> list[int]:
     """Process ids of the ranks that have started."""
     files = [pid_file(scratch, rank) for rank in range(processes)]
     return [int(text) for f in files if f.exists() and (text := f.read_text())]
-
-
-def _become_subreaper() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
@@ -260,8 +258,8 @@ def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterato
 class _Deadline:
     """At the time limit: asks each rank for its stacks, then kills them all."""
 
-    def __init__(self, scratch: str, processes: int, seconds: float) -> None:
-        self.scratch, self.processes = scratch, processes
+    def __init__(self, scratch: str, processes: int, seconds: float, kill: Callable[[str, int], Any]) -> None:
+        self.scratch, self.processes, self.kill = scratch, processes, kill
         self.passed = False
         self.timer = threading.Timer(seconds, self._strike)
 
@@ -275,13 +273,11 @@ class _Deadline:
 
     def _strike(self) -> None:
         self.passed = True
-        pids = rank_pids(self.scratch, self.processes)
-        for number in (signal.SIGUSR1, signal.SIGKILL):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
-            if number == signal.SIGUSR1:
-                time.sleep(0.5)
+        for pid in rank_pids(self.scratch, self.processes):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        self.kill(self.scratch, self.processes)
 
 
 def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int]) -> dict[str, Any]:

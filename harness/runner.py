@@ -118,6 +118,10 @@ def expected_seconds(store: Store, cells: Sequence[Cell], cores: int) -> dict[st
     return result
 
 
+# What a cell did once it would do again: its other trials are not launched.
+_NOT_AGAIN = ("out_of_memory", "timeout")
+
+
 @dataclass
 class Runner:
     """Runs what is open of a plan, in order, recording each trial as it ends."""
@@ -125,7 +129,7 @@ class Runner:
     store: Store
     plan: Plan
     launcher: Callable[[], Launcher] = Launcher
-    _given_up: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
 
     def open_trials(self) -> list[tuple[int, Cell, TrialKey]]:
@@ -137,11 +141,11 @@ class Runner:
         finished = set()
         for key in self.store.recorded(self.plan.run_id):
             attempts[key.cell_id, key.trial] = max(key.attempt, attempts.get((key.cell_id, key.trial), 0))
-            status = pq.ParquetFile(folder / f"{key.stem}.parquet").read(columns=["status", "reason"]).to_pylist()[0]
-            if status["status"] != "interrupted":
+            status = pq.ParquetFile(folder / f"{key.stem}.parquet").read(columns=["status"]).column(0)[0].as_py()
+            if status != "interrupted":
                 finished.add((key.cell_id, key.trial))
-            if status["status"] in ("out_of_memory", "timeout", "refused", "unavailable"):
-                self._given_up[key.cell_id] = (status["status"], status["reason"])
+            if status in _NOT_AGAIN:
+                self._given_up[key.cell_id] = status
         todo = []
         for position, (cell, trial) in enumerate(self.plan.schedule()):
             if (cell.id, trial) not in finished and not (trial > 0 and cell.id in self._given_up):
@@ -149,7 +153,7 @@ class Runner:
         return todo
 
     def begin(self) -> None:
-        """Writes the run's row and the rows of the cells left out."""
+        """Writes the run's row."""
         row = {
             "schema_version": SCHEMA_VERSION,
             "run_id": self.plan.run_id,
@@ -159,11 +163,13 @@ class Runner:
             **environment(),
         }
         self.store.write_run(row)
-        for left in self.plan.left_out:
-            self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])
 
     def run(self, watcher: Watcher) -> bool:
         """Runs all open trials; False if it was interrupted (what was running is then recorded as such)."""
+        recorded = self.store.recorded(self.plan.run_id)
+        for left in self.plan.left_out:
+            if TrialKey(left.cell.id, 0) not in recorded:
+                self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])
         todo = self.open_trials()
         if not todo:
             return True
@@ -172,17 +178,17 @@ class Runner:
         for position, cell, key in todo:
             if cell.id in self._given_up and key.trial > 0:
                 continue
-            if reason := self._needs_more_memory(cell):
-                self._give_up(cell, "out_of_memory")
-                row = left_out_row(self.plan.run_id, cell, "out_of_memory", reason)
-                self.store.write_trial(row | {"attempt": key.attempt}, [])
+            if key.trial == 0 and (reason := self._needs_more_memory(cell)):  # later ones have a trial that says it fits
+                self._given_up[cell.id] = "out_of_memory"
+                row = left_out_row(self.plan.run_id, cell, "out_of_memory", reason) | {"attempt": key.attempt, "position": position}
+                self.store.write_trial(row, [])
                 watcher.trial_finished(cell, row)
                 continue
             watcher.trial_started(cell, key.trial, position)
             row = self.one(launcher, cell, key, position, references[_reference_key(cell)], watcher.step)
             watcher.trial_finished(cell, row)
-            if row["status"] in ("out_of_memory", "timeout"):
-                self._give_up(cell, row["status"])
+            if row["status"] in _NOT_AGAIN:
+                self._given_up[cell.id] = row["status"]
             if row["status"] == "interrupted":
                 return False
         return True
@@ -248,13 +254,10 @@ class Runner:
                     self._no_reference[reference.folder] = f"the reference run ended {outcome.status}: {outcome.reason}"
         return found
 
-    def _give_up(self, cell: Cell, status: str) -> None:
-        self._given_up[cell.id] = (status, "")
-
     def _needs_more_memory(self, cell: Cell) -> str | None:
         """The reason not to try a cell: one that differs only by needing no more of anything ran out of memory."""
         for other in self.plan.cells:
-            if self._given_up.get(other.id, ("",))[0] != "out_of_memory" or other.id == cell.id:
+            if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
             if _more_of_the_same(cell, other):
                 return f"left out: {other.name} ran out of memory and this needs more"
@@ -269,19 +272,12 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
     same_family = make_workload(cell.workload).family is make_workload(other.workload).family is not None
     if cell.workload != other.workload and not same_family:
         return False
-    more = (
-        model_facts(make_workload(cell.workload), cell.sequence_length).parameters,
-        cell.global_batch,
-        cell.sequence_length,
-        -cell.devices,
-    )
-    less = (
-        model_facts(make_workload(other.workload), other.sequence_length).parameters,
-        other.global_batch,
-        other.sequence_length,
-        -other.devices,
-    )
-    return all(a >= b for a, b in zip(more, less, strict=True))
+
+    def needs(one: Cell) -> tuple[int, ...]:
+        parameters = model_facts(make_workload(one.workload), one.sequence_length).parameters
+        return parameters, one.global_batch, one.sequence_length, -one.devices
+
+    return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
 
 
 def _reference_key(cell: Cell) -> str:

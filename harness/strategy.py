@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.cell import Cell
-from harness.errors import Mistake, Refused, Unavailable
+from harness.errors import Mistake, Refused, Unavailable, complaint
 
 if TYPE_CHECKING:
     import torch
@@ -236,9 +236,7 @@ def make_strategy(cell: Cell) -> Strategy:
     try:
         return cls(**cell.options)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Mistake(f"option {where!r} of strategy {cell.strategy!r}: {first['msg']}, got {first['input']!r}") from None
+        raise Mistake(f"strategy {cell.strategy!r}, option {complaint(error)}") from None
 
 
 def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:

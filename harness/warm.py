@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 
@@ -17,8 +16,7 @@ transformers.utils.logging.set_verbosity_error()
 harness.worker.die_with_parent()
 if os.getppid() != int(os.environ.pop(harness.worker.LAUNCHER)):  # it died while this was importing
     os._exit(1)
-# Children of a dead rank become this process's children, where the launcher finds them.
-ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+harness.worker.adopt_orphans()
 
 # What the libraries made is not garbage: without this every collection in a rank walks, and copies, a million objects.
 gc.collect()

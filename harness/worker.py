@@ -21,7 +21,7 @@ from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.memory import MemoryMeter
 from harness.parity import Reference, update_deviations
-from harness.strategy import Batch, Exposed, Job, Strategy, TrainStep, make_strategy
+from harness.strategy import Batch, Exposed, Job, TrainStep, make_strategy
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
 from harness.workloads import make_workload
 
@@ -95,6 +95,11 @@ def die_with_parent() -> None:
     """The kernel kills this process when the one that started it is gone, however it went."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent dies become this process's children, where they can be found."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> None:
@@ -191,7 +196,7 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
             loop.verify()
     loop.note_peak()
     gc.enable()
-    bubble = _bubble(strategy, loop) if layout.pipeline > 1 else None
+    bubble = _bubble(loop) if layout.pipeline > 1 else None
     return {
         "setup_seconds": setup_seconds,
         "restarts": restarts,
@@ -289,7 +294,7 @@ def dtypes_of(exposed: Exposed) -> dict[str, Any]:
     }
 
 
-def _bubble(strategy: Strategy, loop: Loop) -> float | None:
+def _bubble(loop: Loop) -> float | None:
     """This rank's busy share, in a pass of its own after everything that is timed."""
     exposed = loop.job.exposed
     assert exposed is not None

@@ -12,12 +12,21 @@ __all__ = ["write_report"]
 
 
 def write_report(results: Results, path: Path) -> Path:
-    """Writes the report of one run (whole or not at all) and returns its path; ValueError where `results` is not one run."""
+    """Writes the report of one run (whole or not at all) and returns its path.
+
+    Raises Mistake where the file cannot be written, ValueError where `results` is not one run.
+    """
+    from harness.errors import Mistake
     from reports.page import render
 
     path = Path(path)
     page = render(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(page, encoding="utf-8", newline="\n")
-    return temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8", newline="\n")
+        return temporary.replace(path)
+    except OSError as error:
+        raise Mistake(
+            f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with: python -m bench report --out FILE"
+        ) from None

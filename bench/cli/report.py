@@ -32,10 +32,7 @@ def report(
     pages = []
     for run_id, one in zip(wanted, loaded, strict=True):
         path = out or Path("reports") / "html" / f"{run_id}.html"
-        try:
-            pages.append(write_report(one, path))
-        except OSError as error:
-            raise Mistake(f"report {str(path)!r} cannot be written ({error.strerror}); choose another file with --out") from None
+        pages.append(write_report(one, path))
     if json_output:
         print(json.dumps({"report": str(pages[0]), "reports": [str(page) for page in pages], "runs": wanted}))
     else:

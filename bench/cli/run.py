@@ -71,7 +71,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from harness.summary import cells
 
     console = show.console(quiet=json_output)
-    loaded = store.load([plan.run_id])
+    loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
         console.print("nothing was recorded")
         return 0 if finished else 130

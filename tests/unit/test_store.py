@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.record import left_out_row
-from harness.runner import LeftOut, Plan
+from harness.runner import LeftOut, Plan, Runner
 from harness.schema import TABLES, VERSION, arrow_schema
 from harness.store import Store, TrialKey, load
 from harness.summary import cells, indistinguishable
@@ -183,3 +184,46 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
     assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
     assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
     assert indistinguishable(table.iloc[:2]) == [False, True], "two trials each: intervals of +- 6.4 and +- 12.7 overlap"
+
+
+class Recorder:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def preparing(self, what: str) -> None: ...
+    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
+    def step(self, step: int, seconds: float) -> None: ...
+    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger of two cells fitted in round 0, then the smaller ran out of memory: the larger keeps its trial and its turn."""
+    small, large = Cell(strategy="ddp", workload="llama-nano"), Cell(strategy="ddp", workload="llama-nano", global_batch=16)
+    store = Store(tmp_path)
+    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda: None)
+    store.write_run(run_row())
+    store.write_trial(trial_row(large, 0), [])
+    store.write_trial(trial_row(small, 0, status="out_of_memory"), [])
+    launched = []
+
+    def one(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> dict[str, Any]:
+        launched.append(key)
+        return trial_row(cell, key.trial)
+
+    monkeypatch.setattr(runner, "one", one)
+    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    assert runner.run(Recorder())
+    assert launched == [TrialKey(large.id, 1)]
+    assert store.load().trials.set_index("cell_id")["status"].to_dict() == {large.id: "ok", small.id: "out_of_memory"}
+
+
+def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_path: Path) -> None:
+    left = LeftOut(Cell(strategy="single", devices=2), "refused", "no")
+    store = Store(tmp_path)
+    store.write_run(run_row())
+    for _ in range(2):
+        assert Runner(store, Plan("run-1", "test", (), 1, (left,))).run(Recorder())
+        assert store.load().trials["status"].tolist() == ["refused"]
