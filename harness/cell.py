@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 # What may change without making it another measurement.
-_NOT_IDENTITY = {"time_limit_seconds", "expect"}
+_NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 
 
 class Cell(BaseModel):
@@ -60,6 +60,8 @@ class Cell(BaseModel):
     time_limit_seconds: float = Field(default=120.0, gt=0)
     expect: Literal["ok", "diverged"] = "ok"
     """What the matrix's author expects of parity; `diverged` makes a divergence no failure."""
+    system: str = ""
+    """The system under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
 
     @property
     def id(self) -> str:
@@ -105,5 +107,6 @@ class Cell(BaseModel):
                 "timed_steps": 1,
                 "memory_limit_bytes": None,
                 "expect": "ok",
+                "system": "",
             }
         )

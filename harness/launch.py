@@ -8,13 +8,15 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import psutil
 
 from harness.cell import Cell
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file
-from harness.worker import LAUNCHER, adopt_orphans, run_rank, run_spawned
+from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, run_rank, run_spawned
 from harness.workloads import DataSource
 
 LOG_TAIL_BYTES = 4000
@@ -38,6 +40,8 @@ class Outcome:
     reason: str
     started_at: float
     wall_seconds: float
+    launcher: str = "elastic"
+    """Who started the ranks: the cell's launcher, or the command of a library's own."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     log_tail: str = ""
     stacks: str = ""
@@ -75,9 +79,9 @@ def oversubscribed(cell: Cell) -> bool:
 
 
 class Launcher:
-    """Keeps the fork server warm and runs one trial at a time."""
+    """Keeps the fork server warm and runs one trial at a time. `preload`: packages that its ranks will need."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # their news are in the trial's record
             logging.getLogger(name).setLevel(logging.CRITICAL)
         adopt_orphans()
@@ -87,7 +91,7 @@ class Launcher:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The second keeps imports from initialising CUDA in the fork server, whose children could not use it then.
-        for_server = {LAUNCHER: str(os.getpid()), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        for_server = {LAUNCHER: str(os.getpid()), PRELOAD: " ".join(preload), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         before = {name: os.environ.get(name) for name in for_server}
         os.environ.update(for_server)
         self._ignored = {child.pid for child in psutil.Process().children()}
@@ -109,13 +113,19 @@ class Launcher:
         reference: str | None = None,
         reference_output: str | None = None,
         max_restarts: int = 0,
+        command: Callable[[Path], list[str] | None] = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
     ) -> Outcome:
-        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`."""
+        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`.
+
+        `command`: the strategy's own command line for a folder, see `Strategy.command`.
+        """
         scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
         started_at, begin = time.time(), time.perf_counter()
         try:
             with _listen(scratch, on_progress) as progress, _Deadline(scratch, processes, cell.time_limit_seconds, self._kill) as deadline:
+                own = command(Path(scratch))
+                parent = 0 if own else os.getpid() if cell.launcher == "spawn" else self._fork_server
                 spec = TrialSpec(
                     cell=cell,
                     scratch=scratch,
@@ -125,18 +135,22 @@ class Launcher:
                     reference=reference,
                     reference_output=reference_output,
                     progress=progress,
-                    parent=os.getpid() if cell.launcher == "spawn" else self._fork_server,
+                    parent=parent,
                     interface="lo",
                 )
                 interrupted, exit_codes = False, {}
                 try:
-                    exit_codes = _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
+                    if own:
+                        _run_command(own, spec)
+                    else:
+                        exit_codes = _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
                 except KeyboardInterrupt:
                     interrupted = True
                 finally:
                     self._sweep(scratch, processes)
             outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted, exit_codes)
-            return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, **outcome)
+            by = Path(own[0]).name if own else cell.launcher
+            return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **outcome)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -219,6 +233,24 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
     except (ProcessExitedException, ProcessRaisedException) as error:
         return {error.error_index: getattr(error, "exit_code", 1)}
     return {}
+
+
+def _run_command(command: list[str], spec: TrialSpec) -> None:
+    """Another launcher starts the ranks; what it says goes to rank 0's log."""
+    file = Path(spec.scratch) / "spec.pickle"
+    file.write_bytes(pickle.dumps(spec))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(spec.cell.threads_per_device)}
+    with open(log_file(spec.scratch, 0), "ab") as log:
+        process = subprocess.Popen(
+            [*command, "-m", "harness.rank", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **place},
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        process.wait()
 
 
 def _free_port() -> int:

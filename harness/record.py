@@ -15,7 +15,7 @@ from harness.parity import Verdict, as_row
 from harness.schema import VERSION
 from harness.stats import percentile, slowest, trend
 from harness.store import TrialKey
-from harness.strategy import Layout
+from harness.strategy import Layout, States
 from harness.workloads.facts import ModelFacts
 
 
@@ -32,6 +32,7 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
         "label": cell.label,
         "cell": cell.model_dump_json(),
         "options": json.dumps(cell.options, sort_keys=True),
+        "system": cell.system or None,
         **{name: getattr(cell, name) for name in same.split()},
     }
 
@@ -63,6 +64,12 @@ _LISTS = [
     "peak_memory_bytes_by_rank",
     "losses",
     "reference_losses",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "library_bytes",
+    "host_state_bytes",
+    "sent_bytes_per_step",
 ]
 
 
@@ -106,7 +113,31 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
         "held_parameters": [a["held_parameters"] for a in answers],
         **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
+        **_traffic(answers),
+        **_states(answers),
     }
+
+
+def _traffic(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Columns of what was sent to other ranks and to a disk; unknown where one rank does not know."""
+    sent = [a["sent_bytes_per_step"] for a in answers]
+    columns: dict[str, Any] = {"sent_bytes_per_step": [] if None in sent else sent}
+    offload = [a["offload"] for a in answers if a["offload"] is not None]
+    if offload:
+        for column, name in (("offload_read_bytes_per_step", "read"), ("offload_written_bytes_per_step", "written")):
+            known = [o[name] for o in offload]
+            columns[column] = None if None in known else sum(known)
+        columns["offload_kept_bytes"] = max(o["kept"] for o in offload)  # one folder, seen by all
+    return columns
+
+
+def _states(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Columns of what each rank kept between steps."""
+    kept = [a["state_bytes"] for a in answers]
+    fullest = max(answers, key=lambda a: a["state_bytes"]["library"])
+    kinds = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "library": "library"}
+    columns: dict[str, Any] = {f"{column}_bytes": [k[kind] for k in kept] for column, kind in kinds.items()}
+    return {**columns, "host_state_bytes": [k["host"] for k in kept], "library_buffers": json.dumps(fullest["library_buffers"])}
 
 
 def trial_row(
@@ -123,8 +154,10 @@ def trial_row(
     reference_losses: Sequence[float],
     peak_flops: float | None,
     bubble: float | None,
+    formula: States | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """The row of a trial that was launched, whatever became of it."""
+    """The row of a trial that was launched, whatever became of it. `formula`: what a rank should keep; `more`: further columns."""
     row = cell_columns(cell) | {name: [] for name in _LISTS}
     row |= {
         "run_id": run_id,
@@ -146,9 +179,19 @@ def trial_row(
         "tensor_parallel": layout.tensor,
         "stand_in": stand_in,
         "oversubscribed": oversubscribed(cell),
+        "launcher": outcome.launcher,
         "parameters": facts.parameters,
+        "trained_parameters": sum(facts.sizes),
         "reference_losses": list(reference_losses),
+        **more,
     }
+    if formula is not None:
+        row |= {
+            "formula_parameter_bytes": formula.parameters,
+            "formula_gradient_bytes": formula.gradients,
+            "formula_optimizer_bytes": formula.optimizer,
+            "formula_library_bytes": formula.library,
+        }
     if outcome.status != "ok" or verdict is None:
         return row
     row |= figures(cell, outcome.answers, facts, peak_flops) | as_row(verdict) | {"bubble_fraction": bubble}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -21,7 +22,7 @@ from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION
 from harness.record import left_out_row, mean_losses, step_rows, trial_row
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
-from harness.strategy import Deviation, Layout, Strategy, admit, batch_norm_is_split
+from harness.strategy import Deviation, Layout, Strategy, admit, batch_norm_is_split, make_strategy
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.data import cache_folder
 from harness.workloads.facts import model_facts
@@ -128,7 +129,7 @@ class Runner:
 
     store: Store
     plan: Plan
-    launcher: Callable[[], Launcher] = Launcher
+    launcher: Callable[[Sequence[str]], Launcher] = Launcher
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
 
@@ -173,7 +174,7 @@ class Runner:
         todo = self.open_trials()
         if not todo:
             return True
-        launcher = self.launcher()
+        launcher = self.launcher(_packages([cell for _, cell, _ in todo]))
         references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
         for position, cell, key in todo:
             if cell.id in self._given_up and key.trial > 0:
@@ -208,6 +209,7 @@ class Runner:
             layout.processes,
             reference=reference.folder if known else None,
             max_restarts=strategy.max_restarts,
+            command=functools.partial(strategy.command, cell),
             on_progress=heard,
         )
         reference_losses = reference.facts["losses"][: cell.parity_steps] if known else []
@@ -231,6 +233,8 @@ class Runner:
             reference_losses,
             peak,
             bubble_fraction(busy) if busy else None,
+            formula=strategy.states(cell, layout, facts),
+            wraps_ddp=strategy.same_as_ddp(cell),
         )
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
         return row
@@ -278,6 +282,12 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
         return parameters, one.global_batch, one.sequence_length, -one.devices
 
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
+
+
+def _packages(cells: Sequence[Cell]) -> list[str]:
+    """The packages that these cells' strategies and workloads require."""
+    needed = [p for cell in cells for p in (*make_strategy(cell).requires, *make_workload(cell.workload).requires)]
+    return list(dict.fromkeys(needed))
 
 
 def _reference_key(cell: Cell) -> str:

@@ -2,6 +2,8 @@
 
 History of the version:
   1  first version.
+  2  systems, wrappers around DDP, trained parameters, states between steps with their formula, bytes sent and offloaded,
+     distance to fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -54,6 +56,7 @@ TRIALS = (
     ("startup_seconds", "double?", "from the launch to the last rank's first instruction"),
     ("setup_seconds", "double?", "process group, model, wrapping; slowest rank"),
     ("first_step_seconds", "double?", "step 0, slowest rank"),
+    ("system", "string?", "system under test that the matrix files the cell under"),
     ("strategy", "string", ""),
     ("options", "string", "JSON"),
     ("workload", "string", ""),
@@ -72,16 +75,32 @@ TRIALS = (
     ("micro_batches", "int32", ""),
     ("optimizer", "string", ""),
     ("seed", "int64", ""),
-    ("launcher", "string", "elastic or spawn"),
+    ("launcher", "string", "elastic (torchrun's agent), spawn, or the command of a library's own launcher"),
+    ("wraps_ddp", "string?", "library whose wrapper around DDP's mathematics this is"),
     ("threads_per_device", "int32", "CPU cores and intra-op threads of each device's rank"),
     ("memory_limit_bytes", "int64?", ""),
     ("stand_in", "string?", "what ran instead of the real thing"),
     ("oversubscribed", "bool", "more ranks than cores: its times say nothing of real hardware"),
     ("parameters", "int64?", "of the unsplit model"),
+    ("trained_parameters", "int64?", "of these, the ones that are trained"),
     ("held_parameters", "list<int64>", "elements held by each rank between steps"),
     ("parameter_dtypes", "list<string>", ""),
     ("gradient_dtypes", "list<string>", ""),
     ("optimizer_state_dtypes", "list<string>", ""),
+    ("parameter_bytes", "list<int64>", "kept by each rank on its device between steps, distinct storages"),
+    ("gradient_bytes", "list<int64>", "the same of gradients"),
+    ("optimizer_bytes", "list<int64>", "the same of optimizer state"),
+    ("library_bytes", "list<int64>", "the same of the library's own copies and buffers, and the model's buffers"),
+    ("library_buffers", "string?", "JSON: bytes of these by name, fullest rank"),
+    ("host_state_bytes", "list<int64>", "kept by each rank in host memory while its device is another"),
+    ("formula_parameter_bytes", "double?", "what the formula gives for the fullest rank; null: no formula"),
+    ("formula_gradient_bytes", "double?", ""),
+    ("formula_optimizer_bytes", "double?", ""),
+    ("formula_library_bytes", "double?", ""),
+    ("sent_bytes_per_step", "list<double>", "payload that each rank sent over TCP in a timed step, control messages included"),
+    ("offload_read_bytes_per_step", "double?", "read from block devices in a timed step, all ranks; where states lie on a disk"),
+    ("offload_written_bytes_per_step", "double?", "written to them"),
+    ("offload_kept_bytes", "int64?", "size of the files in the offload folder"),
     ("step_seconds_p50", "double?", "median over timed steps of the slowest rank's time"),
     ("step_seconds_p95", "double?", "95th percentile of the same"),
     ("step_seconds_mean", "double?", "mean of the same"),
@@ -100,6 +119,7 @@ TRIALS = (
     ("restarts", "int32?", "elastic restarts taken"),
     ("losses", "list<double>", "mean loss of each step, warm-up included"),
     ("reference_losses", "list<double>", "the reference run's, over the parity segment"),
+    ("fp32_loss_deviation", "double?", "low-precision weights: largest relative loss deviation from the same training in fp32"),
     ("parity_steps", "int32", "length of the parity segment"),
     ("parity_verdict", "string?", "exact, within tolerance, diverged, unknown"),
     ("parity_reason", "string?", ""),

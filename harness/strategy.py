@@ -8,11 +8,11 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 ENTRY_POINTS = "parallelism_bench.strategies"
+# What provides a package that has an extra of its own name but is not installed by it alone.
+INSTALL = {"horovod": "make setup builds it from its source release (needs g++ and make)"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Layout:
     tensor: int = 1
     devices_per_process: int = 1
     """More than 1 where one process drives several devices (DataParallel)."""
+    servers: int = 0
+    """Processes beside the devices', after them in rank, that hold the model and see no samples (a parameter server)."""
 
     @property
     def devices(self) -> int:
@@ -45,7 +50,7 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        return self.devices // self.devices_per_process
+        return self.devices // self.devices_per_process + self.servers
 
     @property
     def shares(self) -> int:
@@ -53,8 +58,8 @@ class Layout:
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Which part of the global batch a rank receives."""
-        return rank // (self.pipeline * self.tensor)
+        """Which part of the global batch a rank receives; a server is handed the last one's and leaves it alone."""
+        return min(rank // (self.pipeline * self.tensor), self.shares - 1)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,26 @@ class Batch:
             yield Batch(self.step, inputs, labels)
 
 
+@dataclass(frozen=True)
+class States:
+    """Bytes that a rank keeps between two steps: model states (ZeRO, arXiv 1910.02054, section 3.1) and the library's own buffers."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    library: float = 0.0
+    """Copies and buffers that the library keeps beside them: communication buckets, masters, pools."""
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.library
+
+
+StateKind = Literal["parameters", "gradients", "optimizer", "library"]
+Held = tuple[StateKind, str, "Tensor | int"]
+"""Kind, name, and the tensor that is kept (or its bytes, where the library shows only those)."""
+
+
 TrainStep = Callable[[Batch], "Tensor | None"]
 """One optimizer step on one global batch; the mean loss of this rank's samples, None where this rank has no loss."""
 
@@ -101,6 +126,12 @@ class Exposed:
     """(object, method name) pairs that are this rank's computation; timed in a pass of its own for the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     """Whole tensors by name, where walking the model does not give them. Called on all ranks together."""
+    states: Callable[[], Iterable[Held]] | None = None
+    """Everything this rank keeps between steps, where walking model and optimizers does not find it or names it wrongly."""
+    library: Callable[[], Iterable[Held]] | None = None
+    """Buffers of the library by name, beside what is found in model and optimizers."""
+    offload_folder: Path | None = None
+    """Folder of a disk that states are kept on; what is read from and written to the disk is then recorded."""
 
 
 @dataclass
@@ -175,6 +206,8 @@ class Strategy(BaseModel, ABC):
     """Elastic restarts that a trial may take."""
     max_devices: ClassVar[int | None] = None
     """The largest number of devices it can use; None for any."""
+    wraps_ddp: ClassVar[str | None] = None
+    """Name of the library whose wrapper around DDP's mathematics it shows; such cells are compared side by side."""
 
     def layout(self, devices: int) -> Layout:
         """Data x pipeline x tensor for this many devices; raises Refused where there is none."""
@@ -189,6 +222,21 @@ class Strategy(BaseModel, ABC):
 
     def stand_in(self, cell: Cell) -> str | None:
         """What it runs instead of the real thing on this device, None where it is the real thing."""
+        return None
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """What the fullest rank keeps between steps by the formula, for the dtypes and copies the library keeps; None: no formula."""
+        return None
+
+    def same_as_ddp(self, cell: Cell) -> str | None:
+        """Who wraps DDP's mathematics in this cell, `wraps_ddp` unless options change the mathematics."""
+        return self.wraps_ddp if not self.model_fields_set else None
+
+    def command(self, cell: Cell, scratch: Path) -> list[str] | None:
+        """Command line that starts the ranks, to which the rank's own is appended, where it brings a launcher of its own.
+
+        Files that it reads are written to `scratch`. None: the cell's launcher starts them.
+        """
         return None
 
     @abstractmethod
@@ -248,9 +296,10 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
 def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
     """The strategy and its layout, if the cell can run here; raises Mistake, Refused or Unavailable."""
     strategy = make_strategy(cell)
-    for package in strategy.requires:
+    for package in (*strategy.requires, *workload.requires):
         if importlib.util.find_spec(package) is None:
-            raise Unavailable(f"package {package} is not installed: pip install 'parallelism-bench[{package}]'")
+            how = INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
+            raise Unavailable(f"package {package} is not installed: {how}")
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
     layout = strategy.layout(cell.devices)

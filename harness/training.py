@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import Batch, Job, TrainStep
+from harness.strategy import Batch, Held, Job, States, TrainStep
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.amp.grad_scaler import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
+
+    from harness.workloads.facts import ModelFacts
 
 LOSS_SCALE = 4096.0
 
@@ -73,6 +76,28 @@ def loss_scaler(job: Job) -> GradScaler:
 def own_precision(job: Job) -> Job:
     """The job without autocast and loss scaling: for strategies that bring about the cell's precision themselves."""
     return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))
+
+
+def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
+    """fp32 parameters and optimizer state, cut into equal shards; gradients are freed by zero_grad.
+
+    AdamW keeps two moments of 4 bytes an element, SGD with momentum one (ZeRO, arXiv 1910.02054, section 3.1, for fp32).
+    """
+    trained = sum(facts.sizes)
+    moments = 8.0 if cell.optimizer == "adamw" else 4.0
+    return States(parameters=4.0 * facts.parameters / shards, optimizer=moments * trained / shards)
+
+
+def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
+    """DDP: everything on every rank, and the buckets that gradients are averaged in."""
+    return dataclasses.replace(model_states(cell, facts), library=4.0 * sum(facts.sizes))
+
+
+def ddp_buckets(model: DistributedDataParallel) -> Iterator[Held]:
+    """DDP's gradient buckets, which live in C++ and are known by their sizes only."""
+    data = model._get_ddp_logging_data()
+    sizes = data["rebuilt_bucket_sizes"] if data["has_rebuilt_buckets"] else data["bucket_sizes"]
+    yield "library", "gradient buckets of DDP's reducer", sum(int(size) for size in sizes.split(","))
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:

@@ -30,7 +30,7 @@ class TrialSpec:
     progress: str | None = None
     """Address of a datagram socket that likes to hear of steps."""
     parent: int = 0
-    """Process id that the ranks must not outlive: the fork server's, or the launcher's own."""
+    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for another launcher's."""
     interface: str | None = None
     """Network interface of gloo; None leaves the choice to it."""
 

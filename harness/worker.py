@@ -20,6 +20,8 @@ from typing import Any
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.memory import MemoryMeter
+from harness.measure.states import KINDS, held, state_bytes
+from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity import Reference, update_deviations
 from harness.strategy import Batch, Exposed, Job, TrainStep, make_strategy
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
@@ -43,6 +45,8 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot all
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable that tells the fork server the process id it must not outlive."""
+PRELOAD = "PARALLELISM_BENCH_PRELOAD"
+"""Environment variable with the packages that the fork server is to import beside the usual ones."""
 
 
 def run_rank(spec: TrialSpec) -> None:
@@ -104,7 +108,7 @@ def adopt_orphans() -> None:
 
 def _prepare_process(spec: TrialSpec, rank: int) -> None:
     die_with_parent()
-    if os.getppid() != spec.parent:  # it was gone before the kernel was told
+    if spec.parent and os.getppid() != spec.parent:  # it was gone before the kernel was told
         os._exit(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     with contextlib.suppress(PermissionError):  # a session of its own makes the whole tree killable
@@ -194,6 +198,7 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
         loop.one(index)
         if index + 1 == cell.parity_steps:
             loop.verify()
+    loop.traffic.stop(loop.counting())
     loop.note_peak()
     gc.enable()
     bubble = _bubble(loop) if layout.pipeline > 1 else None
@@ -206,7 +211,10 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
         "memory_method": meter.method,
         "update_deviations": loop.deviations,
         "busy_fraction": bubble,
+        "offload": loop.offload(),
+        "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
         **loop.dtypes,
+        **loop.states,
     }
 
 
@@ -221,7 +229,10 @@ class Loop:
         self.peak_reserved: int | None = None
         self.deviations: dict[str, float] | None = None
         self.dtypes: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
         self.settling = False
+        self.traffic = Traffic(over_tcp=job.device.type == "cpu")
+        self._counted_from: int | None = None
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         self.share = slice(share * size, (share + 1) * size)
@@ -240,7 +251,30 @@ class Loop:
         device = self.job.device
         return Batch(index, torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
 
+    def counting(self) -> int:
+        """Steps since the traffic's count began; ends it."""
+        steps = 0 if self._counted_from is None else len(self.rows) - self._counted_from
+        self._counted_from = None
+        return steps
+
+    def per_step(self, total: int | None) -> float | None:
+        return total / self.traffic.steps if total is not None and self.traffic.steps else None
+
+    def offload(self) -> dict[str, float | None] | None:
+        """What travelled to and from the disk per step, and what lies there; None where the strategy keeps nothing there."""
+        exposed = self.job.exposed
+        if exposed is None or exposed.offload_folder is None:
+            return None
+        return {
+            "read": self.per_step(self.traffic.disk_read),
+            "written": self.per_step(self.traffic.disk_written),
+            "kept": folder_bytes(exposed.offload_folder),
+        }
+
     def one(self, index: int) -> None:
+        if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
+            self._counted_from = len(self.rows)
+            self.traffic.start()
         loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
         warm = index < self.job.cell.warmup_steps
         phase = "warmup" if warm else "settling" if self.settling else "timed"
@@ -257,10 +291,13 @@ class Loop:
 
     def verify(self) -> None:
         """Compares or saves the parameters; what that costs in memory is not counted, nor is the step that follows it."""
+        self.traffic.stop(self.counting())
         self.note_peak()
         exposed, workload = self.job.exposed, self.job.workload
         assert exposed is not None
         self.dtypes = dtypes_of(exposed)
+        kept = state_bytes(held(exposed), self.job.device.type)
+        self.states = {"state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")}, "library_buffers": kept["library_buffers"]}
         if self.spec.reference_output:
             losses = [row["loss"] for row in self.rows]
             Reference(self.spec.reference_output).save(workload, exposed.model, workload.build(self.job.cell.seed, self.job.device), losses)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.cell import Cell
 from harness.errors import Unavailable
-from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.strategy import EXACT, Deviation, Job, Layout, States, Strategy, TrainStep
+from harness.training import ddp_buckets, standard_step, whole_model_states
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 HOOKS = {
     "fp16": Deviation(1e-3, 0.2, "gradients travel in fp16"),
@@ -40,6 +41,13 @@ class Ddp(Strategy):
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return HOOKS.get(self.comm_hook, EXACT)
 
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return whole_model_states(cell, facts)
+
+    def same_as_ddp(self, cell: Cell) -> str | None:
+        names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
+        return None if self.model_fields_set else names[cell.launcher]
+
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +60,7 @@ class Ddp(Strategy):
         )
         self._compress(model)
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer)
+        job.expose(model, optimizer, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
     def _compress(self, model: DistributedDataParallel) -> None:

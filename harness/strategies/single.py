@@ -1,7 +1,15 @@
 """One process on one device: the reference of every parity check and of scaling efficiency."""
 
-from harness.strategy import Job, Strategy, TrainStep
-from harness.training import standard_step
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.cell import Cell
+from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.training import model_states, standard_step
+
+if TYPE_CHECKING:
+    from harness.workloads.facts import ModelFacts
 
 
 class Single(Strategy):
@@ -9,6 +17,9 @@ class Single(Strategy):
 
     process_group = False
     max_devices = 1
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)
 
     def setup(self, job: Job) -> TrainStep:
         model = job.model()

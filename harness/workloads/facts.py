@@ -21,18 +21,20 @@ class ModelFacts:
     """Names of the parameters that are trained; a tied one appears once."""
     parameters: int
     flops_per_sample: int
+    sizes: tuple[int, ...]
+    """Elements of each trainable parameter, in the order of `trainable`."""
 
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
     """The facts, from the cache where another run has counted them for the same model and library versions."""
     versions = f"{version_of('torch')} {version_of('transformers')}"
-    said = f"1 {workload.name} {workload.config} {sequence_length} {versions}"
+    said = f"2 {workload.name} {workload.config} {sequence_length} {versions}"
     folder = cache_folder() / "facts"
     file = folder / f"{hashlib.blake2s(said.encode(), digest_size=8).hexdigest()}.json"
     if file.exists() and not workload.pretrained:
         known = json.loads(file.read_text())
-        return ModelFacts(tuple(known["trainable"]), known["parameters"], known["flops_per_sample"])
+        return ModelFacts(tuple(known["trainable"]), known["parameters"], known["flops_per_sample"], tuple(known["sizes"]))
     facts = _count(workload, sequence_length)
     folder.mkdir(exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
@@ -52,4 +54,5 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
         model = workload.build(seed=0, saved_weights=False)
         flops = model_flops(model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length)))
     named = dict(model.named_parameters())
-    return ModelFacts(tuple(n for n, p in named.items() if p.requires_grad), sum(p.numel() for p in named.values()), flops)
+    trained = {name: p.numel() for name, p in named.items() if p.requires_grad}
+    return ModelFacts(tuple(trained), sum(p.numel() for p in named.values()), flops, tuple(trained.values()))

@@ -102,6 +102,8 @@ class Workload:
     split: Split | None = None
     batch_norm: bool = False
     meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
+    requires: tuple[str, ...] = ()
+    """Packages beyond transformers; a missing one makes the cell `unavailable`."""
 
     @property
     def version(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Silent:
 
 @pytest.fixture(scope="session")
 def launcher() -> Launcher:
-    return Launcher()
+    return Launcher([package for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale") if find_spec(package)])
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
     def run(*cells: Cell, trials: int = 1) -> Results:
         store = Store(tmp_path / "results")
         plan = Plan.new("test", cells, trials, [])
-        runner = Runner(store, plan, launcher=lambda: launcher)
+        runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
         assert runner.run(Silent())
         return store.load([plan.run_id])

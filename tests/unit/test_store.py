@@ -203,7 +203,7 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, mo
     """The larger of two cells fitted in round 0, then the smaller ran out of memory: the larger keeps its trial and its turn."""
     small, large = Cell(strategy="ddp", workload="llama-nano"), Cell(strategy="ddp", workload="llama-nano", global_batch=16)
     store = Store(tmp_path)
-    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda: None)
+    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
     store.write_run(run_row())
     store.write_trial(trial_row(large, 0), [])
     store.write_trial(trial_row(small, 0, status="out_of_memory"), [])

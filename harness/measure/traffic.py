@@ -1,0 +1,80 @@
+"""How many bytes did this process send to others, and read from and write to a disk?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+# Offset of tcpi_bytes_sent, a 64-bit number, in struct tcp_info of linux/tcp.h (Linux 4.19 and newer).
+_BYTES_SENT = 200
+
+
+def tcp_bytes_sent() -> int | None:
+    """Payload bytes that this process's open TCP connections have sent, repeated ones included; None where Linux does not say."""
+    total = 0
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(entry.path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                    continue
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(info) < _BYTES_SENT + 8:
+                return None
+            total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+    return total
+
+
+def disk_bytes() -> tuple[int, int] | None:
+    """Bytes that this process caused to be read from and written to block devices (the page cache is not one); None where unknown."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return None
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder and below."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@dataclass
+class Traffic:
+    """Counts over several stretches of steps; each reading is taken between steps, so it costs the steps nothing."""
+
+    over_tcp: bool
+    """Whether the ranks speak over TCP (gloo, MPI); NCCL's bytes are not visible here."""
+    sent: int | None = 0
+    disk_read: int | None = 0
+    disk_written: int | None = 0
+    steps: int = 0
+    _start: tuple[int | None, tuple[int, int] | None] | None = None
+
+    def _read(self) -> tuple[int | None, tuple[int, int] | None]:
+        return tcp_bytes_sent() if self.over_tcp else None, disk_bytes()
+
+    def start(self) -> None:
+        self._start = self._read()
+
+    def stop(self, steps: int) -> None:
+        """Ends a stretch of this many steps. A count that went back (a connection was closed) makes it unknown."""
+        if self._start is None:
+            return
+        (sent, disk), (sent_now, disk_now) = self._start, self._read()
+        self.sent = _more(self.sent, sent, sent_now)
+        self.disk_read = _more(self.disk_read, disk and disk[0], disk_now and disk_now[0])
+        self.disk_written = _more(self.disk_written, disk and disk[1], disk_now and disk_now[1])
+        self.steps += steps
+        self._start = None
+
+
+def _more(total: int | None, before: int | None, now: int | None) -> int | None:
+    if total is None or before is None or now is None or now < before:
+        return None
+    return total + now - before
