@@ -64,12 +64,16 @@ def answer(rank: int, step_seconds: list[float], losses: list[float | None] | No
         "parameter_dtypes": ["float32"],
         "gradient_dtypes": ["float32"],
         "optimizer_state_dtypes": ["float32"],
+        "state_bytes": {"parameters": 20, "gradients": 0, "optimizer": 40, "library": 20, "host": 0},
+        "library_buffers": {"buckets": 20},
+        "sent_bytes_per_step": 20.0,
+        "offload": None,
         **more,
     }
 
 
 CELL = Cell(strategy="ddp", devices=2, global_batch=8, sequence_length=64)
-FACTS = ModelFacts(("w",), 5, flops_per_sample=1000)
+FACTS = ModelFacts(("w",), 5, flops_per_sample=1000, sizes=(5,))
 
 
 def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
