@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
@@ -31,14 +31,15 @@ def standard_step(
     *,
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     before_update: Callable[[], None] | None = None,
+    around_update: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     scaler: GradScaler | None = None,
 ) -> TrainStep:
     """One optimizer step: every micro-batch forward and backward, then the update.
 
     The loss of each micro-batch is divided by their number, so that equal parts give the whole batch's mean gradient.
     fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions none. `no_sync` is entered for all
-    micro-batches but the last; `before_update` runs between the last backward and the optimizer. `scaler` takes the place
-    of the one made here.
+    micro-batches but the last; `before_update` runs between the last backward and the optimizer, `around_update` is entered
+    around the optimizer's step. `scaler` takes the place of the one made here.
     """
     import torch
 
@@ -54,7 +55,8 @@ def standard_step(
             total += loss.detach()
         if before_update:
             before_update()
-        scaler.step(optimizer)
+        with around_update():
+            scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         return total
@@ -91,6 +93,14 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
     """DDP: everything on every rank, and the buckets that gradients are averaged in."""
     return dataclasses.replace(model_states(cell, facts), library=4.0 * sum(facts.sizes))
+
+
+def fullest_share(sizes: Iterable[int], ranks: int) -> int:
+    """Elements of the fullest rank when whole tensors are dealt out, each to the rank that has fewest so far."""
+    shares = [0] * ranks
+    for size in sizes:
+        shares[shares.index(min(shares))] += size
+    return max(shares)
 
 
 def ddp_buckets(model: DistributedDataParallel) -> Iterator[Held]:

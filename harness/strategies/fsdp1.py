@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell import Cell
 from harness.errors import Unavailable
-from harness.strategy import Job, Strategy, TrainStep
-from harness.training import LOSS_SCALE, blocks_of, check_hybrid, shard_mesh, standard_step
+from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.training import LOSS_SCALE, blocks_of, check_hybrid, model_states, shard_mesh, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 
 class Fsdp1(Strategy):
@@ -36,6 +37,9 @@ class Fsdp1(Strategy):
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
             raise Unavailable("FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one; fsdp2 offloads without")
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts, shards=cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
-from harness.training import blocks_of, check_hybrid, own_precision, shard_mesh, standard_step
+from harness.strategy import EXACT, Deviation, Job, Layout, States, Strategy, TrainStep
+from harness.training import blocks_of, check_hybrid, model_states, own_precision, shard_mesh, standard_step
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 MIXED = Deviation(5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32")
 
@@ -49,6 +50,9 @@ class Fsdp2(Strategy):
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
         return "no device to leave: parameters are already in host memory" if offload else None
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
 
     def setup(self, job: Job) -> TrainStep:
         import torch

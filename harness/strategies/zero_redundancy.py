@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from harness.strategy import Job, Strategy, TrainStep
-from harness.training import standard_step
+import dataclasses
+from typing import TYPE_CHECKING
+
+from harness.cell import Cell
+from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.training import ddp_buckets, fullest_share, standard_step, whole_model_states
+
+if TYPE_CHECKING:
+    from harness.workloads.facts import ModelFacts
 
 
 class ZeroRedundancy(Strategy):
@@ -15,6 +22,11 @@ class ZeroRedundancy(Strategy):
     parameters_as_bucket_view: bool = False
     """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
 
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        whole = whole_model_states(cell, facts)
+        share = fullest_share(sorted(facts.sizes, reverse=True), layout.data) / sum(facts.sizes)
+        return dataclasses.replace(whole, optimizer=whole.optimizer * share)
+
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         from torch.nn.parallel import DistributedDataParallel
@@ -22,5 +34,5 @@ class ZeroRedundancy(Strategy):
         model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
         factory, kwargs = job.optimizer_class()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs)
-        job.expose(model, optimizer.optim)
+        job.expose(model, optimizer.optim, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from bench.matrix import Host, expand, read_matrix
 from harness.cell import Cell
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
 
@@ -36,6 +40,35 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     assert trial["parity_verdict"] in ("exact", "within tolerance")
     if trial["parity_loss_tolerance"] == 1e-5:
         assert trial["parity_verdict"] == "exact"
+    states_follow_the_formula(trial)
+
+
+def states_follow_the_formula(trial: pd.Series) -> None:
+    """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula where the strategy has one."""
+    for kind in ("parameter", "gradient", "optimizer", "library"):
+        formula = trial[f"formula_{kind}_bytes"]
+        if formula == formula:  # noqa: PLR0124
+            slack = 0.05 * formula + 0.005 * sum(trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer"))
+            assert abs(max(trial[f"{kind}_bytes"]) - formula) <= slack, f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ddp", {}),
+        ("zero_redundancy", {}),
+        ("fsdp1", {}),
+        ("fsdp2", {}),
+        *(("deepspeed", {"stage": stage}) for stage in range(4)),
+    ],
+    ids=str,
+)
+def test_states_between_steps_follow_the_formula(run_cells: RunCells, strategy: str, options: dict[str, object], devices: int) -> None:
+    trial = run_cells(cell(strategy, devices, "llama-micro", options=options)).trials.iloc[0]
+    assert trial["parity_verdict"] == "exact"
+    assert trial["formula_parameter_bytes"] > 0
+    states_follow_the_formula(trial)
 
 
 def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None:
