@@ -2,7 +2,7 @@
 
 description: one sentence
 trials: 3                      # launches of each cell
-workloads: {main: llama-mini}  # names that cells may use as their workload
+workloads: {main: llama-mini}  # names that cells may use as their workload, also with suffixes: main+lora
 defaults: {batch: 8}           # axes that hold where a cell says nothing
 hosts:                         # the first rule that fits the host adds to the above
   - {device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -89,6 +89,8 @@ class Matrix(BaseModel):
     cells: list[dict[str, Any]] = Field(min_length=1)
 
 
+AnyMatrix = TypeVar("AnyMatrix", bound=Matrix)
+
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -106,6 +108,11 @@ def matrix_names() -> list[str]:
 
 def read_matrix(name: str) -> Matrix:
     """The matrix of this name, or in this file; raises Mistake with the file and the key."""
+    return read_as(name, Matrix)
+
+
+def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
+    """The same for a kind of matrix that has more keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -117,9 +124,9 @@ def read_matrix(name: str) -> Matrix:
         raise Mistake(f"matrix {path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise Mistake(f"matrix {path}: must be a mapping with a key 'cells'")
-    _known_keys(content, Matrix.model_fields, f"matrix {path}")
+    _known_keys(content, kind.model_fields, f"matrix {path}")
     try:
-        matrix = Matrix(**content)
+        matrix = kind(**content)
     except ValidationError as error:
         raise Mistake(f"matrix {path}, {complaint(error)}") from None
     for where, axes in [("defaults", matrix.defaults), *((f"hosts[{i}].defaults", r.defaults) for i, r in enumerate(matrix.hosts))]:
@@ -192,7 +199,8 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
     fields = dict(axes)
     batch = fields.pop("batch", 8)
     devices = fields.get("devices", 1)
-    fields["workload"] = workloads.get(fields.get("workload", "main"), fields.get("workload", "main"))
+    named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
+    fields["workload"] = workloads.get(named, named) + plus + suffixes
     if not (isinstance(batch, int) and isinstance(devices, int)):
         raise Mistake(f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}")
     fields["global_batch"] = batch * devices if fields.get("regime") == "weak" else batch
@@ -211,15 +219,12 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
     return cell
 
 
-def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
-    def matches(cell: Cell, pattern: str) -> bool:
-        return (
-            cell.strategy == pattern
-            or fnmatch.fnmatchcase(cell.label, pattern)
-            or fnmatch.fnmatchcase(cell.name, pattern)
-            or cell.id == pattern
-        )
+def matches(cell: Cell, pattern: str) -> bool:
+    """Whether the pattern is the cell's strategy or id, or fits its label or name."""
+    return cell.strategy == pattern or fnmatch.fnmatchcase(cell.label, pattern) or fnmatch.fnmatchcase(cell.name, pattern) or cell.id == pattern
 
+
+def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
     for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):

@@ -25,7 +25,7 @@ import psutil
 
 from harness.cell import Cell
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file
-from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, run_rank, run_spawned
+from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, no_memory, run_rank, run_spawned
 from harness.workloads import DataSource
 
 LOG_TAIL_BYTES = 4000
@@ -68,14 +68,15 @@ def allowed_cores() -> list[int]:
 
 
 def pin(cell: Cell, processes: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each process: its devices' own, round and round where there are more devices than cores."""
+    """Cores of each process: its devices' own (a server has one's), round and round where there are more than cores."""
     cores = allowed_cores()
-    per_process = cell.threads_per_device * (cell.devices // processes)
+    per_process = cell.threads_per_device * max(1, cell.devices // processes)
     return tuple(tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)})) for p in range(processes))
 
 
-def oversubscribed(cell: Cell) -> bool:
-    return cell.threads_per_device * cell.devices > len(allowed_cores())
+def oversubscribed(cell: Cell, processes: int = 0) -> bool:
+    """Whether its devices, or its processes where servers make them more, have more threads than there are cores."""
+    return cell.threads_per_device * max(cell.devices, processes) > len(allowed_cores())
 
 
 class Launcher:
@@ -138,17 +139,17 @@ class Launcher:
                     parent=parent,
                     interface="lo",
                 )
-                interrupted, exit_codes = False, {}
+                interrupted, exit_codes, ended = False, {}, ""
                 try:
                     if own:
-                        _run_command(own, spec)
+                        ended = _ending(_run_command(own, spec), by=Path(own[0]).name)
                     else:
                         exit_codes = _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
                 except KeyboardInterrupt:
                     interrupted = True
                 finally:
                     self._sweep(scratch, processes)
-            outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted, exit_codes)
+            outcome = _outcome(cell, scratch, processes, deadline.passed, interrupted, exit_codes, ended)
             by = Path(own[0]).name if own else cell.launcher
             return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **outcome)
         finally:
@@ -235,8 +236,8 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
     return {}
 
 
-def _run_command(command: list[str], spec: TrialSpec) -> None:
-    """Another launcher starts the ranks; what it says goes to rank 0's log."""
+def _run_command(command: list[str], spec: TrialSpec) -> int:
+    """Another launcher starts the ranks; what it says goes to rank 0's log. Returns its exit code."""
     file = Path(spec.scratch) / "spec.pickle"
     file.write_bytes(pickle.dumps(spec))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(spec.cell.threads_per_device)}
@@ -250,7 +251,7 @@ def _run_command(command: list[str], spec: TrialSpec) -> None:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        process.wait()
+        return process.wait()
 
 
 def _free_port() -> int:
@@ -312,8 +313,13 @@ class _Deadline:
         self.kill(self.scratch, self.processes)
 
 
-def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int]) -> dict[str, Any]:
-    """Status, reason, answers, log and stacks from what the ranks left in the trial's folder."""
+def _outcome(
+    cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int], ended: str = ""
+) -> dict[str, Any]:
+    """Status, reason, answers, log and stacks from what the ranks left in the trial's folder.
+
+    `ended`: how another launcher went, which alone knows which rank went first and says so in rank 0's log.
+    """
     answers = []
     for rank in range(processes):
         file = answer_file(scratch, rank)
@@ -334,7 +340,9 @@ def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrup
     elif silent:
         # What the others say is a consequence of one that said nothing; of several such, the agent knows which went first.
         rank = next((r for r in exit_codes if r in silent), silent[0])
-        first, status, reason = {"rank": rank}, "failed", f"rank {rank} {_ending(exit_codes.get(rank))}"
+        first, status, reason = {"rank": 0 if ended else rank}, "failed", ended or _ending(exit_codes.get(rank), by=f"rank {rank}")
+        if said := no_memory(logs[rank]):  # std::bad_alloc outside Python ends the process before it can answer
+            status, reason = "out_of_memory", f"{reason}; its log says: {said}"
     elif failed:
         first = min(failed, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
@@ -343,14 +351,14 @@ def _outcome(cell: Cell, scratch: str, processes: int, timed_out: bool, interrup
     return {"status": status, "reason": reason, "answers": answers, "log_tail": logs[first["rank"]], "stacks": stacks}
 
 
-def _ending(exit_code: int | None) -> str:
-    """How a rank that left no answer went, in words."""
+def _ending(exit_code: int | None, by: str) -> str:
+    """How a process that left no answer went, in words."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"was killed by {name}, from outside" + (
+        return f"{by} was killed by {name}, from outside" + (
             " or by the kernel for lack of memory" if name == "SIGKILL" else " or by its own fault"
         )
-    return f"left with exit code {exit_code or 0} before its steps were done"
+    return f"{by} left with exit code {exit_code or 0} before its steps were done"
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:

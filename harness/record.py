@@ -89,7 +89,9 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
     fetches = slowest([[s["data_seconds"] for s in rank] for rank in timed])
     median = percentile(steps, 0.5)
     flops = float(facts.flops_per_sample * cell.global_batch)
-    peaks = [a["peak_memory_bytes"] for a in answers]
+    method = answers[0]["memory_method"]
+    alike = [a for a in answers if a["memory_method"] == method]  # a server's host memory is not to be set beside GPUs'
+    peaks = [a["peak_memory_bytes"] for a in alike]
     known_peaks = all(p is not None for p in peaks)
     reserved = [a["reserved_memory_bytes"] for a in answers if a["reserved_memory_bytes"] is not None]
     return {
@@ -108,6 +110,7 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "reserved_memory_bytes": max(reserved, default=None),
         "memory_method": answers[0]["memory_method"],
         "setup_seconds": max(a["setup_seconds"] for a in answers),
+        "setup_peak_memory_bytes": _largest([a.get("setup_peak_memory_bytes") for a in answers]),
         "first_step_seconds": max(a["steps"][0]["step_seconds"] for a in answers),
         "restarts": max(a["restarts"] for a in answers),
         "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
@@ -116,6 +119,21 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         **_traffic(answers),
         **_states(answers),
     }
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    """Unknown where one rank does not know."""
+    known = [v for v in values if v is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _shortage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Columns of the first rank that ran out of memory and could still say what it held."""
+    short = [a for a in answers if "failed_in" in a]
+    if not short:
+        return {}
+    first = min(short, key=lambda a: a["failed_at"])
+    return {"failed_in": first["failed_in"], "failed_holding": json.dumps(first["holding"])}
 
 
 def _traffic(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -178,7 +196,7 @@ def trial_row(
         "pipeline_parallel": layout.pipeline,
         "tensor_parallel": layout.tensor,
         "stand_in": stand_in,
-        "oversubscribed": oversubscribed(cell),
+        "oversubscribed": oversubscribed(cell, layout.processes),
         "launcher": outcome.launcher,
         "parameters": facts.parameters,
         "trained_parameters": sum(facts.sizes),
@@ -191,7 +209,10 @@ def trial_row(
             "formula_gradient_bytes": formula.gradients,
             "formula_optimizer_bytes": formula.optimizer,
             "formula_library_bytes": formula.library,
+            "formula_transient_bytes": formula.transient,
         }
+    if outcome.status == "out_of_memory":
+        row |= _shortage(outcome.answers)
     if outcome.status != "ok" or verdict is None:
         return row
     row |= figures(cell, outcome.answers, facts, peak_flops) | as_row(verdict) | {"bubble_fraction": bubble}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import random
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from harness.errors import Mistake
 from harness.launch import Launcher, Outcome
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
-from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, widest
+from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, loss_deviations, widest
 from harness.record import left_out_row, mean_losses, step_rows, trial_row
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
-from harness.strategy import Deviation, Layout, Strategy, admit, batch_norm_is_split, make_strategy
+from harness.strategy import EXACT, Deviation, Layout, Strategy, admit, batch_norm_is_split, make_strategy
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.data import cache_folder
 from harness.workloads.facts import model_facts
@@ -47,6 +48,8 @@ class Plan:
     trials: int
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
+    search: dict[str, Any] | None = None
+    """What a search knew before it began (see harness/maxsize.py); its cells are then families, not what is launched."""
 
     @classmethod
     def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut]) -> Plan:
@@ -69,6 +72,7 @@ class Plan:
                 "trials": self.trials,
                 "order_seed": self.order_seed,
                 "left_out": [{"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason} for x in self.left_out],
+                **({"search": self.search} if self.search else {}),
             }
         )
 
@@ -78,7 +82,7 @@ class Plan:
         plan = json.loads(row["plan"])
         left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
         cells = tuple(Cell(**c) for c in plan["cells"])
-        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"])
+        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], plan.get("search"))
 
 
 class Watcher(Protocol):
@@ -94,7 +98,7 @@ def resumable(store: Store, matrix: str | None) -> Plan:
     """The newest run (of this matrix), also where only its report is missing; raises Mistake where there is none."""
     for run_id in reversed(store.run_ids()):
         plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
-        if matrix in (None, plan.matrix):
+        if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan
     of = f" of matrix {matrix!r}" if matrix else ""
     raise Mistake(f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one")
@@ -174,7 +178,7 @@ class Runner:
         todo = self.open_trials()
         if not todo:
             return True
-        launcher = self.launcher(_packages([cell for _, cell, _ in todo]))
+        launcher = self.start([cell for _, cell, _ in todo])
         references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
         for position, cell, key in todo:
             if cell.id in self._given_up and key.trial > 0:
@@ -194,30 +198,36 @@ class Runner:
                 return False
         return True
 
+    def start(self, cells: Sequence[Cell]) -> Launcher:
+        """A launcher whose fork server holds what these cells need."""
+        return self.launcher(_packages(cells))
+
     def one(
-        self, launcher: Launcher, cell: Cell, key: TrialKey, position: int, reference: Reference, heard: Callable[[int, float], None]
+        self, launcher: Launcher, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
-        """Launches, judges and records one trial; returns its row."""
+        """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
         workload = make_workload(cell.workload)
         strategy, layout = admit(cell, workload)
         data = prepare_data(cell.data, workload, cell.sequence_length)
         facts = model_facts(workload, cell.sequence_length)
-        known = reference.exists
+        known = reference if reference and reference.exists else None
         outcome = launcher.run(
             cell,
             data,
             layout.processes,
-            reference=reference.folder if known else None,
+            reference=known.folder if known else None,
             max_restarts=strategy.max_restarts,
             command=functools.partial(strategy.command, cell),
             on_progress=heard,
         )
-        reference_losses = reference.facts["losses"][: cell.parity_steps] if known else []
+        reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
         verdict = None
         if outcome.status == "ok":
             allowed = allowed_deviation(cell, workload, strategy, layout)
-            verdict = _verdict(cell, workload, allowed, outcome, reference_losses, self._no_reference.get(reference.folder, ""))
-        peak = peak_flops_per_second(gpus()[0][0] if cell.device == "cuda" and gpus() else None, cell.precision)
+            why_not = self._no_reference.get(reference.folder, "") if reference else "a probe is not compared with a reference run"
+            verdict = _verdict(cell, workload, allowed, outcome, reference_losses, why_not)
+        gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
+        peak = peak_flops_per_second(gpu, workload.arithmetic or cell.precision)
         busy = [a["busy_fraction"] for a in outcome.answers if a.get("busy_fraction") is not None]
         row = trial_row(
             self.plan.run_id,
@@ -235,6 +245,7 @@ class Runner:
             bubble_fraction(busy) if busy else None,
             formula=strategy.states(cell, layout, facts),
             wraps_ddp=strategy.same_as_ddp(cell),
+            fp32_loss_deviation=_distance_to_fp32(cell, outcome),
         )
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
         return row
@@ -242,11 +253,11 @@ class Runner:
     def _references(self, launcher: Launcher, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
-        for cell in cells:
+        for cell in [*cells, *(twin for cell in cells if (twin := _in_fp32(cell)))]:
             key = _reference_key(cell)
             if key in found:
                 continue
-            found[key] = reference = Reference(str(cache_folder() / "references" / key))
+            found[key] = reference = _reference_of(cell)
             if not reference.exists:
                 watcher.preparing(f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}")
                 workload = make_workload(cell.workload)
@@ -273,8 +284,9 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False
-    same_family = make_workload(cell.workload).family is make_workload(other.workload).family is not None
-    if cell.workload != other.workload and not same_family:
+    one, two = make_workload(cell.workload), make_workload(other.workload)
+    same_kind = one.family is two.family is not None and one.suffixes == two.suffixes
+    if cell.workload != other.workload and not same_kind:
         return False
 
     def needs(one: Cell) -> tuple[int, ...]:
@@ -285,8 +297,10 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
 
 
 def _packages(cells: Sequence[Cell]) -> list[str]:
-    """The packages that these cells' strategies and workloads require."""
-    needed = [p for cell in cells for p in (*make_strategy(cell).requires, *make_workload(cell.workload).requires)]
+    """The packages that these cells' strategies and workloads require, and modules of theirs."""
+    strategies = [make_strategy(cell) for cell in cells]
+    needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
+    needed += [p for cell in cells for p in make_workload(cell.workload).requires]
     return list(dict.fromkeys(needed))
 
 
@@ -294,13 +308,33 @@ def _reference_key(cell: Cell) -> str:
     """Name of the reference run's folder: what it trains, on which data, with which versions."""
     workload = make_workload(cell.workload)
     data = prepare_data(cell.data, workload, cell.sequence_length)
-    said = (VERSION, cell.reference().id, data.fingerprint, workload.version, version_of("torch"), version_of("transformers"))
+    versions = [version_of(package) for package in ("torch", "transformers", *workload.requires)]
+    said = (VERSION, cell.reference().id, data.fingerprint, workload.version, *versions)
     return f"{cell.workload.replace('/', '_').replace(':', '_')[-40:]}-{hashlib.blake2s(repr(said).encode(), digest_size=8).hexdigest()}"
 
 
+def _reference_of(cell: Cell) -> Reference:
+    return Reference(str(cache_folder() / "references" / _reference_key(cell)))
+
+
+def _in_fp32(cell: Cell) -> Cell | None:
+    """The cell with the same workload's weights in fp32; None where they are."""
+    name = make_workload(cell.workload).in_fp32
+    return cell.model_copy(update={"workload": name}) if name else None
+
+
+def _distance_to_fp32(cell: Cell, outcome: Outcome) -> float | None:
+    """Largest relative deviation of the losses from the fp32 reference's; None where weights are fp32 or a loss is not finite."""
+    twin = _in_fp32(cell)
+    if outcome.status != "ok" or twin is None or not (reference := _reference_of(twin)).exists:
+        return None
+    farthest = max(loss_deviations(mean_losses(outcome.answers), reference.facts["losses"][: cell.parity_steps]))
+    return farthest if math.isfinite(farthest) else None
+
+
 def allowed_deviation(cell: Cell, workload: Workload, strategy: Strategy, layout: Layout) -> Deviation:
-    """What the strategy declares, and what its precision and a split BatchNorm add."""
-    reasons = [strategy.deviation(cell, workload)]
+    """What the strategy and the workload declare, and what the precision and a split BatchNorm add."""
+    reasons = [strategy.deviation(cell, workload), workload.deviation(cell) or EXACT]
     if cell.precision in PRECISION:
         reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
     if batch_norm_is_split(strategy, cell, workload, layout):

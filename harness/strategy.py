@@ -99,6 +99,8 @@ class States:
     optimizer: float = 0.0
     library: float = 0.0
     """Copies and buffers that the library keeps beside them: communication buckets, masters, pools."""
+    transient: float = 0.0
+    """The most that a step needs beside these for a while and then frees: gradients until the update, gathered parameters."""
 
     @property
     def total(self) -> float:
@@ -132,6 +134,8 @@ class Exposed:
     """Buffers of the library by name, beside what is found in model and optimizers."""
     offload_folder: Path | None = None
     """Folder of a disk that states are kept on; what is read from and written to the disk is then recorded."""
+    over_tcp: bool = True
+    """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those sent are unknown."""
 
 
 @dataclass
@@ -146,6 +150,8 @@ class Job:
     scratch: Path
     """A folder of this trial, shared by its ranks and kept across an elastic restart."""
     restart_count: int = 0
+    interface: str | None = None
+    """Network interface that reaches all ranks, for libraries that choose one themselves; None leaves it to them."""
     exposed: Exposed | None = None
 
     def model(self) -> nn.Module:
@@ -189,6 +195,22 @@ class Job:
         self.exposed = Exposed(model, optimizers, **more)
 
 
+@dataclass(frozen=True)
+class Export:
+    """How a strategy runs outside the suite (see harness/export): what differs between it and all others."""
+
+    template: str
+    """Its training script, in the folder `templates` beside the strategy's file; extends harness/export/templates/train.py.j2."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the template needs to know beside the cell, the model and the strategy's options."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Config files beside the script, by name."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks."""
+    needs: tuple[str, ...] = ()
+    """Packages beyond torch and transformers."""
+
+
 class Strategy(BaseModel, ABC):
     """One way to spread training over devices. Fields are its options; the first docstring line describes it."""
 
@@ -196,6 +218,8 @@ class Strategy(BaseModel, ABC):
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Their modules that every rank would import, and that the fork server therefore imports for all."""
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     """Values of the cell's precision axis that the strategy can honour."""
     process_group: ClassVar[bool] = True
@@ -224,6 +248,11 @@ class Strategy(BaseModel, ABC):
         """What it runs instead of the real thing on this device, None where it is the real thing."""
         return None
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether it cuts parameters into parts that are put together when their layer runs."""
+        return False
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """What the fullest rank keeps between steps by the formula, for the dtypes and copies the library keeps; None: no formula."""
         return None
@@ -237,6 +266,10 @@ class Strategy(BaseModel, ABC):
 
         Files that it reads are written to `scratch`. None: the cell's launcher starts them.
         """
+        return None
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """How the cell runs outside the suite under the launcher `to` (see harness/export); None: not under this one."""
         return None
 
     @abstractmethod
@@ -313,5 +346,6 @@ def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
+    workload.check(cell, strategy)
     strategy.check(cell, workload)
     return strategy, layout

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.stats import efficiency, estimate
@@ -10,6 +14,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RANKED = ("exact", "within tolerance")
+NOT_LAUNCHED = ("unavailable", "refused")
+
+Row = dict[str, Any]
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
@@ -19,15 +26,18 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     _low and _high (95 %), step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
     ranked (may be compared by speed), efficiency_own (against the same strategy on one device), efficiency_single (against
     the single process), both null where there is nothing to compare with.
+
+    Of the fullest rank, in the trial where it keeps most: parameter_bytes, gradient_bytes, optimizer_bytes, library_bytes,
+    their sum state_bytes, formula_bytes and formula_deviation (null without a formula), library_buffers, host_state_bytes.
+    Of the rank that sends most, median over trials: sent_bytes_per_step.
     """
     import pandas as pd
 
     rows = [_cell(group) for _, group in trials.groupby(["run_id", "cell_id"], sort=False)]
+    if not rows:
+        return pd.DataFrame(rows)
+    _scale(rows)
     table = pd.DataFrame(rows)
-    if table.empty:
-        return table
-    table["efficiency_own"] = [_against(table, row, own=True) for _, row in table.iterrows()]
-    table["efficiency_single"] = [_against(table, row, own=False) for _, row in table.iterrows()]
     return table.sort_values(["ranked", "samples_per_second"], ascending=[False, False], na_position="last", ignore_index=True)
 
 
@@ -36,6 +46,7 @@ _SAME = [
     "cell_id",
     "cell_name",
     "label",
+    "system",
     "strategy",
     "options",
     "workload",
@@ -53,10 +64,12 @@ _SAME = [
     "micro_batches",
     "optimizer",
     "launcher",
+    "wraps_ddp",
     "threads_per_device",
     "stand_in",
     "oversubscribed",
     "parameters",
+    "trained_parameters",
     "flops_per_step",
     "memory_method",
     "parity_steps",
@@ -88,10 +101,14 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         "bubble_fraction",
         "memory_imbalance",
         "wall_seconds",
+        "offload_read_bytes_per_step",
+        "offload_written_bytes_per_step",
     ]:
         row[figure] = good[figure].median() if len(good) else None
     row["trend"] = good["trend"].abs().max() if len(good) else None
-    row["peak_memory_bytes"] = good["peak_memory_bytes"].max() if len(good) else None
+    for figure in ("peak_memory_bytes", "offload_kept_bytes", "fp32_loss_deviation"):
+        row[figure] = good[figure].max() if len(good) else None
+    row |= _by_rank(good)
     judged = last[last["parity_verdict"].notna()]
     order = ("diverged", "unknown", "within tolerance", "exact")
     if len(judged):
@@ -105,30 +122,98 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
     return row
 
 
-def _against(table: pd.DataFrame, row: Any, own: bool) -> float | None:
-    """Scaling efficiency of a row; weak scaling compares with one device at the batch that each device has."""
-    if not row["ranked"]:
-        return None
-    batch = row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
-    same = table["ranked"] & (table["run_id"] == row["run_id"]) & (table["devices"] == 1) & (table["global_batch"] == batch)
-    for name in ("workload", "data", "sequence_length", "precision", "optimizer", "device", "threads_per_device"):
-        same &= table[name] == row[name]
-    if own:
-        for name in ("strategy", "options", "micro_batches", "launcher"):
-            same &= table[name] == row[name]
-    else:
-        same &= (table["strategy"] == "single") & (table["micro_batches"] == 1)
-    base = table[same]
-    if base.empty:
-        return None
-    return efficiency(row["samples_per_second"], row["devices"], base["samples_per_second"].iloc[0])
+def _numbers(value: Any) -> list[float]:
+    """A list column's value; empty where the file's version did not have it."""
+    return [] if value is None or isinstance(value, float) else [float(x) for x in value]
+
+
+_KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
+
+
+def _by_rank(good: pd.DataFrame) -> Row:
+    """What each rank kept, sent and needed, as the figures of one rank."""
+    row: Row = dict.fromkeys([*_KEPT, "state_bytes", "host_state_bytes", "library_buffers", "sent_bytes_per_step"])
+    row |= dict.fromkeys(["formula_bytes", "formula_transient_bytes", "formula_deviation"]) | {"peak_memory_bytes_by_rank": []}
+    sent = sorted(max(ranks) for value in good["sent_bytes_per_step"] if (ranks := _numbers(value)))
+    if sent:
+        row["sent_bytes_per_step"] = (sent[(len(sent) - 1) // 2] + sent[len(sent) // 2]) / 2
+    by_rank = [ranks for value in good["peak_memory_bytes_by_rank"] if (ranks := _numbers(value))]
+    row["peak_memory_bytes_by_rank"] = max(by_rank, key=max, default=[])
+    fullest: tuple[float, Row, dict[str, float]] | None = None
+    for record in good.to_dict("records"):
+        trial = {str(name): value for name, value in record.items()}
+        for kept in zip(*(_numbers(trial[name]) for name in _KEPT), strict=True):
+            if fullest is None or sum(kept) > fullest[0]:
+                fullest = sum(kept), trial, dict(zip(_KEPT, kept, strict=True))
+    if fullest is None:
+        return row
+    total, trial, kinds = fullest
+    row |= {**kinds, "state_bytes": total, "library_buffers": trial["library_buffers"]}
+    row["host_state_bytes"] = max(_numbers(trial["host_state_bytes"]), default=None)
+    formula = [trial[f"formula_{name}"] for name in _KEPT]
+    if all(value is not None and value == value for value in formula):
+        row |= {"formula_bytes": sum(formula), "formula_transient_bytes": trial["formula_transient_bytes"]}
+        row["formula_deviation"] = total / row["formula_bytes"] - 1 if row["formula_bytes"] else None
+    return row
+
+
+_SETTING = ("run_id", "workload", "data", "sequence_length", "precision", "optimizer", "device", "threads_per_device")
+_SERIES = ("strategy", "options", "micro_batches", "launcher")
+
+
+def _scale(rows: Sequence[Row]) -> None:
+    """Adds the scaling efficiencies; weak scaling compares with one device at the batch that each device has."""
+    own: dict[tuple[Any, ...], float] = {}
+    single: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if row["ranked"] and row["devices"] == 1:
+            key = (*(row[name] for name in _SETTING), row["global_batch"])
+            own.setdefault((*key, *(row[name] for name in _SERIES)), row["samples_per_second"])
+            if row["strategy"] == "single" and row["micro_batches"] == 1:
+                single.setdefault(key, row["samples_per_second"])
+    for row in rows:
+        batch = row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
+        key = (*(row[name] for name in _SETTING), batch)
+        for column, base in (("own", own.get((*key, *(row[name] for name in _SERIES)))), ("single", single.get(key))):
+            known = row["ranked"] and base is not None
+            row[f"efficiency_{column}"] = efficiency(row["samples_per_second"], row["devices"], base) if known and base else None
 
 
 def indistinguishable(table: pd.DataFrame) -> list[bool]:
     """For a table in ranking order: whether each row's interval overlaps that of the row above it."""
+    return alike(table.to_dict("records"))
+
+
+def alike(rows: Sequence[Any]) -> list[bool]:
+    """`indistinguishable` of rows."""
     result = [False]
-    for above, row in zip(table.to_dict("records"), table.to_dict("records")[1:], strict=False):
+    for above, row in itertools.pairwise(rows):
         low, high = above["samples_per_second_low"], row["samples_per_second_high"]
         known = low is not None and high is not None and low == low and high == high
         result.append(bool(known and high >= low))
-    return result[: len(table)]
+    return result[: len(rows)]
+
+
+@dataclass(frozen=True)
+class System:
+    """The cells that the matrix files under one system; a cell without one stands for itself, by its label."""
+
+    name: str
+    cells: tuple[Row, ...]
+
+    def count(self, *statuses: str) -> int:
+        return sum(row["status"] in statuses for row in self.cells)
+
+    @property
+    def absent(self) -> bool:
+        """Whether this host could run none of its cells."""
+        return self.count("unavailable") > 0 and self.count(*NOT_LAUNCHED) == len(self.cells)
+
+
+def systems(rows: Sequence[Any]) -> list[System]:
+    """All systems in the order of their leading numbers, those without one after them as they come."""
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(row["system"] if isinstance(row["system"], str) else row["label"], []).append(row)
+    found = [System(name, tuple(cells)) for name, cells in grouped.items()]
+    return sorted(found, key=lambda system: int(number.group()) if (number := re.match(r"\d{1,9}", system.name)) else 10**9)

@@ -33,17 +33,19 @@ def standard_step(
     before_update: Callable[[], None] | None = None,
     around_update: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     scaler: GradScaler | None = None,
+    clear: Callable[[], object] | None = None,
 ) -> TrainStep:
     """One optimizer step: every micro-batch forward and backward, then the update.
 
     The loss of each micro-batch is divided by their number, so that equal parts give the whole batch's mean gradient.
     fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions none. `no_sync` is entered for all
     micro-batches but the last; `before_update` runs between the last backward and the optimizer, `around_update` is entered
-    around the optimizer's step. `scaler` takes the place of the one made here.
+    around the optimizer's step. `scaler` takes the place of the one made here, `clear` that of the optimizer's `zero_grad`.
     """
     import torch
 
     scaler = scaler or loss_scaler(job)
+    clear = clear or optimizer.zero_grad
     parts = job.cell.micro_batches
 
     def step(batch: Batch) -> Tensor:
@@ -58,7 +60,7 @@ def standard_step(
         with around_update():
             scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        clear()
         return total
 
     return step
@@ -81,18 +83,24 @@ def own_precision(job: Job) -> Job:
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """fp32 parameters and optimizer state, cut into equal shards; gradients are freed by zero_grad.
+    """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are freed by zero_grad.
 
-    AdamW keeps two moments of 4 bytes an element, SGD with momentum one (ZeRO, arXiv 1910.02054, section 3.1, for fp32).
+    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054, section 3.1, for
+    fp32). What the layers keep beside their parameters is whole on every rank.
     """
-    trained = sum(facts.sizes)
-    moments = 8.0 if cell.optimizer == "adamw" else 4.0
-    return States(parameters=4.0 * facts.parameters / shards, optimizer=moments * trained / shards)
+    moments = 2.0 if cell.optimizer == "adamw" else 1.0
+    return States(
+        parameters=facts.parameter_bytes / shards,
+        optimizer=moments * facts.trained_bytes / shards,
+        library=float(facts.buffer_bytes),
+        transient=facts.trained_bytes / shards,
+    )
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
     """DDP: everything on every rank, and the buckets that gradients are averaged in."""
-    return dataclasses.replace(model_states(cell, facts), library=4.0 * sum(facts.sizes))
+    states = model_states(cell, facts)
+    return dataclasses.replace(states, library=states.library + facts.trained_bytes)
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
@@ -106,13 +114,14 @@ def fullest_share(sizes: Iterable[int], ranks: int) -> int:
 def ddp_buckets(model: DistributedDataParallel) -> Iterator[Held]:
     """DDP's gradient buckets, which live in C++ and are known by their sizes only."""
     data = model._get_ddp_logging_data()
-    sizes = data["rebuilt_bucket_sizes"] if data["has_rebuilt_buckets"] else data["bucket_sizes"]
-    yield "library", "gradient buckets of DDP's reducer", sum(int(size) for size in sizes.split(","))
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # told a step after they were rebuilt
+    views = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) if model.gradient_as_bucket_view else 0
+    yield "library", "gradient buckets of DDP's reducer", sum(int(size) for size in sizes.split(",")) - views
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
     """The model's blocks, none where its workload does not say which they are."""
-    return list(model.get_submodule(job.workload.split.blocks).children()) if job.workload.split else []
+    return list(model.get_submodule(job.workload.block_path).children()) if job.workload.block_path else []
 
 
 def check_hybrid(cell: Cell) -> None:

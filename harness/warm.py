@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 
-import torch
-import torch.distributed.tensor.parallel  # noqa: F401
-import transformers
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, ResNetForImageClassification  # noqa: F401
-
+import harness.imports
 import harness.worker
 
-transformers.utils.logging.set_verbosity_error()
 harness.worker.die_with_parent()
 if os.getppid() != int(os.environ.pop(harness.worker.LAUNCHER)):  # it died while this was importing
     os._exit(1)
@@ -24,9 +17,7 @@ with open(os.devnull, "w") as nowhere:  # what these say of themselves on import
     said = os.dup(1), os.dup(2)
     os.dup2(nowhere.fileno(), 1)
     os.dup2(nowhere.fileno(), 2)
-    for package in os.environ.pop(harness.worker.PRELOAD).split():
-        with contextlib.suppress(Exception):  # the rank that needs it says what is wrong with it
-            importlib.import_module(package)
+    harness.imports.import_packages(os.environ.pop(harness.worker.PRELOAD).split())
     for number, copy in zip((1, 2), said, strict=True):
         os.dup2(copy, number)
         os.close(copy)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import signal
@@ -13,13 +14,14 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.memory import MemoryMeter
+from harness.measure.shortage import shortage
 from harness.measure.states import KINDS, held, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity import Reference, update_deviations
@@ -39,6 +41,8 @@ _LOST_PEER = (
     "lost connection",
     "connection refused",
     "store is shut down",
+    "horovod has been shut down",
+    "this error originated at tensorpipe",
 )
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
@@ -54,17 +58,30 @@ def run_rank(spec: TrialSpec) -> None:
     rank = int(os.environ["RANK"])
     _prepare_process(spec, rank)
     answer: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "entered_at": time.time()}
+    standing = Standing()
     try:
-        answer |= _train(spec, rank)
+        answer |= _train(spec, rank, standing)
         answer["status"] = "ok"
     except BaseException as error:
+        if standing.meter:
+            standing.meter.lift()
         answer |= failure(error)
+        if answer["status"] == "out_of_memory" and standing.meter:
+            answer |= shortage(error, standing.meter, standing.job.exposed if standing.job else None)
         traceback.print_exc()
         _flush()
         write_json(answer_file(spec.scratch, rank), answer)
         os._exit(1)
     _flush()
     write_json(answer_file(spec.scratch, rank), answer)
+
+
+@dataclass
+class Standing:
+    """How far a rank has come: what it can still be asked when it fails."""
+
+    meter: MemoryMeter | None = None
+    job: Job | None = None
 
 
 def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
@@ -93,6 +110,11 @@ def failure(error: BaseException) -> dict[str, Any]:
         "failed_at": time.time(),
         "consequence": not memory and any(m in text for m in _LOST_PEER),
     }
+
+
+def no_memory(text: str) -> str:
+    """The line of a log that says there was no memory; empty where none does."""
+    return next((line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)), "")
 
 
 def die_with_parent() -> None:
@@ -127,12 +149,12 @@ def _prepare_process(spec: TrialSpec, rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
 
     import torch
-    import transformers
+
+    import harness.imports  # noqa: F401
 
     torch.set_num_threads(spec.cell.threads_per_device)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    transformers.utils.logging.set_verbosity_error()
 
 
 def _flush() -> None:
@@ -160,21 +182,25 @@ class Progress:
             self.socket.sendto(json.dumps({"step": step, "seconds": seconds}).encode(), self.address)  # type: ignore[arg-type]
 
 
-def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
+def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    import harness.imports
+
     cell = spec.cell
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     workload = make_workload(cell.workload)
-    device = torch.device(cell.device, int(os.environ["LOCAL_RANK"])) if cell.device == "cuda" else torch.device("cpu")
+    serves = rank >= layout.processes - layout.servers  # beside the devices, in host memory
+    device = torch.device(cell.device, int(os.environ["LOCAL_RANK"])) if cell.device == "cuda" and not serves else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
-    meter = MemoryMeter(device, cell.memory_limit_bytes)
+    harness.imports.import_packages((*strategy.requires, *strategy.preload, *workload.requires))
+    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes)
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.process_group:
@@ -183,12 +209,13 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
         store, _, size = next(meet("env://"))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
-    job = Job(cell, workload, layout, device, rank, Path(spec.scratch), restarts)
+    standing.job = job = Job(cell, workload, layout, device, rank, Path(spec.scratch), restarts, spec.interface)
     step = strategy.setup(job)
     if job.exposed is None:
         raise RuntimeError(f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup")
     _KEPT.extend([job, step])
     setup_seconds = time.perf_counter() - begin
+    setup_peak = meter.peak().allocated
 
     loop = Loop(spec, job, step, meter)
     gc.collect()
@@ -204,6 +231,7 @@ def _train(spec: TrialSpec, rank: int) -> dict[str, Any]:
     bubble = _bubble(loop) if layout.pipeline > 1 else None
     return {
         "setup_seconds": setup_seconds,
+        "setup_peak_memory_bytes": setup_peak,
         "restarts": restarts,
         "steps": loop.rows,
         "peak_memory_bytes": loop.peak_allocated,
@@ -231,7 +259,7 @@ class Loop:
         self.dtypes: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
         self.settling = False
-        self.traffic = Traffic(over_tcp=job.device.type == "cpu")
+        self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
         self._counted_from: int | None = None
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
@@ -296,13 +324,14 @@ class Loop:
         exposed, workload = self.job.exposed, self.job.workload
         assert exposed is not None
         self.dtypes = dtypes_of(exposed)
-        kept = state_bytes(held(exposed), self.job.device.type)
+        kept = state_bytes(itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type)
         self.states = {"state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")}, "library_buffers": kept["library_buffers"]}
-        if self.spec.reference_output:
-            losses = [row["loss"] for row in self.rows]
-            Reference(self.spec.reference_output).save(workload, exposed.model, workload.build(self.job.cell.seed, self.job.device), losses)
-        if self.spec.reference:
-            self.deviations = update_deviations(exposed, workload, Reference(self.spec.reference))
+        with self.meter.unlimited():
+            if self.spec.reference_output:
+                initial = workload.build(self.job.cell.seed, self.job.device)
+                Reference(self.spec.reference_output).save(workload, exposed.model, initial, [row["loss"] for row in self.rows])
+            if self.spec.reference:
+                self.deviations = update_deviations(exposed, workload, Reference(self.spec.reference))
         self.meter.reset()
         self.settling = True
 

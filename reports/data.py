@@ -11,7 +11,7 @@ from reports.groups import OVERSUBSCRIBED, STAND_IN, Group, Row, marks, named, p
 from reports.text import MIB, deviation, missing, number, percent, plural, shortened
 
 MOST_ROWS, MOST_DEVIATIONS = 60, 20
-LABEL = 54  # characters that fit the width of a chart
+LABEL = 52  # characters that fit the width of a chart
 NOTES = {
     STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
     OVERSUBSCRIBED: f"{OVERSUBSCRIBED} hatched: more ranks than cores, its times say nothing of real hardware",
@@ -90,7 +90,8 @@ def notes_for(rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(text for mark, text in NOTES.items() if mark in seen)
 
 
-def _rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
+def rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
+    """What is not drawn."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()
 
 
@@ -111,7 +112,7 @@ def throughput_bars(group: Group, name: str) -> Bars:
         tuple(bars),
         f"Throughput of {plural(len(group.rows), 'cell')}, {group.title}, fastest first: "
         + "; ".join(f"{bar.label} {bar.text} {group.unit}" for bar in bars[:5]),
-        alike + notes_for(group.rows) + _rest(len(group.rows)),
+        alike + notes_for(group.rows) + rest(len(group.rows)),
     )
 
 
@@ -132,7 +133,7 @@ def memory_bars(group: Group, name: str) -> Bars | None:
         tuple(bars),
         f"Peak memory of {plural(len(rows), 'cell')}, {group.title}, smallest first: "
         + "; ".join(f"{bar.label} {bar.text} MiB" for bar in bars[:5]),
-        notes_for(rows) + _rest(len(rows)),
+        notes_for(rows) + rest(len(rows)),
     )
 
 
@@ -167,7 +168,8 @@ def where(row: Row, workload: str) -> str:
     return shortened(named(row), max(12, LABEL - len(setting))) + setting
 
 
-def _main_workload(rows: Sequence[Row]) -> str:
+def main_workload(rows: Sequence[Row]) -> str:
+    """The workload of most cells."""
     return Counter(str(row["workload"]) for row in rows).most_common(1)[0][0]
 
 
@@ -182,7 +184,7 @@ def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: st
         return row["parity_verdict"] == "diverged", share
 
     judged.sort(key=used, reverse=True)
-    main = _main_workload(records)
+    main = main_workload(records)
     bars = []
     for row in judged[:MOST_DEVIATIONS]:
         failed = row["parity_verdict"] == "diverged"
@@ -190,7 +192,7 @@ def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: st
         bars.append(Bar(where(row, main), _known(row[column]), text, marks=marks(row), target=float(row[tolerance]), failed=failed))
     outside = sum(bar.failed for bar in bars)
     summary = f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged"
-    axis, notes = "relative deviation (no unit), log scale", _rest(len(judged), MOST_DEVIATIONS)
+    axis, notes = "relative deviation (no unit), log scale", rest(len(judged), MOST_DEVIATIONS)
     return Bars(name, title, axis, tuple(bars), summary, notes, True, "tolerance")
 
 
@@ -206,14 +208,14 @@ def bubble_bars(records: Sequence[Row], name: str) -> Bars | None:
     if not rows:
         return None
     rows.sort(key=lambda r: float(r["bubble_fraction"]))
-    main = _main_workload(records)
+    main = main_workload(records)
     bars = []
     for row in rows[:MOST_ROWS]:
         share, theory = float(row["bubble_fraction"]), bubble_theory(row)
         text = f"{percent(share)} ({percent(theory)})"
         bars.append(Bar(where(row, main), share * 100, text, marks=marks(row), target=theory * 100))
     summary = "Pipeline bubble, measured and in brackets by theory: " + "; ".join(f"{bar.label} {bar.text}" for bar in bars[:8])
-    notes = notes_for(rows) + _rest(len(rows))
+    notes = notes_for(rows) + rest(len(rows))
     return Bars(
         name,
         "Share of stage time spent waiting",

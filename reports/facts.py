@@ -14,6 +14,8 @@ from reports.text import DASH, deviation, missing, number, plural
 if TYPE_CHECKING:
     import pandas as pd
 
+    from harness.cell import Cell
+
 GIB = 2**30
 _LAUNCHED = ("failed", "timeout", "out_of_memory", "diverged", "interrupted")
 
@@ -27,15 +29,6 @@ class Failure:
     trials: str
     log: str
     stacks: str
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """Cells that were not launched for the same reason."""
-
-    what: str
-    reason: str
-    names: tuple[str, ...]
 
 
 def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
@@ -52,28 +45,20 @@ def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
     return sorted(found, key=lambda f: (f.row["expected"], _LAUNCHED.index(f.row["status"])))
 
 
-def not_run(run: Row, cells: Sequence[Row]) -> list[NotRun]:
-    """Left out, refused or unavailable cells by reason, and planned ones that have no record yet."""
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for row in cells:
-        if row["status"] in ("unavailable", "refused"):
-            grouped.setdefault((STATUS[row["status"]], row["reason"]), []).append(row["cell_name"])
-    recorded = {row["cell_id"] for row in cells}
-    for cell in _plan(run).get("cells", []):
-        name = _unrecorded(cell, recorded)
-        if name:
-            grouped.setdefault(("not reached", "the run ended before it; go on with: python -m bench run --resume"), []).append(name)
-    return [NotRun(what, reason, tuple(names)) for (what, reason), names in grouped.items()]
-
-
-def _unrecorded(cell: Any, recorded: set[str]) -> str:
+def unreached(run: Row, cells: Sequence[Row]) -> list[Cell]:
+    """Planned cells that have no record yet."""
     from harness.cell import Cell
 
-    try:
-        known = Cell(**cell)
-    except (TypeError, ValueError):
-        return ""  # of a version whose cells had other fields
-    return "" if known.id in recorded else known.name
+    recorded = {row["cell_id"] for row in cells}
+    found = []
+    for planned in _plan(run).get("cells", []):
+        try:
+            cell = Cell(**planned)
+        except (TypeError, ValueError):
+            continue  # of a version whose cells had other fields
+        if cell.id not in recorded:
+            found.append(cell)
+    return found
 
 
 def _plan(run: Row) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reports.curves import COLOURED, Losses, Scaling
 from reports.data import LABEL, Bar, Bars, Scatter
+from reports.states import Ranks, Stacks
 from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN
 from reports.text import plain, shortened
 
@@ -33,10 +34,7 @@ def _canvas(height: float, left: float, right: float, bottom: float, top: float)
 
 def bars(data: Bars) -> Figure:
     """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the right."""
-    line, bottom, right = 34, 42, 112
-    figure, axes = _canvas(len(data.bars) * line + bottom + 4, 8, right, bottom, 4)
-    axes.set_ylim(len(data.bars) - 0.5, -0.5)
-    axes.set_yticks([])
+    figure, axes = _lines(len(data.bars), data.axis, 42, 112)
     axes.spines["left"].set_visible(not data.logarithmic)
     low, high = _range(data)
     if data.logarithmic:
@@ -46,8 +44,6 @@ def bars(data: Bars) -> Figure:
     axes.locator_params(axis="x", nbins=4) if not data.logarithmic else _decades(axes, low, high)
     if not data.logarithmic:
         axes.xaxis.set_major_formatter(lambda value, _: plain(value))
-    axes.grid(axis="x")
-    axes.set_xlabel(data.axis, loc="left")
     for index, bar in enumerate(data.bars):
         _line(axes, index, bar, low, high, data.logarithmic)
     return figure
@@ -72,8 +68,7 @@ def _decades(axes: Axes, low: float, high: float) -> None:
 def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic: bool) -> None:
     colour = WARN if bar.failed else BEST if bar.strong or logarithmic else REST
     middle = index + 0.2
-    axes.text(0, index - 0.22, shortened(bar.label, LABEL), transform=axes.get_yaxis_transform(), va="center", color=INK)
-    axes.text(1.03, middle, bar.text, transform=axes.get_yaxis_transform(), va="center", color=WARN if bar.failed else INK)
+    _words(axes, index, bar.label, bar.text, WARN if bar.failed else INK)
     if logarithmic:
         shown = high if bar.value is None else max(bar.value, low * 1.5)
         axes.plot([low, shown], [middle, middle], color=GRID, linewidth=3, solid_capstyle="butt")
@@ -88,6 +83,74 @@ def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic
         )
     if bar.target is not None:
         axes.plot([bar.target] * 2, [middle - 0.17, middle + 0.17], color=INK, linewidth=2, solid_capstyle="butt")
+
+
+def stacks(data: Stacks) -> Figure:
+    """One line per cell: label above, the kinds one after the other, the formula's sum as a mark, the peak as a diamond."""
+    figure, axes = _lines(len(data.stacks), data.axis, 42, 112)
+    axes.set_xlim(0, data.limit)
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
+    for index, stack in enumerate(data.stacks):
+        middle, start = index + 0.2, 0.0
+        _words(axes, index, stack.label, stack.text, WARN if stack.off else INK)
+        for kind, part in enumerate(stack.parts):
+            shown = min(part, data.limit - start)
+            if shown > 0:
+                hatch = "/////" if stack.hatched else None
+                colour = SERIES[kind]
+                axes.barh(middle, shown, 0.3, left=start, color=PAPER if hatch else colour, edgecolor=colour, hatch=hatch, linewidth=0.5)
+            start += max(shown, 0.0)
+        if stack.total > data.limit:
+            axes.plot([data.limit], [middle], ">", color=INK, markersize=7, clip_on=False, zorder=4)
+        if stack.formula is not None and stack.formula <= data.limit:
+            axes.plot([stack.formula] * 2, [middle - 0.2, middle + 0.2], color=INK, linewidth=2, solid_capstyle="butt", zorder=3)
+        if stack.peak is not None:
+            inside = stack.peak <= data.limit
+            axes.plot(
+                [min(stack.peak, data.limit)],
+                [middle],
+                "D" if inside else ">",
+                color=INK,
+                markersize=5.5 if inside else 7,
+                markerfacecolor=PAPER,
+                zorder=4,
+                clip_on=False,
+            )
+    return figure
+
+
+def ranks(data: Ranks) -> Figure:
+    """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100 % is the mean."""
+    figure, axes = _lines(len(data.lines), data.axis, 42, 112)
+    shares = [share for _, one, _ in data.lines for share in one]
+    axes.set_xlim(*_around([90.0, 110.0, *shares]))
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
+    axes.spines["left"].set_visible(False)
+    for index, (label, one, text) in enumerate(data.lines):
+        middle = index + 0.2
+        _words(axes, index, label, text, INK)
+        axes.plot([min(one), max(one)], [middle, middle], color=REST, linewidth=3, solid_capstyle="butt")
+        axes.plot([100, 100], [middle - 0.17, middle + 0.17], color=INK, linewidth=1.3, solid_capstyle="butt")
+        axes.plot(one, [middle] * len(one), "o", color=BEST, markersize=6.5, markerfacecolor=PAPER, linestyle="none")
+    return figure
+
+
+def _lines(count: int, axis: str, bottom: float, right: float) -> tuple[Figure, Axes]:
+    """A figure of `count` lines of 34 pixels, first on top."""
+    figure, axes = _canvas(count * 34 + bottom + 4, 8, right, bottom, 4)
+    axes.set_ylim(count - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.grid(axis="x")
+    axes.set_xlabel(axis, loc="left")
+    return figure, axes
+
+
+def _words(axes: Axes, index: int, label: str, text: str, colour: str) -> None:
+    """The label above a line and the number at its right."""
+    axes.text(0, index - 0.22, shortened(label, LABEL), transform=axes.get_yaxis_transform(), va="center", color=INK)
+    axes.text(1.03, index + 0.2, text, transform=axes.get_yaxis_transform(), va="center", color=colour)
 
 
 def scatter(data: Scatter) -> Figure:

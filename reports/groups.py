@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.summary import indistinguishable
+from harness.summary import alike, indistinguishable
 from reports.text import MIB, missing, number, percent, plural
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ class Group:
 
     @property
     def real(self) -> bool:
-        """Whether its times say something of real hardware."""
-        return not any(row["oversubscribed"] for row in self.rows)
+        """Whether times of some of its cells say something of real hardware."""
+        return not all(row["oversubscribed"] for row in self.rows)
 
     @property
     def title(self) -> str:
@@ -103,6 +105,23 @@ def find_groups(cells: pd.DataFrame) -> list[Group]:
             row |= {"place": place, "same_as_above": same}
         found.append(Group({name: rows[0][name] for name in SETTING}, tuple(rows)))
     return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
+
+
+def by_setting(rows: Sequence[Row], *more: str) -> list[Group]:
+    """Rows that differ in nothing but the strategy (and agree in `more`), as they come; the workload with most rows first."""
+    sizes = Counter(str(row["workload"]) for row in rows)
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(str(row.get(name)) for name in (*SETTING, *more)), []).append(row)
+    groups = [Group({name: rows[0][name] for name in SETTING}, tuple(rows)) for rows in found.values()]
+    return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
+
+
+def ranking(group: Group) -> Group:
+    """The group by throughput, with the places that its cells have among themselves."""
+    rows = sorted(group.rows, key=lambda row: -float(row["samples_per_second"]))
+    places = [row | {"place": place, "same_as_above": same} for place, (row, same) in enumerate(zip(rows, alike(rows), strict=True), 1)]
+    return dataclasses.replace(group, rows=tuple(places))
 
 
 def biggest(groups: list[Group]) -> list[Group]:
@@ -148,16 +167,29 @@ class Verdict:
     group: Group
     fastest: Pick
     frugal: Pick | None
-    faster_stand_in: Pick | None
-    """A stand-in that was faster still: it says nothing of the real thing, so it does not lead."""
+    faster: Pick | None
+    """A stand-in, or a cell with more ranks than cores, that was faster still: it says nothing of the real thing, so it does not lead."""
 
 
 def verdict(group: Group) -> Verdict:
-    """Fastest and most memory-frugal of a group, each with its interval; of the real things where there are any."""
-    rows = [row for row in group.rows if missing(row["stand_in"])] or list(group.rows)
-    real, first = dataclasses.replace(group, rows=tuple(rows)), group.rows[0]
-    faster = _fast(group, first, ()) if rows[0] is not first else None
-    return Verdict(group, _fast(real, rows[0], tuple(tied_with_fastest(real))), _frugal(real), faster)
+    """Fastest and most memory-frugal of a group, each with its interval; of the real things where there are any.
+
+    More ranks than cores change a cell's times, not its memory.
+    """
+    genuine, timed = _real_things(group), fairly_timed(group)
+    best, first = timed[0], group.rows[0]
+    tied = tuple(tied_with_fastest(dataclasses.replace(group, rows=tuple(timed))))
+    return Verdict(group, _fast(group, best, tied), _frugal(genuine, best), _fast(group, first, ()) if best is not first else None)
+
+
+def _real_things(group: Group) -> list[Row]:
+    return [row for row in group.rows if missing(row["stand_in"])] or list(group.rows)
+
+
+def fairly_timed(group: Group) -> list[Row]:
+    """Real things with a core for each rank, fastest first; where there are none, the next best."""
+    genuine = _real_things(group)
+    return [row for row in genuine if not row["oversubscribed"]] or genuine
 
 
 def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
@@ -166,20 +198,20 @@ def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
     return Pick(row, f"{number(row[group.throughput])} {group.unit}", "1 trial: no interval" if missing(low) else known, tied)
 
 
-def _frugal(group: Group) -> Pick | None:
-    rows = [row for row in group.rows if not missing(row["peak_memory_bytes"])]
+def _frugal(genuine: Sequence[Row], fastest: Row) -> Pick | None:
+    rows = [row for row in genuine if not missing(row["peak_memory_bytes"])]
     if not rows:
         return None
     row = min(rows, key=lambda r: (r["peak_memory_bytes"], -r["samples_per_second"]))
     peak, low = row["peak_memory_bytes"], row["peak_memory_bytes_low"]
     between = f"largest of {plural(row['trials'], 'trial')}, smallest {number(low / MIB)} MiB" if row["trials"] > 1 else "1 trial: no range"
     tied = tuple(r for r in rows if r is not row and r["peak_memory_bytes_low"] <= peak)
-    fastest = group.rows[0]
     then = ""
     if row is not fastest and not missing(fastest["peak_memory_bytes"]):
         less = percent(1 - peak / fastest["peak_memory_bytes"])
         speed = percent(row["samples_per_second"] / fastest["samples_per_second"])
-        then = f"{less} less than the fastest needs, at {speed} of its throughput"
+        comparable = bool(row["oversubscribed"]) == bool(fastest["oversubscribed"])
+        then = f"{less} less than the fastest needs" + (f", at {speed} of its throughput" if comparable else "")
     return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
 
 

@@ -33,7 +33,7 @@ def render(results: Results) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.globals.update(named=named, marks=marks, pareto=pareto)
-    environment.filters.update(number=text.number, listed=text.listed, plural=text.plural, breakable=text.breakable)
+    environment.filters.update(number=text.number, listed=text.listed, plural=text.plural, plain=text.plain, breakable=text.breakable)
     page = environment.get_template("report.html.j2").render(
         view=view,
         style=Markup(style),

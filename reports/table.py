@@ -59,6 +59,18 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A small table of cells; columns in which nothing is known are left out."""
+
+    name: str
+    """Unique in the page, fit for an HTML id."""
+    label: str
+    """What a screen reader says."""
+    columns: tuple[Column, ...]
+    rows: tuple[TableRow, ...]
+
+
+@dataclass(frozen=True)
 class TableRow:
     row: Row
     cells: tuple[Td, ...]
@@ -81,12 +93,19 @@ def flags(row: Row) -> tuple[Flag, ...]:
     return tuple(found)
 
 
-def _figure(field: str, text: Callable[[Any], str], tip: str = "") -> Callable[[Row], Td]:
+def figure(field: str, text: Callable[[Any], str], tip: str = "") -> Callable[[Row], Td]:
+    """Makes a table cell of a column of the frame; a column that the row lacks is unknown."""
     return lambda row: Td((Part(text(row.get(field)), field, exact(row.get(field))),), tip=tip)
 
 
-def _plain(field: str) -> Callable[[Row], Td]:
-    return lambda row: Td((Part(str(row[field])),), kind="word")
+def mebibytes(field: str) -> Callable[[Row], Td]:
+    """A column of bytes in MiB."""
+    return figure(field, lambda v: "< 0.001" if not missing(v) and 0 < v < MIB / 1000 else scaled(v, 1 / MIB))
+
+
+def word(field: str) -> Callable[[Row], Td]:
+    """A column of text."""
+    return lambda row: Td((Part(DASH if missing(row.get(field)) else str(row[field])),), kind="word")
 
 
 def _interval(row: Row, column: str, with_unit: bool) -> Td:
@@ -127,31 +146,25 @@ def _parity(row: Row) -> Td:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that have something to show."""
-    kinds = {_throughput(row) for row in rows if not missing(row["samples_per_second"])}
-    same = kinds.pop() if len(kinds) == 1 else ""
-
-    def throughput(row: Row) -> Td:
-        return _interval(row, same or _throughput(row), with_unit=not same)
-
     kept = [
-        Column("Workload", "", "", _plain("workload")),
-        Column("Devices", "", "", _figure("devices", plain)),
-        Column("Precision", "", "", _plain("precision")),
+        Column("Workload", "", "", word("workload")),
+        Column("Devices", "", "", figure("devices", plain)),
+        Column("Precision", "", "", word("precision")),
         Column("Batch", "samples", "global batch", _batch),
         Column("Place", "", "within workload, devices, precision, batch and optimizer; ≈ cannot be told apart from the one above", _place),
-        Column("Throughput", unit(same) if same else "", "mean and 95 % interval over trials", throughput),
-        Column("Step p50", "ms", "median, slowest rank", _figure("step_seconds_p50", lambda v: scaled(v, 1e3))),
-        Column("Step p95", "ms", "95th percentile, slowest rank", _figure("step_seconds_p95", lambda v: scaled(v, 1e3))),
-        Column("Peak memory", "MiB", "fullest device, largest of the trials", _figure("peak_memory_bytes", lambda v: scaled(v, 1 / MIB))),
-        Column("Imbalance", "max / mean", "largest over mean peak of the ranks", _figure("memory_imbalance", number)),
+        throughput_column(rows),
+        Column("Step p50", "ms", "median, slowest rank", figure("step_seconds_p50", lambda v: scaled(v, 1e3))),
+        Column("Step p95", "ms", "95th percentile, slowest rank", figure("step_seconds_p95", lambda v: scaled(v, 1e3))),
+        Column("Peak memory", "MiB", "fullest device, largest of the trials", figure("peak_memory_bytes", lambda v: scaled(v, 1 / MIB))),
+        Column("Imbalance", "max / mean", "largest over mean peak of the ranks", figure("memory_imbalance", number)),
         Column("Efficiency", "own / plain", "against itself, and against the plain process, on one device", _efficiency),
         Column("Parity", "or status", "is it the same training as the reference?", _parity),
-        Column("Loss deviation", "relative", "largest of any step", _figure("parity_max_loss_deviation", deviation)),
-        Column("Update deviation", "relative", "largest of any tensor", _figure("parity_max_update_deviation", deviation)),
-        Column("Set-up", "s", "process group, model, wrapping; slowest rank", _figure("setup_seconds", number)),
+        Column("Loss deviation", "relative", "largest of any step", figure("parity_max_loss_deviation", deviation)),
+        Column("Update deviation", "relative", "largest of any tensor", figure("parity_max_update_deviation", deviation)),
+        Column("Set-up", "s", "process group, model, wrapping; slowest rank", figure("setup_seconds", number)),
     ]
     if any(not missing(row.get("mfu")) for row in rows):
-        kept.append(Column("MFU", "%", "model FLOPs utilisation", _figure("mfu", lambda v: scaled(v, 100))))
+        kept.append(Column("MFU", "%", "model FLOPs utilisation", figure("mfu", lambda v: scaled(v, 100))))
     return kept
 
 
@@ -172,13 +185,29 @@ def table_rows(cells: Sequence[Row], groups: Sequence[Group], shown: Sequence[Co
     return [TableRow(row, tuple(column.make(row) for column in shown), flags(row)) for row in [*ranked, *rest]]
 
 
+def grid(name: str, label: str, rows: Sequence[Row], columns: Sequence[Column]) -> Grid | None:
+    """The rows as a table, None where there are none."""
+    made = [[column.make(row) for row in rows] for column in columns]
+    kept = [i for i, tds in enumerate(made) if any(td.parts[0].text not in (DASH, "") for td in tds)]
+    lines = tuple(TableRow(row, tuple(made[i][line] for i in kept), flags(row)) for line, row in enumerate(rows))
+    return Grid(name, label, tuple(columns[i] for i in kept), lines) if rows else None
+
+
+def throughput_column(rows: Sequence[Row]) -> Column:
+    """Throughput with its interval; the unit in the heading where all rows have the same."""
+    kinds = {_throughput(row) for row in rows if not missing(row["samples_per_second"])}
+    same = kinds.pop() if len(kinds) == 1 else ""
+    tip = "mean and 95 % interval over trials"
+    return Column("Throughput", unit(same) if same else "", tip, lambda row: _interval(row, same or _throughput(row), with_unit=not same))
+
+
 def efficiency_rows(cells: Sequence[Row]) -> list[TableRow]:
     """Scaling efficiency of what ran on several devices and has something to compare with, best first."""
     rows = [r for r in cells if r["devices"] > 1 and not (missing(r["efficiency_own"]) and missing(r["efficiency_single"]))]
     rows.sort(key=lambda r: (r["workload"], r["devices"], -(r["efficiency_own"] if not missing(r["efficiency_own"]) else -1)))
     found = []
     for row in rows:
-        tds = [_plain("workload")(row), _figure("devices", plain)(row), _plain("regime")(row), _plain("precision")(row), _batch(row)]
-        tds += [_figure(name, percent)(row) for name in ("efficiency_own", "efficiency_single")]
+        tds = [word("workload")(row), figure("devices", plain)(row), word("regime")(row), word("precision")(row), _batch(row)]
+        tds += [figure(name, percent)(row) for name in ("efficiency_own", "efficiency_single")]
         found.append(TableRow(row, tuple(tds), flags(row)))
     return found

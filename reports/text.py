@@ -54,6 +54,21 @@ def percent(value: Any) -> str:
     return DASH if missing(value) else f"{float(value) * 100:.0f} %"
 
 
+def signed(value: Any) -> str:
+    """A relative difference as `+1.2 %`."""
+    return DASH if missing(value) else f"{round(float(value) * 100, 1) + 0.0:+.1f} %".replace("-", "−")
+
+
+def size(value: Any) -> str:
+    """Bytes in the largest unit that they fill: `64 bytes`, `3.32 MiB`."""
+    if missing(value):
+        return DASH
+    for unit, factor in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+        if abs(value) >= factor:
+            return f"{number(value / factor)} {unit}"
+    return f"{plain(value)} bytes"
+
+
 def deviation(value: Any) -> str:
     """A relative deviation as `1.2e-07`; 0 where the training is bit for bit the same."""
     if missing(value):

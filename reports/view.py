@@ -8,9 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness.summary import cells as summarise
-from reports import curves, data, facts, figures, groups, table
+from reports import compared, curves, data, facts, figures, groups, largest, states, systems, table, traffic
 from reports.groups import Group, Row, Verdict
+from reports.largest import Largest
+from reports.states import Buffers
 from reports.svg import StyleSheet, inline
+from reports.systems import Missing, Overview
 from reports.text import plural
 
 if TYPE_CHECKING:
@@ -31,6 +34,15 @@ class Panel:
     notes: tuple[str, ...] = ()
     numbered: tuple[data.Point, ...] = ()
     unit: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison as a picture and as a table."""
+
+    title: str
+    panel: Panel | None
+    grid: table.Grid
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,28 @@ class View:
     columns: list[table.Column] = field(default_factory=list)
     rows: list[table.TableRow] = field(default_factory=list)
     failures: list[facts.Failure] = field(default_factory=list)
-    not_run: list[facts.NotRun] = field(default_factory=list)
+    systems: list[Overview] = field(default_factory=list)
+    not_run: list[Missing] = field(default_factory=list)
+    states: list[Panel] = field(default_factory=list)
+    states_table: table.Grid | None = None
+    buffers: list[Buffers] = field(default_factory=list)
+    ranks: list[Panel] = field(default_factory=list)
+    ranks_table: table.Grid | None = None
+    traffic: list[Panel] = field(default_factory=list)
+    traffic_table: table.Grid | None = None
+    ring_bound: str = ""
+    """In words, for the numbers of ranks that occur."""
+    offload: table.Grid | None = None
+    wrappers: list[Compared] = field(default_factory=list)
+    variants: list[Compared] = field(default_factory=list)
+    largest: Largest | None = None
+    largest_panel: Panel | None = None
     figure_styles: str = ""
+
+    @property
+    def absent(self) -> list[Missing]:
+        """Systems that this host could run nothing of."""
+        return [one for one in self.not_run if one.kind == "absent"]
 
     def choices(self, name: str) -> list[Any]:
         """The values of a column that a reader can filter by, where there are several."""
@@ -81,21 +113,31 @@ def make_view(results: Results) -> View:
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
     run = groups.records(results.runs)[0]
-    frame = summarise(results.trials)
+    trials = largest.verified(results.trials) if largest.is_search(run) else results.trials
+    frame = summarise(trials)
     if not frame.empty:
-        lowest = results.trials.groupby("cell_id")["peak_memory_bytes"].min()
+        lowest = trials.groupby("cell_id")["peak_memory_bytes"].min()
         frame["peak_memory_bytes_low"] = frame["cell_id"].map(lowest)
     cells = [] if frame.empty else groups.records(frame)
     found = groups.find_groups(frame)
     view = View(run, facts.hardware(run), facts.environment(run), _counts(cells, found), facts.measured(cells))
-    view.failures, view.not_run = facts.failures(cells, results.trials), facts.not_run(run, cells)
+    view.failures = facts.failures(cells, trials)
     view.tolerances = facts.tolerances(cells)
     view.parity = _parity(cells)
     view.columns = table.columns(cells) if cells else []
     view.rows = table.table_rows(cells, found, view.columns)
     view.efficiency = table.efficiency_rows(cells)
-    _verdicts(view, found)
-    _pictures(view, cells, found)
+    view.states_table, view.buffers, view.ranks_table = states.table(cells), states.buffers(cells), states.ranks_table(cells)
+    view.traffic_table, view.offload, view.ring_bound = traffic.table(cells), traffic.offload(cells), traffic.ranks(cells)
+    if largest.is_search(run):
+        view.largest = largest.largest(results)
+    unreached = [] if view.largest else facts.unreached(run, cells)
+    by_system = systems.all_systems(cells, unreached)
+    view.not_run = systems.not_run(by_system)
+    if not view.largest:
+        view.systems = systems.overview(by_system, found, groups.headline(found))
+        _verdicts(view, found)
+    _pictures(view, cells, [] if view.largest else found)
     return view
 
 
@@ -148,4 +190,14 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group]) -> None:
             view.deviations.append(panel(bars_, figures.bars))
     if (bubble := data.bubble_bars(cells, "bubble")) is not None:
         view.bubble = [panel(bubble, figures.bars)]
+    if not view.largest:  # models of a search differ in size
+        view.states = [panel(one, figures.stacks) for one in states.charts(cells)[:MOST_PANELS]]
+        view.traffic = [panel(one, figures.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
+    if (uneven := states.ranks(cells)) is not None:
+        view.ranks = [panel(uneven, figures.ranks)]
+    view.wrappers = [Compared(one.title, panel(one.bars, figures.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]
+    for one in compared.variants(cells)[:MOST_PANELS]:
+        view.variants.append(Compared(one.title, panel(one.stacks, figures.stacks) if one.stacks else None, one.grid))
+    if view.largest:
+        view.largest_panel = panel(view.largest.bars, figures.bars)
     view.figure_styles = sheet.text

@@ -53,7 +53,7 @@ build_horovod() { # torch's headers want C++17; Release leaves out 17 MB of debu
 build_deepspeed() { # its CPU builder forgets the libraries of an operation, so that async_io would lack libaio
   sed -i 's/extra_compile_args=compile_args)/extra_compile_args=compile_args, extra_link_args=self.strip_empty_entries(self.extra_ldflags()))/' \
     op_builder/cpu/builder.py
-  env DS_ENABLE_NINJA=1 MAX_JOBS="$(nproc)" DS_ACCELERATOR=cpu DS_BUILD_CPU_ADAM=1 DS_BUILD_SHM_COMM=1 DS_BUILD_AIO=$aio \
+  env DS_ENABLE_NINJA=1 MAX_JOBS="$(nproc)" DS_ACCELERATOR=cpu DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=$aio \
     "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
 }
 

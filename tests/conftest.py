@@ -1,4 +1,4 @@
-"""A test may leave nothing behind: no process, thread, file in the checkout, or environment variable."""
+"""A test may leave nothing behind: no process, thread, file in the checkout or in shared memory, or environment variable."""
 
 from __future__ import annotations
 
@@ -73,17 +73,24 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _shared_memory() -> set[str]:
+    """Files that libraries keep in memory until somebody removes them; semaphores of the fork server's children aside."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if not path.name.startswith("sem.")} if folder.is_dir() else set()
+
+
 @pytest.fixture(autouse=True)
 def leaks_nothing() -> Iterator[None]:
     """Fails a test that leaves a process, a thread, an environment variable or a file in the checkout."""
     variables = {k: v for k, v in os.environ.items() if k not in _VOLATILE}
-    files = set(ROOT.iterdir())
+    files, shared = set(ROOT.iterdir()), _shared_memory()
     threads = set(threading.enumerate())
     folder = Path.cwd()
     yield
     assert Path.cwd() == folder
     assert {k: v for k, v in os.environ.items() if k not in _VOLATILE} == variables
     assert set(ROOT.iterdir()) == files
+    assert not _shared_memory() - shared
     deadline = time.monotonic() + 3
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
@@ -103,4 +110,5 @@ _VOLATILE = {
     "_RJEM_MALLOC_CONF",
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 }

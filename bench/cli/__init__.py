@@ -7,7 +7,9 @@ import sys
 import typer
 
 from bench.cli.doctor import doctor
+from bench.cli.export import export
 from bench.cli.listing import listing
+from bench.cli.maxsize import maxsize
 from bench.cli.report import report
 from bench.cli.run import run
 from harness.errors import Mistake
@@ -25,6 +27,8 @@ app.command("run")(run)
 app.command("list")(listing)
 app.command("doctor")(doctor)
 app.command("report")(report)
+app.command("maxsize")(maxsize)
+app.command("export")(export)
 
 
 def main() -> None:

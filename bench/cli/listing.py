@@ -51,12 +51,14 @@ def _strategies() -> list[dict[str, Any]]:
 
 def _workloads() -> list[dict[str, Any]]:
     from harness.workloads import make_workload, workload_names
+    from harness.workloads.variants import SUFFIXES
 
     rows: list[dict[str, Any]] = []
     for name in workload_names():
         workload = make_workload(name)
         rows.append({"name": name, "kind": workload.kind, "vocabulary": workload.vocabulary, "blocks": workload.blocks})
     rows.append({"name": "hf:PATH_OR_ID", "kind": "causal or classification", "vocabulary": 0, "blocks": 0})
+    rows += [{"name": f"...+{suffix}", "kind": said, "vocabulary": 0, "blocks": 0} for suffix, said in SUFFIXES.items()]
     return rows
 
 

@@ -136,7 +136,7 @@ class Drawing:
 
 def ranking(out: Console, table: pd.DataFrame) -> None:
     """The cells by throughput, per workload; what was not ranked below, with the reason."""
-    from harness.summary import indistinguishable
+    from harness.summary import indistinguishable, systems
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
         shown = Table(title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)", title_justify="left")
@@ -162,6 +162,8 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
             out.print(f"† stand-in: {escape(said)}")
     if table["oversubscribed"].any():
         out.print("‡ more ranks than cores: its times say nothing of real hardware")
+    if absent := [system.name for system in systems(table.to_dict("records")) if system.absent]:
+        out.print(f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below says what would change it")
     for row in table[~table["ranked"]].to_dict("records"):
         expected = " (as expected)" if row["expected"] else ""
         colour = "yellow" if row["expected"] or row["status"] in ("unavailable", "refused") else "red"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from harness.accelerate_config import accelerate_export
 from harness.cell import Cell
 from harness.errors import Unavailable
-from harness.strategy import EXACT, Deviation, Job, Layout, States, Strategy, TrainStep
+from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets, standard_step, whole_model_states
 
 if TYPE_CHECKING:
@@ -42,11 +44,17 @@ class Ddp(Strategy):
         return HOOKS.get(self.comm_hook, EXACT)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return whole_model_states(cell, facts)
+        whole = whole_model_states(cell, facts)
+        return dataclasses.replace(whole, transient=0.0) if self.gradient_as_bucket_view else whole
 
     def same_as_ddp(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
         return None if self.model_fields_set else names[cell.launcher]
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        if to == "accelerate":
+            return accelerate_export(cell, ddp=self.model_dump())
+        return Export("ddp.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel

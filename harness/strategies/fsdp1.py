@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell import Cell
-from harness.errors import Unavailable
-from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.errors import Refused, Unavailable
+from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import LOSS_SCALE, blocks_of, check_hybrid, model_states, shard_mesh, standard_step
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Fsdp1(Strategy):
     """Show the optimizer the model's own parameters instead of the flat ones."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
+        if workload.partly_frozen and not self.use_orig_params:
+            raise Refused(f"{workload.name} freezes most parameters, and a flat parameter is trained or frozen as a whole: use_orig_params")
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
@@ -40,6 +42,13 @@ class Fsdp1(Strategy):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts, shards=cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices)
+
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.accelerate_config import accelerate_export, fsdp2_settings
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import EXACT, Deviation, Job, Layout, States, Strategy, TrainStep
+from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import blocks_of, check_hybrid, model_states, own_precision, shard_mesh, standard_step
+from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -47,12 +50,26 @@ class Fsdp2(Strategy):
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return MIXED if self.mixed_precision else EXACT
 
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
         return "no device to leave: parameters are already in host memory" if offload else None
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
+        shard = model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
+        return shard if self.reshard_after_forward else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """Accelerate's FSDP2 has no prefetch and no hybrid of its own, computes wholly in half, and offloads on GPUs only."""
+        beyond = self.hybrid or self.prefetch or not self.no_sync or cell.precision != "fp32" or (self.cpu_offload and cell.device == "cpu")
+        if to == "accelerate" and not beyond:
+            workload = make_workload(cell.workload)
+            settings = fsdp2_settings(workload, reshard_after_forward=self.reshard_after_forward, offload_params=self.cpu_offload)
+            return accelerate_export(cell, fsdp=settings) if workload.kind != "image" else None
+        return Export("fsdp2.py.j2", {"autocast": False} if self.mixed_precision else {}) if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         import torch

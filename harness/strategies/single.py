@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.cell import Cell
-from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import model_states, standard_step
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ class Single(Strategy):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return Export("single.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         model = job.model()

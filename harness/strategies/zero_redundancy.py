@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from harness.cell import Cell
-from harness.strategy import Job, Layout, States, Strategy, TrainStep
+from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets, fullest_share, standard_step, whole_model_states
 
 if TYPE_CHECKING:
@@ -27,12 +27,16 @@ class ZeroRedundancy(Strategy):
         share = fullest_share(sorted(facts.sizes, reverse=True), layout.data) / sum(facts.sizes)
         return dataclasses.replace(whole, optimizer=whole.optimizer * share)
 
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
+
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         from torch.nn.parallel import DistributedDataParallel
 
         model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
         factory, kwargs = job.optimizer_class()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs)
+        trained = [p for p in model.parameters() if p.requires_grad]  # it would broadcast the frozen ones too
+        optimizer = ZeroRedundancyOptimizer(trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs)
         job.expose(model, optimizer.optim, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from harness.errors import Mistake
 from harness.workloads.model import Family, Split
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ def _size(
     }
 
 
+def _sized(hidden: int, layers: int) -> dict[str, Any]:
+    """Heads of 64 and Llama's feed-forward of 8/3 hidden, so that one block more is always the same step in size."""
+    if hidden % 64:
+        raise Mistake(f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size of a head")
+    return _size(layers, hidden, hidden // 64, -(-hidden * 8 // 3 // 64) * 64, positions=4096)
+
+
 FAMILY = Family(
     name="llama",
     kind="causal",
@@ -83,4 +91,5 @@ FAMILY = Family(
     },
     common={"attention_dropout": 0.0, "use_cache": False, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None},
     split=LlamaSplit(),
+    sized=_sized,
 )

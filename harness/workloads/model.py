@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from harness.strategy import Layout
+    from harness.cell import Cell
+    from harness.strategy import Deviation, Held, Layout, Strategy
 
 Kind = Literal["causal", "classification", "image"]
 
@@ -67,8 +69,17 @@ class Family:
     split: Split | None = None
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0
+    sized: Callable[[int, int], dict[str, Any]] | None = None
+    """(hidden size, blocks) -> the size named `HIDDENxBLOCKS`, for families that grow block by block."""
     meaningful: Callable[[str, Any], Any] = lambda name, tensor: tensor
     """(parameter name, tensor) -> the tensor without directions whose gradient is analytically zero."""
+
+    def size(self, name: str) -> dict[str, Any] | None:
+        """What the config of this size says; None where there is no such size."""
+        numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
+        if numbers and self.sized:
+            return self.sized(int(numbers[1]), int(numbers[2]))
+        return self.sizes.get(name)
 
 
 @functools.cache
@@ -100,6 +111,8 @@ class Workload:
     heads: int = 0
     """Attention heads (of keys and values where they are fewer): what tensor parallelism deals out."""
     split: Split | None = None
+    block_path: str = ""
+    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is not known."""
     batch_norm: bool = False
     meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
     requires: tuple[str, ...] = ()
@@ -165,6 +178,46 @@ class Workload:
 
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What makes it a variant of its base (see harness/workloads/variants.py)."""
+        return ()
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Whether only some of its parameters are trained."""
+        return False
+
+    @property
+    def arithmetic(self) -> str | None:
+        """Precision of its arithmetic where that is not the cell's."""
+        return None
+
+    @property
+    def in_fp32(self) -> str | None:
+        """Name of the workload that differs by keeping its weights in fp32; None where they are."""
+        return None
+
+    def check(self, cell: Cell, strategy: Strategy) -> None:
+        """Raises Refused where this cell's strategy or precision does not go with the model."""
+
+    def deviation(self, cell: Cell) -> Deviation | None:
+        """How far two correct trainings of the model may be apart, where rounding makes that more than EXACT."""
+        return None
+
+    def held(self, model: nn.Module) -> Iterator[Held]:
+        """What its layers keep between steps beside parameters and buffers."""
+        return iter(())
+
+    def countable(self) -> Workload:
+        """The workload with the same parameters and FLOPs that can be built without memory (FakeTensorMode)."""
+        return self
+
+    def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
+        """Bytes of the parameters, and of what the layers keep beside them; `model` is built from `countable`."""
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
+
     def check_split(self, layout: Layout) -> None:
         """Raises Refused where the model cannot be cut like this."""
         if self.split is None:
@@ -189,16 +242,39 @@ def has_weights(path: str) -> bool:
     return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
+def split_name(name: str) -> tuple[str, list[str]]:
+    """A workload's name without its suffixes, and these. A path may have a `+` of its own: only known suffixes end it."""
+    if not name.startswith("hf:"):
+        base, *suffixes = name.split("+")
+        return base, suffixes
+    from harness.workloads.variants import SUFFIXES
+
+    found: list[str] = []
+    while not Path(name.removeprefix("hf:")).exists():
+        base, _, last = name.rpartition("+")
+        if last not in SUFFIXES:
+            break
+        name, found = base, [last, *found]
+    return name, found
+
+
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """The workload of this name; raises Mistake for an unknown one."""
+    """The workload of this name, with its suffixes (`llama-mini+lora`); raises Mistake for an unknown one."""
+    base, suffixes = split_name(name)
+    if suffixes:
+        from harness.workloads.variants import vary
+
+        return vary(make_workload(base), suffixes)
     if name.startswith("hf:"):
         return _from_hub(name)
     family_name, _, size = name.rpartition("-")
     family = families().get(family_name)
-    if family is None or size not in family.sizes:
-        raise Mistake(f"unknown workload {name!r}; known are {', '.join(workload_names())}, and hf:PATH_OR_ID")
-    config = {**family.common, **family.sizes[size]}
+    known = family.size(size) if family else None
+    if family is None or known is None:
+        known_names = ", ".join(workload_names())
+        raise Mistake(f"unknown workload {name!r}; known are {known_names}, llama-HIDDENxBLOCKS, hf:PATH_OR_ID, and these with +SUFFIX")
+    config = {**family.common, **known}
     return Workload(
         name=name,
         kind=family.kind,
@@ -211,6 +287,7 @@ def make_workload(name: str) -> Workload:
         blocks=config.get("num_hidden_layers", config.get("n_layer", 0)),
         heads=config.get("num_key_value_heads") or config.get("num_attention_heads", config.get("n_head", 0)),
         split=family.split,
+        block_path=family.split.blocks if family.split else "",
         batch_norm=family.batch_norm,
         meaningful=family.meaningful,
     )
@@ -249,5 +326,6 @@ def _from_hub(name: str) -> Workload:
         blocks=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         split=family.split if family and same else None,
+        block_path=family.split.blocks if family and same and family.split else "",
         meaningful=family.meaningful if family and same else (lambda name, tensor: tensor),
     )

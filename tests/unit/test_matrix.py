@@ -140,7 +140,44 @@ def test_full_names_every_strategy_of_the_suite() -> None:
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}
-    assert {c.strategy for c in expanded.cells} == ours
+    assert {c.strategy for c in (*expanded.cells, *(left.cell for left in expanded.left_out))} == ours
+
+
+# What the suite has to cover; a change here is a change of scope.
+SYSTEMS = {
+    "1 single process",
+    "2 DataParallel",
+    "3 DDP by spawn",
+    "4 DDP by torchrun",
+    "5 apex-style AMP",
+    "6 Horovod",
+    "7 Accelerate",
+    "8 ZeRO",
+    "9 ZeRO offload",
+    "10 memory-centric tiling",
+    "11 FSDP",
+    "12 fairscale",
+    "13 vertical model parallel",
+    "14 pipeline parallel",
+    "15 tensor parallel",
+    "16 3D parallel",
+    "17 parameter server",
+    "18 parameter averaging",
+    "19 gradient accumulation",
+    "20 Trainer",
+    "21 PEFT",
+    "22 lower precision",
+    "23 synchronised batch norm",
+    "24 uneven memory",
+}
+
+
+def test_full_and_quick_have_cells_of_every_system_that_run_here() -> None:
+    full, quick = (expand(read_matrix(name), CPU) for name in ("full", "quick"))
+    assert {cell.system for cell in full.cells} == SYSTEMS
+    assert {left.cell.system for left in full.left_out} <= SYSTEMS
+    assert sorted(cell.system for cell in quick.cells) == sorted(SYSTEMS), "one cell of each"
+    assert {cell.system for cell in expand(read_matrix("maxsize"), CPU).cells} == {"25 largest trainable model"}
 
 
 def test_amounts_of_memory() -> None:

@@ -101,6 +101,8 @@ def test_peaks_and_imbalance() -> None:
     assert row["memory_imbalance"] == pytest.approx(200 / 150)
     unknown = figures(CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None)
     assert unknown["peak_memory_bytes"] is None
+    server = answer(2, [1.0], peak_memory_bytes=10**6, memory_method="another")
+    assert list(figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)["peak_memory_bytes_by_rank"]) == [100, 200]
     assert imbalance([]) is None
 
 

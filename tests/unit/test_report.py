@@ -18,18 +18,24 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bench.cli import show
 from bench.cli.report import report
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.record import left_out_row
+from harness.schema import TRIALS
 from harness.store import Results, Store
 from harness.strategy import strategies
 from harness.summary import cells as summarise
-from reports import write_report
+from harness.summary import systems
+from reports import states as kept
+from reports import traffic, write_report
+from reports.compared import variants, wrappers
 from reports.curves import scaling
 from reports.data import bubble_theory, throughput_bars
 from reports.groups import find_groups, headline, pareto, records
-from reports.text import deviation, number, shortened
+from reports.systems import all_systems, not_run, overview
+from reports.text import deviation, number, shortened, signed, size
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]
 MIB = 2**20
@@ -129,8 +135,10 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: dict[str, dict[str, str]] = {}
+        self.grids: list[tuple[str, str, str]] = []
+        """Cell id, field and value of each number of the small tables."""
         self.words: list[str] = []
-        self._row = ""
+        self._row = self._line = ""
         self._skipping = False
         self.feed(text)
 
@@ -138,9 +146,11 @@ class Page(HTMLParser):
         found = dict(attrs)
         self.tags.append((tag, found))
         if tag == "tr":
-            self._row = found.get("id") or ""
+            self._row, self._line = found.get("id") or "", found.get("data-cell") or ""
         if self._row and found.get("data-field"):
             self.rows.setdefault(self._row, {})[str(found["data-field"])] = found["data-value"] or ""
+        if self._line and found.get("data-field"):
+            self.grids.append((self._line, str(found["data-field"]), found["data-value"] or ""))
         self._skipping = tag in ("script", "style")
 
     def handle_endtag(self, tag: str) -> None:
@@ -148,7 +158,7 @@ class Page(HTMLParser):
         if tag not in ("a", "b", "bdi"):
             self.words.append(" ")
         if tag == "tr":
-            self._row = ""
+            self._row = self._line = ""
 
     def handle_data(self, data: str) -> None:
         if not self._skipping:
@@ -165,6 +175,41 @@ class Page(HTMLParser):
 
 def page_of(results: Results, folder: Path) -> Page:
     return Page(write_report(results, folder / "page.html").read_text())
+
+
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
+BUCKETS = "gradient buckets"
+
+
+def states(*sizes: Sequence[int], formula: Sequence[float] | None = None, **more: Any) -> dict[str, Any]:
+    """Columns of what each rank keeps (parameters, gradients, optimizer, library), in MiB."""
+    columns: dict[str, Any] = {name: [rank[kind] * MIB for rank in sizes] for kind, name in enumerate(STATES)}
+    columns |= {f"formula_{name}": value * MIB for name, value in zip(STATES, formula or (), strict=False)}
+    columns |= {"host_state_bytes": [0] * len(sizes), "library_buffers": json.dumps({BUCKETS: sizes[0][3] * MIB, "tiny": 8})}
+    return columns | more
+
+
+def sharded() -> list[dict[str, Any]]:
+    """Cells with states, traffic, wrappers, variants and a disk; systems of which all, some and no cells ran."""
+    system = "3 wrapped"
+    whole = states((4, 0, 8, 4), (4, 0, 8, 4), formula=(4, 0, 8, 4), trained_parameters=MIB, parameters=MIB, wraps_ddp="torchrun")
+    sent = {"sent_bytes_per_step": [4.0 * MIB, 3.9 * MIB]}
+    rows = trial_rows(Cell(strategy="plain", devices=2, system=system), [50.0, 51.0, 49.0], **whole, **sent)
+    rows += trial_rows(Cell(strategy="wrap", devices=2, system=system), [40.0, 41.0, 39.0], **{**whole, **sent, "wraps_ddp": "Wrapper"})
+    cut = states((2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), trained_parameters=MIB, parameters=MIB)
+    disk = {"offload_read_bytes_per_step": 3.0 * MIB, "offload_written_bytes_per_step": 5.0 * MIB, "offload_kept_bytes": 7 * MIB}
+    peaks = {"peak_memory_bytes_by_rank": [100 * MIB, 50 * MIB]}
+    cell = Cell(strategy="sharded", devices=2, system="10 disks")
+    rows += trial_rows(cell, [30.0, 31.0], **cut, **disk, **peaks, sent_bytes_per_step=[6.0 * MIB, 2.0 * MIB])
+    few = states((4, 0, 1, 1), (4, 0, 1, 1), trained_parameters=MIB // 8, parameters=MIB, fp32_loss_deviation=0.003)
+    cell = Cell(strategy="plain", devices=2, workload="llama-mini+nf4+lora", system="21 adapters")
+    rows += trial_rows(cell, [60.0, 61.0], **few, sent_bytes_per_step=[0.5 * MIB, 0.5 * MIB])
+    rows += left_out(Cell(strategy="disk", devices=2, system="10 disks"), "unavailable", "there is no disk: mount one")
+    needed = "package rare is not installed: pip install rare"
+    rows += left_out(Cell(strategy="rare", devices=2, system="6 Rare"), "unavailable", needed)
+    rows += left_out(Cell(strategy="rare", devices=2, options={"a": 1}, system="6 Rare"), "unavailable", needed)
+    rows += left_out(Cell(strategy="rare", devices=3, system="6 Rare"), "refused", "batch 8 does not divide by 3")
+    return rows
 
 
 def typical() -> list[dict[str, Any]]:
@@ -302,7 +347,9 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd = dict.fromkeys(("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text)
+    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text)
+    odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {"sent_bytes_per_step": [1.0, 2.0], "system": text}
+    odd |= {"wraps_ddp": text, "library_buffers": json.dumps({text: 10**7}), "offload_kept_bytes": 1}
     rows = trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1], **odd, stand_in=text, parity_verdict="within tolerance")
     rows += trial_rows(Cell(strategy="b", devices=2), [2.0, 2.1], **odd)
     rows += trial_rows(Cell(strategy="b", devices=1), [1.0, 1.1], **odd)
@@ -359,6 +406,8 @@ def test_number(value: float | None, shown: str) -> None:
 def test_deviation_and_shortened() -> None:
     assert (deviation(0.0), deviation(None), deviation(1.25e-7)) == ("0", "—", "1.2e-07")
     assert shortened("a" * 60, 20) == "a" * 12 + "…" + "a" * 7
+    assert [signed(value) for value in (0.0104, -0.5, -1e-9, None)] == ["+1.0 %", "−50.0 %", "+0.0 %", "—"]
+    assert [size(value) for value in (64, 2048, 3.5 * MIB, 2**31, None)] == ["64 bytes", "2.00 KiB", "3.50 MiB", "2.00 GiB", "—"]
 
 
 def test_figure_data_by_hand(results: Results) -> None:
@@ -378,11 +427,207 @@ def test_figure_data_by_hand(results: Results) -> None:
 
 
 def test_no_strategy_is_named_in_the_code() -> None:
-    known = set(strategies())
+    known = set(strategies()) - {name for name, _, _ in TRIALS}  # a column and a strategy have the same name
     for path in sorted((Path(__file__).parents[2] / "reports").rglob("*.py")):
         constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
         words = {value for value in constants if isinstance(value, str)}
         assert not words & known, path
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return stored(tmp_path_factory.mktemp("more"), sharded())
+
+
+@pytest.fixture(scope="module")
+def more_page(more: Results, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(more, tmp_path_factory.mktemp("more-page"))
+
+
+def rows_of(results: Results) -> dict[str, dict[str, Any]]:
+    """The cells' rows by label, workload and, past 2, devices, in the order of the ranking."""
+    frame = summarise(results.trials)
+    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
+    return {f"{row['label']} {row['workload']}" + (f" x{row['devices']}" if row["devices"] > 2 else ""): row for row in records(frame)}
+
+
+def test_every_number_of_the_small_tables_equals_the_frames(more: Results, more_page: Page) -> None:
+    frame = summarise(more.trials).set_index("cell_id")
+    compared = set()
+    for cell_id, field, value in more_page.grids:
+        if field in frame.columns:
+            expected = frame.loc[cell_id, field]
+            assert value == "" if expected is None or math.isnan(expected) else float(value) == expected, (cell_id, field)
+            compared.add(field)
+    states_ = {"state_bytes", "optimizer_bytes", "formula_bytes", "offload_kept_bytes"}
+    assert states_ | {"sent_bytes_per_step", "trained_parameters", "fp32_loss_deviation"} <= compared
+
+
+def test_sections_of_states_and_libraries_come_in_order(more_page: Page) -> None:
+    first = ["verdict", "systems", "ranking", "memory", "front", "scaling", "states", "traffic", "parity", "wrappers", "variants"]
+    assert [name for name in more_page.headings if name != "scaling"] == [
+        *[name for name in first if name != "scaling"],
+        "cells",
+        "failures",
+        "environment",
+        "method",
+        "glossary",
+    ]
+
+
+def test_systems_that_are_not_on_this_host_come_first(more: Results, more_page: Page) -> None:
+    rows = list(rows_of(more).values())
+    found = systems(rows)
+    assert [one.name for one in found] == ["3 wrapped", "6 Rare", "10 disks", "21 adapters"], "by their numbers, not as text"
+    later = Cell(strategy="late", system="30 later")
+    absent, later_one, part = not_run(all_systems(rows, [later]))
+    assert (absent.system, absent.kind, absent.launched, absent.total) == ("6 Rare", "absent", 0, 3)
+    assert [(one.what, len(one.names)) for one in absent.reasons] == [("not available here", 2), ("cannot exist", 1)]
+    assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
+    assert (later_one.system, later_one.kind) == ("30 later", "none")
+    assert "--resume" in later_one.reasons[0].reason
+    text = more_page.text
+    assert "Not on this host 6 Rare. Why, and what would change it" in text
+    assert text.index("6 Rare none of 3 cells ran") < text.index("10 disks 1 of 2 cells ran")
+    for words in ("pip install rare", "there is no disk: mount one"):
+        assert words in text
+
+
+def test_overview_of_systems(more: Results) -> None:
+    frame = summarise(more.trials)
+    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
+    groups = find_groups(frame)
+    wrapped, rare, disks, adapters = overview(systems(records(frame)), groups, headline(groups))
+    assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (2, 2, "all ran", "2 exact")
+    assert wrapped.best is not None
+    assert (wrapped.best.row["label"], wrapped.best.share, wrapped.best.setting) == ("plain", "100 %", "")
+    assert wrapped.best.value == "3,200 ± 159 tokens/s"
+    assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (0, 3, "not on this host", None, "")
+    assert rare.details == ("2 not available here", "1 cannot exist")
+    assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
+    assert adapters.best is not None
+    assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
+    plain = [row | {"system": None} for row in records(frame)]
+    assert overview(systems(plain), groups, headline(groups)) == []
+
+
+def test_states_against_the_formula(more: Results) -> None:
+    rows = rows_of(more)
+    (chart,) = kept.charts(list(rows.values()))
+    sharded_, plain, wrapped = chart.stacks
+    assert (sharded_.label, sharded_.parts, sharded_.formula) == ("sharded", (2.0, 0.0, 4.0, 0.0), 7.0), "the fullest rank"
+    assert (sharded_.text, sharded_.off) == ("6.00 MiB −14.3 %", True)
+    assert {plain.label, wrapped.label} == {"plain", "wrap"}
+    assert (plain.parts, plain.formula, plain.peak, plain.text, plain.off) == ((4.0, 0.0, 8.0, 4.0), 16.0, 102.0, "16.0 MiB +0.0 %", False)
+    buffers = {one.names: [row["label"] for row in one.rows] for one in kept.buffers(list(rows.values()))}
+    assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
+    far = rows["wrap llama-mini"] | {"library_bytes": 2000 * MIB, "state_bytes": 2012 * MIB}
+    rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
+    stacked = kept.stacked([far, *rest], "x", "title", lambda row: str(row["label"]))
+    assert stacked.limit < 200
+    assert stacked.stacks[-1].total == 2012
+    assert "goes on beyond the axis" in stacked.notes[0]
+
+
+def test_uneven_memory_by_rank(more: Results) -> None:
+    chart = kept.ranks(list(rows_of(more).values()))
+    assert chart is not None
+    ((label, shares, text),) = chart.lines
+    assert (label, text) == ("sharded x2 fp32", "1.33 · 100 MiB")
+    assert shares == pytest.approx((100 / 75 * 100, 50 / 75 * 100))
+
+
+def test_traffic_against_the_ring(more: Results) -> None:
+    rows = rows_of(more)
+    (chart,) = traffic.charts(list(rows.values()))
+    assert [(bar.label, bar.value, bar.target, bar.strong) for bar in chart.bars] == [
+        ("plain", 1.0, 1.0, True),
+        ("wrap", 1.0, 1.0, True),
+        ("sharded", 1.5, 1.0, False),
+    ]
+    assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
+    plain = rows["plain llama-mini"]
+    assert traffic.bound(plain | {"data_parallel": 4, "devices": 4}) == 1.5
+    assert traffic.bound(plain | {"data_parallel": 2, "devices": 4}) is None, "a rank does not have the whole model"
+    assert traffic.ranks(list(rows.values())) == "1.00 x for 2 ranks"
+    disk = traffic.offload(list(rows.values()))
+    assert disk is not None
+    (line,) = disk.rows
+    shown = {td.parts[0].field: td.parts[0].text for td in line.cells}
+    assert shown["offload_read_bytes_per_step"] == "3.00"
+    assert shown["offload_kept_bytes"] == "7.00"
+    assert shown["state_bytes"] == "6.00"
+
+
+def test_wrappers_cost(more: Results, more_page: Page) -> None:
+    (one,) = wrappers(list(rows_of(more).values()))
+    assert [bar.label for bar in one.bars.bars] == ["torchrun", "Wrapper"]
+    fast, slow = (line.row for line in one.grid.rows)
+    assert (fast["step_ratio"], fast["extra_seconds"]) == (1.0, 0.0)
+    assert slow["step_ratio"] == pytest.approx(1.25)
+    assert slow["extra_seconds"] == pytest.approx(8 / 40 - 8 / 50)
+    assert "wrap Wrapper" in more_page.text
+
+
+def test_variants_beside_their_model(more: Results) -> None:
+    (one,) = variants(list(rows_of(more).values()))
+    assert [line.row["workload"] for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
+    titles = [column.title for column in one.grid.columns]
+    cells = {title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)}
+    assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == ("131,072", "12 %", "1.00", "3.0e-03")
+    assert one.stacks is not None
+    assert [stack.label for stack in one.stacks.stacks] == ["llama-mini+nf4+lora", "llama-mini"]
+
+
+def searched(folder: Path) -> Results:
+    """A search of two strategies: `less` reaches 3 blocks, `more` 2, though theory has it the other way round."""
+    family = {"workload": "llama-64x1", "devices": 2, "memory_limit_bytes": MIB}
+    cells = [Cell(strategy=name, **family) for name in ("less", "more", "never")]
+    known = {cell.id: {"step": 10, "blocks": 4, "parameters": 40, "activations": [0, 0]} for cell in cells}
+    search = {"budget": MIB, "order": [["less", "more"]], "predicted": known}
+    plan = {"cells": [json.loads(c.model_dump_json()) for c in cells], "trials": 1, "order_seed": 0, "left_out": [], "search": search}
+    rows = []
+    for cell, most in zip(cells, (3, 2), strict=False):
+        for blocks, status in ((most, "ok"), (most + 1, "out_of_memory")):
+            sized = cell.model_copy(update={"workload": f"llama-64x{blocks}"})
+            probe = states((1, 0, 2, 0), (1, 0, 2, 0), trained_parameters=10 * blocks, parameters=10 * blocks)
+            (row,) = trial_rows(sized, [5.0], **probe, status=status, parity_verdict="unknown" if status == "ok" else None)
+            rows.append(row | ({"samples_per_second": None, "failed_in": "backward"} if status != "ok" else {}))
+            if status == "ok":
+                (row,) = trial_rows(sized, [5.0], **probe)
+                rows.append(row | {"trial": 1})
+    return stored(folder, rows, matrix="maxsize", plan=json.dumps(plan))
+
+
+def test_largest_trainable_model(tmp_path: Path) -> None:
+    page = page_of(searched(tmp_path), tmp_path)
+    assert page.headings[:3] == ["verdict", "largest", "states"]
+    assert "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less" in page.text
+    assert "Measured: more 0.0M < less 0.0M; theory has less < more" in page.text
+    assert "not the theory's order" in page.text
+    shown: dict[str, list[str]] = {}
+    for _, field, value in page.grids:
+        shown.setdefault(field, []).append(value)
+    assert (shown["reached"], shown["next"], shown["ratio"]) == (["30", "20"], ["40", "30"], ["0.75", "0.5"])
+    assert "never" in page.text, "nothing was tried of it yet"
+    assert len([tag for tag, found in page.tags if tag == "tr" and str(found.get("id")).startswith("cell-")]) == 2, "probes are no cells"
+    assert "failures" not in page.headings, "a probe that does not fit is no failure"
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_runs_of_older_versions_have_their_report(version: str, tmp_path: Path) -> None:
+    golden = Store(Path(__file__).parents[1] / "golden" / version)
+    page = page_of(golden.load(golden.run_ids()[:1]), tmp_path)
+    assert {"verdict", "cells", "environment"} <= set(page.headings)
+    assert ("states" in page.headings) == (version != "v1")
+
+
+def test_the_terminal_names_systems_that_are_not_on_this_host(more: Results, results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    show.ranking(show.console(), summarise(more.trials))
+    assert "not on this host: 6 Rare; each reason below" in capsys.readouterr().out
+    here = more.trials[more.trials["system"] == "3 wrapped"]
+    show.ranking(show.console(), summarise(here))
+    assert "not on this host" not in capsys.readouterr().out
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,6 +643,19 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (["nonsense"], ["--results", "nowhere"], ["--out", "."], ["a", "b", "--out", "x.html"]):
         with pytest.raises(Mistake):
             CliRunner().invoke(app, wrong, catch_exceptions=False)
+
+
+def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(tmp_path: Path) -> None:
+    """A parameter server beside the devices' ranks: its group stays the verdict's, and another cell is its fastest."""
+    rows = trial_rows(Cell(strategy="a", devices=2), [50.0, 51.0]) + trial_rows(Cell(strategy="b", devices=2), [40.0, 41.0])
+    rows += trial_rows(Cell(strategy="served", devices=2), [90.0, 91.0], peak_mib=50, oversubscribed=True)
+    rows += trial_rows(Cell(strategy="a"), [30.0, 31.0]) + trial_rows(Cell(strategy="b"), [30.0, 31.0])
+    verdict = page_of(stored(tmp_path, rows), tmp_path).text.split("Every workload")[0]
+    assert "on 2 devices" in verdict
+    assert "Fastest a 3,232 tokens/s" in verdict
+    assert "A cell with more ranks than cores was faster, which says nothing of the real thing: served‡, 5,792 tokens/s" in verdict
+    assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), "its memory is its own"
+    assert "of its throughput" not in verdict
 
 
 def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:

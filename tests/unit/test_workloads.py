@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.errors import Mistake
+from bench.matrix import Host, Matrix, expand
+from harness.cell import Cell
+from harness.errors import Mistake, Refused
+from harness.runner import _more_of_the_same
+from harness.strategy import admit
 from harness.workloads import make_workload, prepare_data, workload_names
 from harness.workloads.facts import model_facts
+from harness.workloads.model import split_name
 
 
 @pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])
@@ -170,3 +177,176 @@ def test_unusable_models_are_said(tmp_path: Path, content: str | None, said: str
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(Mistake, match=said):
         make_workload(f"hf:{tmp_path}")
+
+
+# llama-mini: 4 blocks of 4 attention matrices of 256 x 256 and 3 MLP matrices of 256 x 704.
+MATRICES = 4 * (4 * 256 * 256 + 3 * 256 * 704)
+LORA = 4 * 8 * (4 * (256 + 256) + 3 * (256 + 704))
+LSTM = sum(2 * 4 * 256 * (width + 256 + 2) for width in (256, 512)) + (512 * 512 + 512) + (512 * 256 + 256)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "trained"),
+    [
+        ("lora", LORA),
+        ("prompt", 16 * 256),
+        ("p_tuning", 16 * 256 + 3 * (256 * 256 + 256)),
+        ("p_tuning_lstm", 16 * 256 + LSTM),
+        ("prefix", 16 * 4 * 2 * 256),
+        ("ia3", 4 * (256 + 256 + 704)),
+        ("bf16", 3_344_640),
+        ("nf4+lora", LORA),
+    ],
+)
+def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, trained: int) -> None:
+    """LoRA (2106.09685) r (in + out); prefix tuning (2101.00190) tokens x 2 x layers x hidden; IA3 (2205.05638) keys, values, MLP."""
+    facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
+    assert sum(facts.sizes) == trained
+    assert facts.parameters == (3_344_640 if suffix == "bf16" else 3_344_640 + trained)
+    assert facts.trained_bytes == trained * (2 if suffix == "bf16" else 4)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "weights", "beside"),
+    [
+        ("lora", 4 * (3_344_640 + LORA), 0),
+        ("bf16", 2 * 3_344_640, 0),
+        ("int8+lora", 4 * (3_344_640 + LORA) - 3 * MATRICES, 4 * 4 * (4 * 256 + 2 * 704 + 256)),
+        ("nf4+lora", 4 * (3_344_640 + LORA) - 3.5 * MATRICES, 4 * MATRICES / 64 + 28 * 16 * 4),
+    ],
+)
+def test_stored_bytes_of_variants(suffix: str, weights: float, beside: float) -> None:
+    facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
+    rotary = 2 * 4 * 256 / 4 / 2
+    assert (facts.parameter_bytes, facts.buffer_bytes) == (weights, beside + rotary)
+
+
+def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
+    """Two of a matrix' three products remain, and all of attention's."""
+    whole, lora = (model_facts(make_workload(name), 64).flops_per_sample for name in ("llama-mini", "llama-mini+lora"))
+    assert whole * 0.6 < lora < whole * 0.8
+
+
+@pytest.mark.parametrize("suffix", ["lora", "p_tuning", "nf4+lora", "bf16"])
+def test_a_variant_keeps_the_weights_of_its_name_and_seed(suffix: str) -> None:
+    import torch
+
+    base = make_workload("llama-nano").build(3)
+    one, two, other = (make_workload(f"llama-nano+{suffix}").build(seed) for seed in (3, 3, 4))
+    embedding = next(p for n, p in one.named_parameters() if n.endswith("embed_tokens.weight"))
+    assert torch.equal(embedding.float(), base.get_input_embeddings().weight.to(embedding.dtype).float())
+    trained = [n for n, p in one.named_parameters() if p.requires_grad]
+    tensors, again, others = (dict(m.named_parameters()) for m in (one, two, other))
+    assert all(torch.equal(p, again[n]) for n, p in tensors.items())
+    assert any(not torch.equal(tensors[n], others[n]) for n in trained)
+
+
+@pytest.mark.parametrize("name", ["llama-nano", "gpt2-nano"])
+def test_prefixes_are_attended_to_with_and_without_a_cache(name: str) -> None:
+    """peft hands the prefix over as a key-value cache, also where the config wants none."""
+    import torch
+
+    found = []
+    for use_cache in (False, True):
+        model = make_workload(f"{name}+prefix").build(0)
+        model.config.use_cache = model.get_base_model().config.use_cache = use_cache
+        logits = make_workload(f"{name}+prefix").logits(model, torch.arange(64).view(2, 32))
+        logits.logsumexp(-1).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(g is not None and float(g.norm()) > 0 for g in gradients)
+        found.append((logits, *gradients))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    plain = make_workload(name)
+    assert not torch.allclose(plain.logits(plain.build(0), torch.arange(64).view(2, 32)), found[0][0])
+
+
+def test_virtual_tokens_predict_nothing() -> None:
+    """The logits kept are those of the real tokens: the last one's depend on all tokens, the first one's on the first."""
+    import torch
+
+    workload = make_workload("llama-nano+prompt")
+    model = workload.build(0).eval()
+    tokens = torch.arange(32)[None]
+    changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], 1)
+    before, after = workload.logits(model, tokens), workload.logits(model, changed)
+    assert before.shape == (1, 32, 256)
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before[:, -1], after[:, -1])
+    assert workload.max_tokens == make_workload("llama-nano").max_tokens - 16
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama-nano+qlora", r"no suffix \+qlora; there are \+bf16"),
+        ("llama-nano+", r"no suffix \+; there are"),
+        ("llama-nano+int8", r"nothing would be trained; use 'llama-nano\+int8\+lora'"),
+        ("llama-nano+nf4+int8+lora", "at most one of"),
+        ("llama-nano+lora+ia3", "at most one of"),
+        ("llama-nano+lora+nf4", r"write it as 'llama-nano\+nf4\+lora'"),
+        ("bert-micro+lora", "use a gpt2 or llama workload"),
+        ("resnet-micro+bf16", "an image model has no variants"),
+        ("poems+lora", "unknown workload 'poems'"),
+    ],
+)
+def test_suffixes_that_mean_nothing_are_said(name: str, said: str) -> None:
+    with pytest.raises(Mistake, match=said):
+        make_workload(name)
+
+
+def test_a_path_may_have_a_plus_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "a+lora"
+    assert split_name(f"hf:{folder}+bf16+lora") == (f"hf:{tmp_path}/a", ["lora", "bf16", "lora"])
+    folder.mkdir()
+    assert split_name(f"hf:{folder}") == (f"hf:{folder}", [])
+    assert split_name(f"hf:{folder}+bf16+lora") == (f"hf:{folder}", ["bf16", "lora"])
+    assert split_name("hf:some/c++") == ("hf:some/c++", [])
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"strategy": "tensor", "devices": 2, "workload": "llama-nano+lora"}, "use llama-nano"),
+        ({"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+nf4+lora"}, "cuts parameters into shards"),
+        ({"strategy": "fsdp1", "devices": 2, "workload": "llama-nano+lora", "options": {"use_orig_params": False}}, "use_orig_params"),
+        ({"strategy": "ddp", "workload": "llama-nano+fp16", "precision": "fp16"}, "leave the precision at fp32, or use llama-nano in fp16"),
+    ],
+)
+def test_combinations_that_a_variant_excludes_are_refused(axes: dict[str, Any], said: str) -> None:
+    cell = Cell(**axes)
+    with pytest.raises(Refused, match=said):
+        admit(cell, make_workload(cell.workload))
+
+
+@pytest.mark.parametrize(
+    ("missing", "left"),
+    [("peft", {"llama-nano", "llama-nano+bf16"}), ("bitsandbytes", {"llama-nano", "llama-nano+bf16", "llama-nano+lora"})],
+)
+def test_without_a_library_exactly_its_variants_are_unavailable(monkeypatch: pytest.MonkeyPatch, missing: str, left: set[str]) -> None:
+    names = ["llama-nano", "llama-nano+bf16", "llama-nano+lora", "llama-nano+nf4+lora", "llama-nano+int8+lora"]
+    matrix = Matrix(cells=[{"strategy": "single", "workload": names}])
+    host = Host("cpu", 2, 2**34)
+    assert len(expand(matrix, host).cells) == 5
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == missing else found(name, *rest))
+    expanded = expand(matrix, host)
+    assert {cell.workload for cell in expanded.cells} == left
+    assert {x.cell.workload for x in expanded.left_out} == set(names) - left
+    for one in expanded.left_out:
+        assert (one.status, one.reason) == (
+            "unavailable",
+            f"package {missing} is not installed: pip install 'parallelism-bench[{missing}]'",
+        )
+
+
+def test_a_matrix_names_variants_of_its_workloads() -> None:
+    matrix = Matrix(workloads={"main": "llama-nano"}, cells=[{"strategy": "single", "workload": ["main+lora", "gpt2-nano+bf16", "main"]}])
+    cells = expand(matrix, Host("cpu", 2, 2**34)).cells
+    assert [cell.workload for cell in cells] == ["llama-nano+lora", "gpt2-nano+bf16", "llama-nano"]
+
+
+def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
+    small, large = (Cell(strategy="single", workload=f"llama-{size}+lora") for size in ("nano", "micro"))
+    assert _more_of_the_same(large, small)
+    assert not _more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
+    assert not _more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))

@@ -1,0 +1,204 @@
+"""bench maxsize: the largest trainable model of each strategy under a budget of memory per rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from harness.cell import Cell
+    from harness.maxsize import Found
+    from harness.runner import Plan
+
+HOME = Path(__file__).parents[1] / "maxsize.yaml"
+
+
+def maxsize(
+    budget: Annotated[str | None, typer.Option("--budget", help="Memory per rank beyond its imports (GPU: in all); 1GiB.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option("--strategy", help="Strategy or pattern to search; may be repeated.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Devices of the strategies that use several.")] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", min=64, help="Hidden size; by default one of small blocks.")] = None,
+    cells: Annotated[Path, typer.Option("--cells", help="YAML file that says which strategies, and their order in theory.")] = HOME,
+    results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest search.")] = False,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
+) -> None:
+    """Finds the largest model that each strategy trains. Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]"""
+    from bench.cli import show
+    from harness.errors import Mistake
+    from harness.maxsize import MATRIX, Search, found
+    from harness.runner import Runner, resumable
+    from harness.store import Store
+
+    store = Store(results)
+    store.require_writable()
+    console = show.console(quiet=json_output)
+    if resume:
+        if budget or strategy or ranks or hidden:
+            raise Mistake("--resume goes on with a search as it was planned: leave --budget, --strategy, --ranks and --hidden out")
+        plan = resumable(store, MATRIX)
+    else:
+        console.print("counting parameters, states and activations")
+        plan = _plan(budget or "1GiB", strategy or [], ranks, hidden, cells)
+    runner = Runner(store, plan)
+    if not resume:
+        runner.begin()
+    with show.stop_signals():
+        finished = Search(runner, Progress(console, plan)).run()
+    loaded = store.load([plan.run_id], steps=False)
+    rows = found(loaded)
+    notes = _show(console, plan, rows)
+    page = None
+    if report:
+        from reports import write_report
+
+        page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
+    show.paths(console, store, plan, page, True)
+    if json_output:
+        shown = [dataclasses.asdict(row) | {"ratio": row.ratio, "fill": row.fill, "responsible": dict(row.responsible)} for row in rows]
+        said = {"run_id": plan.run_id, "results": str(store.folder), "report": page and str(page), "strategies": shown, "notes": notes}
+        print(json.dumps(said))
+    if not finished:
+        where = "" if results == Path("results") else f" --results {results}"
+        console.print(f"interrupted; go on with: python -m bench maxsize --resume{where}")
+        raise typer.Exit(130)
+    fine = all(row.status in ("found", "all fit", "unavailable", "refused") and row.parity != "diverged" for row in rows)
+    raise typer.Exit(0 if fine else 1)
+
+
+def _plan(budget_text: str, strategies: list[str], ranks: int | None, hidden: int | None, file: Path) -> Plan:
+    """The search's plan; raises Mistake for what this host cannot do."""
+    from pydantic import Field
+
+    from bench.matrix import Host, Matrix, expand, parse_bytes, read_as
+    from harness.errors import Mistake
+    from harness.maxsize import hidden_size, plan_of, wide_size
+
+    class Families(Matrix):
+        """A matrix whose cells are searched, and chains of their labels in the order of theory."""
+
+        order: list[list[str]] = Field(default_factory=list)
+
+    read = read_as(str(file), Families)
+    host = Host.here()
+    budget, many = parse_bytes(budget_text), ranks or host.many
+    needed = budget * (1 if host.device == "cuda" else many)
+    if not 0 < needed <= host.memory_bytes:
+        whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
+        raise Mistake(f"--budget {budget_text!r}: give more than 0 and no more than the {host.memory_bytes / 2**30:.1f} GiB of {whose}")
+    entries = [{**entry, "devices": many} if entry.get("devices") == "many" else entry for entry in read.cells]
+    main = hidden or hidden_size(budget)
+    families = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
+    here = read.model_copy(update={"cells": entries, "workloads": families})
+    try:
+        expanded = expand(here, host, name=str(file), only=strategies, changes={"memory_limit_bytes": budget})
+    except Mistake as mistake:
+        raise Mistake(str(mistake).replace("--only and --skip leave", "--strategy leaves").replace("--only", "--strategy")) from None
+    return plan_of(expanded.cells, expanded.left_out, budget, read.order)
+
+
+class Progress:
+    """A line for every probe, with the time that is left."""
+
+    def __init__(self, out: Console, plan: Plan) -> None:
+        self.out, self.plan = out, plan
+        self.place = {cell.label: number for number, cell in enumerate(plan.cells)}
+        self.began = time.monotonic()
+
+    def preparing(self, what: str) -> None:
+        self.out.print(what)
+
+    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
+
+    def step(self, step: int, seconds: float) -> None: ...
+
+    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
+        from rich.markup import escape
+
+        from bench.cli import show
+        from harness.maxsize import millions
+
+        number, total = self.place[cell.label], len(self.plan.cells)
+        share = (number + (0.9 if row["trial"] else 0.5)) / total  # a strategy's probes are half done on average
+        left = (time.monotonic() - self.began) * (1 - share) / share
+        if row["status"] == "ok":
+            said = f"trains, parity {row['parity_verdict']}" if row["trial"] else "fits"
+        elif row["status"] == "out_of_memory":
+            said = f"out of memory in {row['failed_in']}" if row.get("failed_in") else "out of memory"
+        else:
+            said = f"{row['status']}: {row['reason']}"
+        size = f"{cell.workload.rpartition('x')[2]} blocks, {millions(row['parameters'])} parameters"
+        text = f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said} ({row['wall_seconds']:.1f} s)"
+        self.out.print(escape(f"[{number + 1}/{total}] {text}, about {show.duration(left)} left"))
+
+
+def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
+    """Prints the table, the bytes responsible and where the order is not the theory's; returns these notes."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from harness.maxsize import limits, mebibytes, millions, order_notes
+
+    assert plan.search is not None
+    step = next((row.step for row in rows if row.step), 0)
+    title = f"largest trainable model within {mebibytes(plan.search['budget'])} per rank; a search step is {millions(step)} parameters"
+    table = Table(title=title, title_justify="left")
+    for column in ("strategy", "ranks"):
+        table.add_column(column)
+    for column in ("reached", "formula", "reached/formula", "peak", "set-up peak", "states between steps"):
+        table.add_column(column, justify="right")
+    table.add_column("parity")
+    devices = {cell.label: str(cell.devices) for cell in plan.cells}
+    for row in rows:
+        peaks = [mebibytes(size) if size else "-" for size in (row.peak_memory_bytes, row.setup_peak_memory_bytes)]
+        table.add_row(
+            escape(row.label),
+            devices.get(row.label, "-"),
+            row.largest_model,
+            millions(row.predicted) if row.predicted else "-",
+            f"{row.ratio:.2f}" if row.ratio else "-",
+            *peaks,
+            mebibytes(sum(row.kept.values())) if row.kept else "-",
+            row.parity or "-",
+        )
+    out.print(table)
+    out.print(_filled(rows))
+    for row in rows:
+        if row.reason:
+            out.print(escape(f"{row.label}: {row.status}: {row.reason}"))
+        elif said := limits(row):
+            out.print(escape(f"{row.label}: {said}"))
+    notes = order_notes(rows, plan.search["order"])
+    for note in notes:
+        out.print(escape(note))
+    return notes
+
+
+def _filled(rows: list[Found]) -> Table:
+    """What filled the budget of each strategy at the smallest size that does not train."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from harness.maxsize import millions
+
+    names = list(next((row.fill for row in rows if row.fill), {}))
+    table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")
+    table.add_column("strategy")
+    table.add_column("at", justify="right")
+    table.add_column("in")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row.fill:
+            sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]
+            table.add_row(escape(row.label), millions(row.next_parameters or 0), row.failed_in or "-", *sizes)
+    return table

@@ -1,0 +1,117 @@
+"""What Accelerate is told of a cell: the config file of `accelerate launch`, and its FSDP2 settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from harness.cell import Cell
+from harness.strategy import Export
+from harness.workloads import Workload
+
+
+def mixed_precision(cell: Cell) -> str:
+    return "no" if cell.precision == "fp32" else cell.precision
+
+
+def fsdp2_settings(workload: Workload, **more: Any) -> dict[str, Any]:
+    """Its FSDP2 settings, one unit a block. Without the blocks' names it also wraps what transformers calls indivisible.
+
+    BERT's embeddings are that, and Accelerate then shards the word embedding in them a second time, which fails.
+    """
+    classes = block_classes(workload)
+    return {
+        "fsdp_version": 2,
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": False,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        **({"transformer_cls_names_to_wrap": classes} if classes else {}),
+        **more,
+    }
+
+
+def block_classes(workload: Workload) -> list[str]:
+    """Names of the classes of the model's blocks, none where the workload does not say which they are."""
+    import torch
+
+    if not workload.block_path:
+        return []
+    with torch.device("meta"):
+        blocks = workload.build(0, saved_weights=False).get_submodule(workload.block_path)
+    return sorted({type(block).__name__ for block in blocks.children()})
+
+
+_IN_FILE = {"fsdp_version": "fsdp_version", "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
+
+
+def launch_config(cell: Cell, *, fsdp: dict[str, Any] | None = None, deepspeed_file: str | None = None) -> dict[str, Any]:
+    """Content of the config file: plain DDP, or FSDP with these settings, or DeepSpeed with this config file.
+
+    Type MULTI_GPU also on CPUs: MULTI_CPU would start one process where no MPI host file is given. The script itself must
+    then ask for `Accelerator(cpu=True)`. Port 0 lets it choose a free one. Precision is left to DeepSpeed's own file.
+    """
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if fsdp else "DEEPSPEED" if deepspeed_file else "MULTI_GPU",
+        "num_machines": 1,
+        "machine_rank": 0,
+        "num_processes": cell.devices,
+        "main_process_port": 0,
+        "use_cpu": cell.device == "cpu",
+    }
+    if deepspeed_file:
+        return config | {"deepspeed_config": {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": False}}
+    if fsdp:
+        said = {name: ",".join(value) if isinstance(value, list) else value for name, value in fsdp.items()}
+        config["fsdp_config"] = {_IN_FILE.get(name, f"fsdp_{name}"): value for name, value in said.items()}
+    return config | {"mixed_precision": mixed_precision(cell)}
+
+
+def accelerate_export(
+    cell: Cell,
+    *,
+    ddp: dict[str, Any] | None = None,
+    fsdp: dict[str, Any] | None = None,
+    deepspeed: dict[str, Any] | None = None,
+    **more: bool,
+) -> Export | None:
+    """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs, which it takes for fp32.
+
+    `more`: what its template asks about DeepSpeed (cpu_adam, undo_first_step).
+    """
+    if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
+        return None
+    file = "ds_config.json" if deepspeed else None
+    files = {"accelerate_config.yaml": yaml.safe_dump(launch_config(cell, fsdp=fsdp, deepspeed_file=file), sort_keys=False)}
+    if deepspeed:
+        files["ds_config.json"] = json.dumps({"zero_optimization": {"stage": 0}, **deepspeed}, indent=2) + "\n"
+    plain = "MULTI_CPU" if cell.device == "cpu" else "MULTI_GPU"
+    values = {
+        "engine": "deepspeed" if deepspeed else "fsdp2" if fsdp else "ddp",
+        "wanted": "DEEPSPEED" if deepspeed else "FSDP" if fsdp else plain,
+        "autocast": False,
+        "ddp_arguments": _ddp_arguments(ddp or {}),
+        "cpu_adam": False,
+        "undo_first_step": False,
+        **more,
+    }
+    variables = deepspeed_variables(cell) if deepspeed else {}
+    return Export("accelerate.py.j2", values, files, variables, ("accelerate", *(["deepspeed"] if deepspeed else [])))
+
+
+def deepspeed_variables(cell: Cell) -> dict[str, str]:
+    """What DeepSpeed reads of the environment: its device, and how many of them a host has, which it cannot count on CPUs."""
+    return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices)}
+
+
+def _ddp_arguments(options: dict[str, Any]) -> dict[str, str]:
+    """Of Accelerate's DistributedDataParallelKwargs, from DDP's options, as they are written. A hook's name would be no hook."""
+    arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
+    hook = options.get("comm_hook", "none")
+    if hook == "powersgd":
+        arguments["comm_state_option"] = repr({"matrix_approximation_rank": 4, "start_powerSGD_iter": 2})
+    if hook != "none":
+        arguments["comm_hook"] = f"DDPCommunicationHookType.{'POWER_SGD' if hook == 'powersgd' else hook.upper()}"
+    return arguments

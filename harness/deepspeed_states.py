@@ -1,0 +1,157 @@
+"""What a DeepSpeed engine keeps between steps: by name, and by the formula of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.cell import Cell
+from harness.deepspeed_config import ALIGNED_BYTES, SWAPPED_BYTES
+from harness.strategy import Held, Layout, States
+
+if TYPE_CHECKING:
+    from harness.workloads.facts import ModelFacts
+
+
+def held_by_engine(engine: Any) -> Iterator[Held]:
+    """Every tensor that engine and optimizer keep, the owner of a storage before its views."""
+    for name, buffer in engine.module.named_buffers():
+        yield "library", f"model buffer {name}", buffer
+    zero = engine.optimizer
+    if hasattr(zero, "parameter_offload"):
+        yield from _stage_3(engine, zero)
+    elif hasattr(zero, "bit16_groups_flat"):
+        yield from _stages_1_and_2(zero)
+    for name, parameter in engine.module.named_parameters():
+        # What is a partition of its own was named above: a whole one beside it is a copy.
+        yield ("library", "persistent parameters", parameter) if hasattr(parameter, "ds_tensor") else ("parameters", name, parameter)
+        if parameter.grad is not None:
+            yield "gradients", name, parameter.grad
+    for state in engine.basic_optimizer.state.values():
+        yield from (("optimizer", str(key), value) for key, value in state.items() if hasattr(value, "untyped_storage"))
+    for group in getattr(zero, "fp32_groups", ()):
+        yield from (("library", "fp32 master weights", master) for master in group)
+
+
+def _masters(masters: Sequence[Any]) -> Iterator[Held]:
+    for master in masters:
+        yield "library", "fp32 master partition", master
+        if master.grad is not None:
+            yield "gradients", "fp32 gradient partition", master.grad
+
+
+def _stages_1_and_2(zero: Any) -> Iterator[Held]:
+    for flat in zero.bit16_groups_flat:
+        yield "parameters", "flat parameters", flat
+    yield from _masters(zero.single_partition_of_fp32_groups)
+    for bucket in zero.ipg_buckets.values():
+        yield from (("library", "reduction bucket", buffer) for buffer in bucket.buffer)
+    for gradients in (*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()):
+        yield from (("gradients", "averaged gradients", gradient) for gradient in gradients or ())
+    if zero.cpu_offload:
+        for copy in zero.param_buffer_of_bit16_for_cpu_offload_groups:
+            yield "library", "parameter partition on its way back", copy
+        yield "library", "gradient on its way out (host)", zero.temp_grad_buffer_for_cpu_offload
+        yield "library", "gradient on its way out (device)", zero.temp_grad_buffer_for_gpu_offload
+        yield from (("gradients", "accumulated gradients", gradient) for gradient in zero.accumulated_grads_in_cpu.values())
+
+
+def _stage_3(engine: Any, zero: Any) -> Iterator[Held]:
+    for flat in (*zero.fp16_partitioned_groups_flat, *zero.param_groups_fp16_flat_cpu_memory):
+        if flat is not None:
+            yield "parameters", "flat parameter partitions", flat
+    swapper = next((p.nvme_swapper for p in engine.module.parameters() if p.nvme_swapper is not None), None)
+    if swapper:
+        yield "library", "swap buffers of parameters", swapper.buffers
+        yield "library", "stand-in for parameters on disk", swapper.invalid_buffer
+        if swapper.partitioned_swap_buffer is not None:
+            yield "library", "swap buffer of updated parameters", swapper.partitioned_swap_buffer
+    for parameter in engine.module.parameters():
+        yield "parameters", "parameter partition", parameter.ds_tensor
+    yield from _masters(zero.fp32_partitioned_groups_flat)
+    yield "gradients", "flat gradient partitions", zero.grad_partitions_flat_buffer
+    for bucket in zero.ipg_buckets.values():
+        yield "library", "reduction bucket", bucket.buffer
+    if zero.optimizer_swapper:
+        for buffer in zero.optimizer_swapper.swap_buffer_manager.all_buffers:
+            yield "library", "swap buffers of the optimizer", buffer
+
+
+def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[str, Any]) -> States:
+    """What the fullest rank keeps, for the copies that DeepSpeed 0.19.8 keeps beside ZeRO's model states (arXiv 1910.02054, section 3.1).
+
+    Stages 1 to 3 keep a master of the rank's partition in fp32 also where the parameters are fp32, stage 3 the partition's
+    gradients too; reduction buckets outlive the step in stage 3 only. States offloaded from a GPU are not on the device.
+    """
+    zero = config.get("zero_optimization", {"stage": 0})
+    width = 4 if cell.precision == "fp32" else 2
+    moments = 2 if cell.optimizer == "adamw" else 1
+    whole, ranks, sizes = sum(facts.sizes), layout.data, facts.sizes
+    buffers = float(facts.buffer_bytes)
+    if zero["stage"] == 0:
+        masters = 0 if width == 4 else 4 * whole
+        return States(width * whole, 0, 4 * moments * whole, buffers + masters, transient=2 * width * whole)
+    if zero["stage"] == 3:
+        return _states_3(cell, ranks, sizes, zero, width, moments, buffers)
+    part = -(-whole // (2 * ranks))
+    part *= 2
+    held_until_reduced = whole if zero["stage"] == 1 else zero["reduce_bucket_size"]
+    transient = max(width * (held_until_reduced + part), 12 * part)
+    states = States(width * part * ranks, 0, 4 * moments * part, buffers + 4 * part, transient)
+    if "offload_optimizer" not in zero:
+        return states
+    accumulated = width * part if cell.micro_batches > 1 else 0
+    if cell.device == "cuda":
+        return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
+    library = states.library + width * (part + 2 * max(sizes))
+    return States(states.parameters, 4 * part + accumulated, states.optimizer, library, states.transient)
+
+
+def _states_3(cell: Cell, ranks: int, sizes: Sequence[int], zero: dict[str, Any], width: int, moments: int, library: float) -> States:
+    parts = [-(-size // ranks) for size in sizes]
+    optimizer_place, parameter_place = (zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param"))
+    on_host = [place != "none" and cell.device == "cuda" for place in (optimizer_place, parameter_place)]
+    groups = _groups(parts, zero["sub_group_size"])
+    swapped_groups = [g for g in groups if optimizer_place == "nvme" and 4 * sum(g) >= SWAPPED_BYTES]
+    swapped_parts = [p for p in parts if parameter_place == "nvme" and width * p >= SWAPPED_BYTES]
+    updated = sum(parts) - sum(sum(g) for g in swapped_groups)
+    library += width * zero["reduce_bucket_size"] + width * sum(s for s in sizes if s <= zero["stage3_param_persistence_threshold"])
+    gradients = float(width * sum(parts) + (4 * updated if optimizer_place != "none" else 0))
+    if not on_host[0]:
+        library += 4 * updated
+        if swapped_groups:
+            library += 4 * 4 * _aligned(max(sum(g) for g in groups), 4)
+    if parameter_place == "nvme" and not on_host[1]:
+        offload = zero["offload_param"]
+        library += width * offload["buffer_count"] * _aligned(offload["buffer_size"], width)
+        # Room for a sub-group's updated parameters, made for whole parameters although a rank writes its partitions.
+        library += width * sum(_aligned(size, width) for size in _largest(sizes, groups))
+    return States(
+        parameters=0.0 if on_host[1] else width * (sum(parts) - sum(swapped_parts)),
+        gradients=0.0 if on_host[0] else gradients,
+        optimizer=0.0 if on_host[0] else 4 * moments * updated,
+        library=library,
+        transient=max(4.0 * width * zero["reduce_bucket_size"], 12.0 * max(sum(g) for g in groups)),
+    )
+
+
+def _groups(parts: Sequence[int], size: int) -> list[list[int]]:
+    """Consecutive partitions, dealt into sub-groups that are full at `size` elements."""
+    groups: list[list[int]] = [[]]
+    for part in parts:
+        if sum(groups[-1]) >= size:
+            groups.append([])
+        groups[-1].append(part)
+    return groups
+
+
+def _largest(sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Elements of the whole parameters of the first largest sub-group."""
+    largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
+    before = sum(len(group) for group in groups[:largest])
+    return sizes[before : before + len(groups[largest])]
+
+
+def _aligned(elements: int, width: int) -> int:
+    step = ALIGNED_BYTES // width
+    return -(-elements // step) * step

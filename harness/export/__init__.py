@@ -1,0 +1,194 @@
+"""A cell as files that run the same training outside the suite: script, config files, command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.cell import Cell
+from harness.environment import version_of
+from harness.errors import Mistake, Refused, Unavailable
+from harness.strategy import Export, Job, Strategy, admit, make_strategy, strategies
+from harness.training import LOSS_SCALE
+from harness.workloads import make_workload, prepare_data
+from harness.workloads.model import has_weights
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+TARGETS = {
+    "torchrun": "torchrun, torch's elastic launcher, on this machine",
+    "slurm": "a batch script that starts torchrun on every node",
+    "accelerate": "accelerate launch, from its config.yaml",
+    "deepspeed": "the deepspeed launcher, from a ds_config.json",
+}
+_COMMANDS = {
+    "torchrun": 'exec torchrun --standalone --nproc-per-node {devices} train.py{tokens} "$@"',
+    "slurm": 'exec sbatch "$@" job.sbatch',
+    "accelerate": 'exec accelerate launch --config_file accelerate_config.yaml train.py{tokens} "$@"',
+    "deepspeed": 'exec deepspeed --num_gpus {devices} --no_local_rank --master_port "${{MASTER_PORT:-29500}}" train.py{tokens} "$@"',
+}
+_WHAT = {
+    "train.py": "the training script",
+    "model.json": "the model's transformers config",
+    "run.sh": "the command line",
+    "job.sbatch": "the batch script; your site's directives are at its top",
+    "accelerate_config.yaml": "the config of `accelerate launch`",
+    "ds_config.json": "DeepSpeed's config",
+}
+
+
+def known_target(to: str) -> str:
+    """What the target is, in words; raises Mistake for one that does not exist."""
+    if to not in TARGETS:
+        raise Mistake(f"--to {to!r}: known are {', '.join(TARGETS)}")
+    return TARGETS[to]
+
+
+def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
+    """Content by file name, and a note on what the cell needs that is not here; raises Mistake where there is no such export."""
+    known_target(to)
+    workload, note = make_workload(cell.workload), ""
+    try:
+        admit(cell, workload)
+    except Refused as no:
+        raise Mistake(f"{cell.name} cannot run: {no}") from None
+    except Unavailable as no:
+        note = str(no)
+    strategy = make_strategy(cell)
+    plan = plan_of(strategy, cell, to)
+    if plan is None:
+        raise Mistake(_no_export(cell, strategy, to))
+    if workload.suffixes:
+        raise Mistake(f"{cell.workload} has no export: its model is not one of transformers alone; workloads without a +suffix have")
+    values = _values(cell, workload, strategy) | plan.values
+    values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
+    values["command"] = _COMMANDS[to].format(devices=cell.devices, tokens=values["tokens_argument"])
+    render = _renderer(strategy)
+    files = {"train.py": render(plan.template, values), "model.json": _model_json(workload), **plan.files}
+    files["run.sh"] = render("run.sh.j2", values if to != "slurm" else values | {"variables": {}})
+    if to == "slurm":
+        files["job.sbatch"] = render("job.sbatch.j2", values)
+    needs = ("torch", "transformers", *strategy.requires, *plan.needs)
+    values["needs"] = list(dict.fromkeys(needs))
+    values["versions"] = ", ".join(f"{name} {version_of(name)}" for name in values["needs"] if version_of(name))
+    values["described"] = {name: _WHAT[name] for name in files}
+    files["README.md"] = render("README.md.j2", values)
+    return files, note
+
+
+def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
+    """What the strategy says of itself: what it inherits is another strategy's training."""
+    return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
+
+
+def taken_by(to: str) -> list[str]:
+    """Names of the strategies that have an export to this target without options."""
+    plain = {
+        name: (kind(), Cell(strategy=name, devices=2))
+        for name, kind in strategies().items()
+        if not any(field.is_required() for field in kind.model_fields.values())
+    }
+    return [name for name, (strategy, cell) in plain.items() if plan_of(strategy, cell, to)]
+
+
+def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
+    """The sentence that says what this strategy can be exported to, and what else this target takes."""
+    has = [target for target in TARGETS if plan_of(strategy, cell, target)]
+    takes = taken_by(to)
+    instead = f"it has one to {', '.join(has)}" if has else "it has none to any launcher"
+    return f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}; {instead}, and {to} takes {', '.join(takes)}"
+
+
+def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any]:
+    """What all templates may ask."""
+    import torch
+
+    data = prepare_data(cell.data, workload, cell.sequence_length)
+    factory, given = Job(cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()).optimizer_class()
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    config = workload.hf_config()
+    auto = {"causal": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}.get(workload.kind, "")
+    saved = workload.pretrained and has_weights(workload.pretrained)
+    local = workload.pretrained and Path(workload.pretrained).exists()
+    return {
+        "cell": cell,
+        "options": strategy.model_dump(),
+        "kind": workload.kind,
+        "config_class": type(config).__name__,
+        "model_class": workload.family.model_class if workload.family and not workload.pretrained else auto,
+        "from_config": ".from_config" if workload.pretrained else "",
+        "pretrained": saved and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained),
+        "block_path": workload.block_path,
+        "ranges": [list(pair) for pair in data.ranges],
+        "num_labels": data.num_labels,
+        "image_size": data.image_size,
+        "tokens_file": data.tokens_file,
+        "tokens_argument": ' --tokens "$TOKENS"' if data.tokens_file else "",
+        "fingerprint": data.fingerprint,
+        "optimizer": f"torch.optim.{factory.__name__}(parameters, {arguments})",
+        "optimizer_class": f"torch.optim.{factory.__name__}",
+        "optimizer_arguments": arguments,
+        "autocast": cell.precision != "fp32",
+        "dtype": {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(cell.precision),
+        "loss_scale": LOSS_SCALE,
+        "backend": "nccl" if cell.device == "cuda" else "gloo",
+        "no_sync": None,
+    }
+
+
+def _model_json(workload: Workload) -> str:
+    told: str = workload.hf_config().to_json_string(use_diff=True)
+    return json.dumps({k: v for k, v in json.loads(told).items() if k not in ("transformers_version", "_name_or_path")}, indent=2) + "\n"
+
+
+def _renderer(strategy: Strategy) -> Any:
+    import jinja2
+
+    folders = [Path(inspect.getfile(type(strategy))).parent / "templates", Path(__file__).parent / "templates"]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = shlex.quote
+    environment.filters["tojson"] = json.dumps
+    return lambda template, values: environment.get_template(template).render(values)
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """All or none of them; raises Mistake where the folder holds something already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Mistake(f"--out {str(folder)!r} is there already and not an empty folder; give another one, or remove it")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise Mistake(f"--out {str(folder)!r} cannot be written: {error.strerror}") from None
+    try:
+        for name, content in files.items():
+            (temporary / name).write_text(content)
+            if content.startswith("#!"):
+                (temporary / name).chmod(0o755)
+        temporary.chmod(0o777 & ~_umask())
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+__all__ = ["TARGETS", "export_files", "known_target", "plan_of", "taken_by", "write_files"]

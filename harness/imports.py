@@ -1,0 +1,20 @@
+"""What every rank needs, imported before its memory is measured: once in the fork server, or by a rank that another launcher starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable
+
+import torch.distributed.tensor.parallel  # noqa: F401
+import transformers
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, ResNetForImageClassification  # noqa: F401
+
+transformers.utils.logging.set_verbosity_error()
+
+
+def import_packages(names: Iterable[str]) -> None:
+    """Imports those that can be; set-up says what is wrong with the others."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)

@@ -1,0 +1,77 @@
+"""What Horovod needs around it: which parts it was built with, and how its ranks start and find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.strategy import Job
+
+
+@functools.cache
+def built(part: bytes) -> bool:
+    """Whether Horovod's extension holds a class of this name: its own `mpi_built` loads torch, which takes seconds."""
+    spec = importlib.util.find_spec("horovod")
+    folders = spec.submodule_search_locations or [] if spec else []
+    return any(part in file.read_bytes() for folder in folders for file in Path(folder).glob("torch/mpi_lib_v2*.so"))
+
+
+def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
+    """Open MPI: more ranks than cores allowed, cores left to the harness, ssh not required, its files in the trial's folder.
+
+    A rank's two threads share its cores: the one that waits for MPI has to yield to the one that computes.
+    """
+    settings = {"orte_tmpdir_base": str(scratch), "hwloc_base_binding_policy": "none", "mpi_yield_when_idle": "1"}
+    settings |= {} if shutil.which("ssh") or shutil.which("rsh") else {"plm": "^rsh"}
+    settings |= {"btl": "tcp,self"} if over_tcp else {}
+    given = [word for name, value in settings.items() for word in ("--mca", name, value)]
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", *given, "-np", str(processes), sys.executable]
+
+
+def places(hosts: Sequence[str]) -> list[Any]:
+    """Each rank's place (Horovod's SlotInfo) from the host that each rank runs on, whatever their order."""
+    from horovod.runner.common.util.hosts import SlotInfo
+
+    found = []
+    for rank, host in enumerate(hosts):
+        local = hosts[:rank].count(host)
+        cross = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local]
+        found.append(SlotInfo(host, rank, local, cross.index(host), len(hosts), hosts.count(host), len(cross)))
+    return found
+
+
+@contextlib.contextmanager
+def meeting(job: Job) -> Iterator[None]:
+    """Where Gloo's ranks find each other, as horovodrun does it: a rendezvous server in a thread of rank 0, for as long as they look.
+
+    The process group tells the ranks each other's hosts, and rank 0's address on the job's interface.
+    """
+    import torch.distributed as dist
+    from horovod.runner.gloo_run import create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+    from horovod.runner.util.network import get_driver_ip
+
+    hosts: list[Any] = [None] * job.layout.processes
+    dist.all_gather_object(hosts, socket.gethostname())
+    slots = places(hosts)
+    server, place = RendezvousServer(), ["", 0]
+    if job.rank == 0:
+        address = get_driver_ip([job.interface]) if job.interface else socket.gethostbyname(socket.gethostname())
+        place = [address, server.start()]
+        server.init(slots)
+    dist.broadcast_object_list(place, device=job.device)
+    os.environ |= create_slot_env_vars(slots[job.rank])
+    os.environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": str(place[0]), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(place[1])}
+    os.environ |= {"HOROVOD_GLOO_IFACE": job.interface} if job.interface else {}
+    yield
+    dist.barrier()
+    if job.rank == 0:
+        server.stop()

@@ -1,0 +1,155 @@
+"""DeepSpeed ZeRO: stages 0 to 3, states kept on the device, in host memory or on a disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from harness.accelerate_config import accelerate_export, deepspeed_variables
+from harness.cell import Cell
+from harness.deepspeed_config import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, settle
+from harness.deepspeed_states import engine_states, held_by_engine
+from harness.errors import Refused
+from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
+from harness.training import own_precision
+from harness.workloads import make_workload
+from harness.workloads.facts import model_facts
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
+
+
+class Deepspeed(Strategy):
+    """DeepSpeed ZeRO: stage 0 averages gradients, 1 shards the optimizer, 2 gradients too, 3 parameters too."""
+
+    requires = ("deepspeed",)
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo")
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage."""
+    offload_optimizer: Place = "none"
+    """Where optimizer state, and the update, live: the device, the host (stages 1 to 3), or a folder (stage 3)."""
+    offload_parameters: Place = "none"
+    """Where partitioned parameters wait for their layer (stage 3)."""
+    folder: str = ""
+    """Folder of what is offloaded to `nvme`, on any disk; empty for the trial's own."""
+    bucket_elements: int | None = Field(default=None, gt=0)
+    """Elements that are reduced, prefetched and held live at a time; by default an eighth of the model, at most 25 MiB."""
+    persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
+    """Stage 3 leaves parameters of up to this size whole on every rank."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage == 3
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        check_zero(cell, workload, self.stage, self.offload_optimizer, self.offload_parameters)
+        if cell.precision == "fp16" and self.stage == 0:
+            raise Refused("without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it did not apply; use stage 1, 2 or 3")
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        return EXACT
+
+    def stand_in(self, cell: Cell) -> str | None:
+        moved = [what for what, place in (("optimizer", self.offload_optimizer), ("parameters", self.offload_parameters)) if place == "cpu"]
+        return f"no device to leave: {' and '.join(moved)} already in host memory" if moved and cell.device == "cpu" else None
+
+    def same_as_ddp(self, cell: Cell) -> str | None:
+        return "DeepSpeed stage 0" if self.stage == 0 and self.model_fields_set <= {"stage"} else None
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return engine_states(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+
+    def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
+        """DeepSpeed's config for the cell."""
+        return deepspeed_config(
+            cell,
+            layout,
+            self.stage,
+            offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
+            folder=folder,
+            sizes=sizes,
+            bucket_elements=self.bucket_elements,
+            persistent_elements=self.persistent_elements,
+        )
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
+        config = self.config(cell, self.layout(cell.devices), sizes, self.folder or "offload")
+        more = {
+            "cpu_adam": self.offload_optimizer != "none" and cell.optimizer == "adamw",
+            "undo_first_step": self.stage == 0 and cell.precision != "fp32",
+        }
+        if to == "accelerate":
+            return accelerate_export(cell, deepspeed=config, **more)
+        file = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
+        return Export("deepspeed.py.j2", {"autocast": False, **more}, file, deepspeed_variables(cell))
+
+    def setup(self, job: Job) -> TrainStep:
+        settle(job.device.type, job.layout.processes)
+        import deepspeed
+        import torch
+
+        model = self.build(job)
+        folder = Path(self.folder) if self.folder else job.scratch / "offload"
+        config = self.config(job.cell, job.layout, [p.numel() for p in model.parameters() if p.requires_grad], folder)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer(job, model), config=config)
+        self.undo_first_step(engine)
+        job.expose(
+            engine.module,
+            engine.basic_optimizer,
+            gather=lambda: self.whole(engine),
+            states=lambda: held_by_engine(engine),
+            offload_folder=folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None,
+        )
+        plain, parts = own_precision(job), job.cell.micro_batches
+
+        def step(batch: Batch) -> Tensor:
+            total = torch.zeros((), device=job.device)
+            for part in batch.split(parts):
+                loss = plain.loss(engine, part)
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach() / parts
+            return total
+
+        return step
+
+    def build(self, job: Job) -> nn.Module:
+        return job.model()
+
+    def optimizer(self, job: Job, model: Any) -> Optimizer:
+        """torch's; DeepSpeed's CPU Adam where states are offloaded: the same AdamW (decoupled decay, eps beside the corrected root)."""
+        _, kwargs = job.optimizer_class()
+        if self.offload_optimizer == "none" or job.cell.optimizer == "sgd":
+            return job.optimizer(model.parameters())
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **kwargs)
+
+    def undo_first_step(self, engine: Any) -> None:
+        """Without ZeRO the optimizer of half-precision weights takes a step with zero gradients when it is made: undone here."""
+        if hasattr(engine.optimizer, "refresh_fp32_params") and self.stage == 0:
+            engine.basic_optimizer.state.clear()
+            engine.optimizer.refresh_fp32_params()
+
+    def whole(self, engine: Any) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by name, whole; their fp32 masters where there are any."""
+        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.runtime.zero import GatheredParameters
+
+        groups = zip(getattr(engine.optimizer, "fp16_groups", ()), getattr(engine.optimizer, "fp32_groups", ()), strict=False)
+        masters = {half: master for halves, wholes in groups for half, master in zip(halves, wholes, strict=True)}
+        for name, parameter in engine.module.named_parameters():
+            whole = masters.get(parameter, safe_get_full_fp32_param(parameter))
+            with GatheredParameters([parameter], enabled=whole is None and hasattr(parameter, "ds_id")):  # frozen, in stage 3
+                yield name, parameter if whole is None else whole

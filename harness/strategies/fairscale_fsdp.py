@@ -1,0 +1,85 @@
+"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): a module's parameters are one flat tensor, cut over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from harness.cell import Cell
+from harness.errors import Refused, Unavailable
+from harness.strategy import Held, Job, Layout, States, Strategy, TrainStep
+from harness.training import LOSS_SCALE, model_states, standard_step
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
+
+
+class FairscaleFsdp(Strategy):
+    """fairscale's FullyShardedDataParallel: a block's parameters are gathered as one flat tensor when it runs."""
+
+    requires = ("fairscale",)
+    preload = ("fairscale.nn.data_parallel",)
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep them (zero_dp_2)."""
+    cpu_offload: bool = False
+    """Keep shards, their gradients and the optimizer in host memory."""
+    no_sync: bool = True
+    """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if workload.partly_frozen:
+            raise Refused(
+                f"{workload.name} freezes most parameters, and a flat parameter is trained or frozen as a whole: use fsdp1 or fsdp2"
+            )
+        if cell.device != "cuda":
+            raise Unavailable("fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward: it needs a GPU")
+
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        shard = model_states(cell, facts, shards=layout.data)
+        if self.cpu_offload:
+            shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
+        return shard if self.reshard_after_forward else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        home = torch.device("cpu") if self.cpu_offload else job.device  # offloaded shards are cut from a model in host memory
+        whole = dataclasses.replace(job, device=home).model()
+        if job.workload.block_path:
+            blocks = whole.get_submodule(job.workload.block_path)
+            for name, block in list(blocks.named_children()):
+                setattr(blocks, name, self.shard(job, block))
+        model = self.shard(job, whole)
+
+        def gather() -> Iterator[tuple[str, Tensor]]:
+            with model.summon_full_params(volatile=True):
+                yield from model.named_parameters()
+
+        def pinned() -> Iterator[Held]:
+            yield from (("library", "pinned gradients", p._cpu_grad) for p in model.parameters() if hasattr(p, "_cpu_grad"))
+
+        optimizer = job.optimizer(model.parameters())
+        job.expose(model, optimizer, gather=gather, library=pinned)
+        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip the same steps.
+        scaler = ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
+        return standard_step(job, model, optimizer, no_sync=model.no_sync if self.no_sync else None, scaler=scaler)
+
+    def shard(self, job: Job, module: nn.Module) -> Any:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(
+            module,
+            reshard_after_forward=self.reshard_after_forward,
+            move_params_to_cpu=self.cpu_offload,
+            compute_device=job.device,
+        )

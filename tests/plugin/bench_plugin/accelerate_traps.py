@@ -1,0 +1,70 @@
+"""Accelerate as it is easily used: with one of the strategy's precautions taken out."""
+
+import os
+from typing import Any, Literal
+
+from harness.cell import Cell
+from harness.strategies.accelerate import Accelerate
+from harness.strategy import Job, TrainStep
+from harness.workloads import Workload
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+class AccelerateTraps(Accelerate):
+    """Accelerate with one mistake."""
+
+    trap: Literal[
+        "none", "no_variables", "no_cpu", "fsdp_on_cpu", "fp16_on_cpu", "clipping", "batch_sizes", "unnamed_backend", "inner_optimizer"
+    ] = "none"
+    """What is left out."""
+    verified: bool = True
+    """Keep the strategy's look at what Accelerate found."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.trap != "fp16_on_cpu":
+            super().check(cell, workload)
+
+    def verify(self, job: Job, accelerator: Any) -> None:
+        if self.verified:
+            super().verify(job, accelerator)
+
+    def pretend(self) -> None:
+        if self.trap != "fsdp_on_cpu":
+            super().pretend()
+
+    def deepspeed_config(self, cell: Cell) -> dict[str, Any]:
+        config = super().deepspeed_config(cell)
+        if self.trap == "clipping":
+            config["gradient_clipping"] = "auto"
+        if self.trap == "batch_sizes":
+            config["train_batch_size"] = "auto"
+        return config
+
+    def accelerator(self, job: Job) -> Any:
+        import accelerate
+        from accelerate.utils import InitProcessGroupKwargs
+
+        init = accelerate.Accelerator.__init__
+
+        def changed(self_: Any, *, cpu: bool, kwargs_handlers: list[Any], **more: Any) -> None:
+            if self.trap in ("batch_sizes", "unnamed_backend"):
+                kwargs_handlers = [handler for handler in kwargs_handlers if not isinstance(handler, InitProcessGroupKwargs)]
+            init(self_, cpu=cpu and self.trap != "no_cpu", kwargs_handlers=kwargs_handlers, **more)
+
+        accelerate.Accelerator.__init__ = changed
+        hidden = {name: os.environ.pop(name) for name in VARIABLES if self.trap == "no_variables"}
+        made = super().accelerator(job)
+        os.environ.update(hidden)
+        return made
+
+    def setup(self, job: Job) -> TrainStep:
+        if self.trap == "inner_optimizer":
+            from accelerate.optimizer import AcceleratedOptimizer
+
+            AcceleratedOptimizer.step = lambda self: self.optimizer.step()
+            AcceleratedOptimizer.zero_grad = lambda self: self.optimizer.zero_grad()
+        step = super().setup(job)
+        if job.exposed and not self.verified:
+            job.exposed.library = None  # DDP's buckets, where there is no DDP
+        return step

@@ -1,0 +1,45 @@
+"""Parameter servers that do not do their work, or do not end well."""
+
+import os
+import signal
+from typing import Any, Literal
+
+from harness.strategies.parameter_server import ParameterServer
+from harness.strategy import Batch, Job, TrainStep
+
+
+class ParameterServerTraps(ParameterServer):
+    """A parameter server with one mistake."""
+
+    trap: Literal["none", "never_fetches", "deaf_to_one"] = "none"
+    """Workers keep their first parameters, or the server leaves out one worker's gradients."""
+
+    def take(self, parameters: Any, fetched: Any) -> None:
+        if self.trap != "never_fetches":
+            super().take(parameters, fetched)
+
+    def update(self, optimizer: Any, scaler: Any, pushes: Any) -> None:
+        heard = [push for push in pushes if self.trap != "deaf_to_one" or push[0] != 1]
+        if heard:
+            super().update(optimizer, scaler, heard)
+
+
+class ParameterServerFaulty(ParameterServer):
+    """A parameter server of which one process does not end well at step 2."""
+
+    fault: Literal["raises", "killed"] = "raises"
+    """How it goes wrong."""
+    rank: int = 0
+    """Which of its processes."""
+
+    def setup(self, job: Job) -> TrainStep:
+        train = super().setup(job)
+
+        def step(batch: Batch) -> Any:
+            if job.rank == self.rank and batch.step == 2:
+                if self.fault == "raises":
+                    raise ValueError("the planted mistake")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train(batch)
+
+        return step

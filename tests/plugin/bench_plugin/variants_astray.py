@@ -1,0 +1,30 @@
+"""DDP that treats a model with few trained parameters wrongly."""
+
+from typing import Literal
+
+from harness.strategies.ddp import Ddp
+from harness.strategy import Batch, Job, TrainStep
+
+
+class VariantAstray(Ddp):
+    """DDP with one mistake about the adapter."""
+
+    mistake: Literal["none", "thawed", "unseeded", "first_positions"] = "none"
+    """Frozen weights trained too, an adapter of other numbers, or the loss of the virtual tokens' positions."""
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+
+        workload = job.workload
+        if self.mistake == "thawed":
+            make = job.model
+            job.model = lambda: make().requires_grad_(True)  # type: ignore[method-assign]
+        if self.mistake == "unseeded":
+            type(workload)._adapter_seed = lambda self, seed: torch.seed()  # type: ignore[attr-defined]
+        if self.mistake == "first_positions":
+
+            def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+                return workload.loss(model(batch.inputs).logits[:, : batch.inputs.shape[1]], batch.labels)
+
+            job.loss = loss  # type: ignore[method-assign,assignment]
+        return super().setup(job)

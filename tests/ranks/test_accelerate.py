@@ -1,0 +1,117 @@
+"""Accelerate around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.errors import Refused, Unavailable
+from harness.strategies.accelerate import Accelerate
+from harness.strategy import admit
+from harness.workloads import make_workload
+from tests.ranks.conftest import RunCells, cell
+
+pytest.importorskip("accelerate")
+
+
+def engines(*names: str, **axes: Any) -> list[Any]:
+    return [cell("accelerate", options={"engine": name}, **axes) for name in names]
+
+
+@pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
+def test_every_engine_trains_the_same(run_cells: RunCells, workload: str) -> None:
+    """GPT-2's output and input embeddings are one tensor, which FSDP2 must keep one."""
+    trials = run_cells(*engines("ddp", "zero2", "zero3", "fsdp2", workload=workload, micro_batches=2)).trials
+    assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
+    assert trials["parity_max_loss_deviation"].max() < 1e-6
+
+
+def test_thirteen_steps_and_four_ranks(run_cells: RunCells) -> None:
+    longer = engines("ddp", "zero2", "zero3", "fsdp2", workload="llama-mini", timed_steps=10, parity_steps=13)
+    more = engines("ddp", "zero3", "fsdp2", devices=4)
+    trials = run_cells(*longer, *more).trials
+    assert list(trials["parity_verdict"]) == ["exact"] * 7, list(trials["reason"])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_its_config_file_trains_the_same(run_cells: RunCells, engine: str) -> None:
+    one = cell("accelerate", options={"engine": engine, "config_file": True}, micro_batches=2, time_limit_seconds=180)
+    trial = run_cells(one).trials.iloc[0]
+    assert (trial["status"], trial["launcher"]) == ("ok", "accelerate"), trial["log_tail"]
+    assert trial["parity_verdict"] == "exact"
+
+
+def test_mixed_precision_is_its_own(run_cells: RunCells) -> None:
+    """bf16 by autocast under DDP; by DeepSpeed's and FSDP2's own policies else."""
+    trials = run_cells(*engines("ddp", "zero2", "fsdp2", precision="bf16", workload="llama-micro")).trials
+    assert list(trials["parity_verdict"]) == ["within tolerance"] * 3, list(trials["reason"])
+
+
+def test_states_follow_the_formula(run_cells: RunCells) -> None:
+    cells = [c for devices in (2, 4) for c in engines("ddp", "zero2", "zero3", "fsdp2", devices=devices, workload="llama-micro")]
+    for _, row in run_cells(*cells).trials.iterrows():
+        for kind in ("parameter", "gradient", "optimizer", "library"):
+            expected, found = row[f"formula_{kind}_bytes"], max(row[f"{kind}_bytes"])
+            assert found == pytest.approx(expected, rel=0.05, abs=4096), (row["cell_name"], kind)
+
+
+@pytest.mark.parametrize("trap", ["no_variables", "no_cpu"])
+def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> None:
+    """Without torchrun's variables, or without `cpu=True`, each rank trains alone and nothing says so; the strategy does."""
+    traps = [cell("accelerate_traps", options={"trap": trap, "verified": verified}) for verified in (True, False)]
+    told, silent = (row for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows())
+    assert told["status"] == "failed"
+    assert "Accelerate sees 1 of 2 processes" in told["reason"]
+    assert silent["status"] == "diverged"
+
+
+def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
+    axes = {"engine": "fsdp2", "trap": "fsdp_on_cpu"}
+    traps = [cell("accelerate_traps", options={**axes, "verified": verified}) for verified in (True, False)]
+    told, silent = (row for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows())
+    assert told["status"] == "failed"
+    assert "would train by DistributedType.MULTI_CPU" in told["reason"]
+    assert silent["status"] == "ok"
+    assert list(silent["held_parameters"]) == [silent["parameters"]] * 2, "whole on each rank: DDP"
+
+
+def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
+    axes = {"precision": "fp16", "workload": "llama-micro"}
+    half = run_cells(cell("accelerate_traps", options={"trap": "fp16_on_cpu", "verified": False}, **axes)).trials.iloc[0]
+    assert half["parity_verdict"] == "exact", "fp16 is never that close"
+    with pytest.raises(Unavailable, match="fp16 on CPUs"):
+        admit(cell("accelerate", **axes), make_workload("llama-micro"))
+
+
+@pytest.mark.parametrize(
+    ("trap", "engine", "status", "reason"),
+    [
+        ("clipping", "zero2", "diverged", "loss is off"),
+        ("batch_sizes", "zero2", "failed", "batch"),
+        ("unnamed_backend", "zero2", "failed", "sees 1 of 2 processes"),
+        ("inner_optimizer", "ddp", "diverged", "loss is off"),
+        ("none", "zero2", "ok", ""),
+    ],
+)
+def test_what_goes_wrong_without_a_precaution(run_cells: RunCells, trap: str, engine: str, status: str, reason: str) -> None:
+    """DeepSpeed clips at 1.0 and counts one process on CPUs; an optimizer out of its wrapper steps after every micro-batch."""
+    options = {"trap": trap, "engine": engine, "verified": trap != "batch_sizes"}
+    trial = run_cells(cell("accelerate_traps", options=options, micro_batches=2)).trials.iloc[0]
+    assert trial["status"] == status, trial["log_tail"]
+    assert reason in trial["reason"]
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(Refused, match="image models"):
+        admit(cell("accelerate", workload="resnet-micro", options={"engine": "fsdp2"}), make_workload("resnet-micro"))
+    with pytest.raises(Refused, match="leave the launcher out"):
+        admit(cell("accelerate", launcher="spawn", options={"config_file": True}), make_workload("llama-nano"))
+
+
+def test_stand_ins_and_who_wraps_ddp() -> None:
+    plain, sharded = cell("accelerate"), cell("accelerate", options={"engine": "fsdp2"})
+    assert Accelerate().stand_in(plain) is None
+    assert "over gloo" in str(Accelerate(engine="fsdp2").stand_in(sharded))
+    assert Accelerate(config_file=True).same_as_ddp(plain) == "Accelerate (config.yaml)"
+    assert Accelerate(engine="fsdp2").same_as_ddp(sharded) is None

@@ -1,0 +1,105 @@
+"""What `bench export` writes is run at two ranks and gives the suite's own losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.export import export_files, write_files
+from harness.parity import loss_deviations
+from tests.ranks.conftest import RunCells, cell
+
+STAND_IN = """#!/usr/bin/env bash
+# Stand-in for SLURM's srun where SLURM is not installed: one node, this one.
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without the suite on the path; with the launchers of this Python's libraries."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MASTER_PORT": port, **more}
+
+
+def losses(said: str) -> list[float]:
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"step"')]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    return [row["loss"] for row in rows]
+
+
+def run(command: list[str], folder: Path, **more: str) -> str:
+    done = subprocess.run(command, cwd=folder.parent, env=environment(**more), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def in_batch(folder: Path) -> str:
+    """By sbatch where SLURM is; else the batch script's body with a stand-in for srun."""
+    if shutil.which("sbatch"):
+        partition = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True).stdout.split()[0]
+        run(["bash", str(folder / "run.sh"), "--wait", f"--partition={partition}", "--account=", "--output=log"], folder)
+        return (folder / "log").read_text()
+    stand_in = folder.parent / "bin"
+    stand_in.mkdir()
+    (stand_in / "srun").write_text(STAND_IN)
+    (stand_in / "srun").chmod(0o755)
+    given = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_PER_TASK": "2"}
+    path = f"{stand_in}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "job.sbatch"], cwd=folder, env=environment(**given) | {"PATH": path}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+SETS: list[tuple[str, str, dict[str, Any]]] = [
+    ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
+    ("ddp", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
+    ("ddp", "torchrun", {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}}),
+    ("fsdp1", "torchrun", {"micro_batches": 2}),
+    ("fsdp2", "torchrun", {"micro_batches": 2, "options": {"prefetch": True}}),
+    ("zero_redundancy", "torchrun", {"optimizer": "sgd"}),
+    ("ddp", "slurm", {}),
+    ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
+    ("fsdp2", "accelerate", {}),
+    ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
+    ("accelerate", "accelerate", {"options": {"engine": "zero2"}}),
+    ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
+    ("accelerate", "accelerate", {"options": {"engine": "fsdp2"}}),
+    ("deepspeed", "accelerate", {"options": {"stage": 1}}),
+    ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16", "workload": "llama-micro"}),
+    ("deepspeed", "deepspeed", {"options": {"stage": 2, "offload_optimizer": "cpu"}}),
+    ("deepspeed", "deepspeed", {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "to", "axes"), SETS, ids=lambda v: v if isinstance(v, str) else "-".join(f"{x}" for x in v.values()))
+def test_an_exported_set_trains_the_same(run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]) -> None:
+    for package in ("accelerate", "deepspeed"):
+        if package in (strategy, to) or "zero" in str(axes):
+            pytest.importorskip(package) if find_spec(package) is None else None
+    one = cell(strategy, **axes)
+    trial = run_cells(one).trials.iloc[0]
+    assert trial["status"] == "ok", trial["reason"]
+    files, note = export_files(one, to)
+    assert not note
+    folder = tmp_path / "set"
+    write_files(files, folder)
+    found = losses(in_batch(folder) if to == "slurm" else run(["bash", str(folder / "run.sh")], folder))
+    assert len(found) == one.total_steps
+    assert max(loss_deviations(found, list(trial["losses"]))) < 1e-6
+    if trial["parity_verdict"] == "exact":
+        assert max(loss_deviations(found, list(trial["reference_losses"]))) < 1e-5

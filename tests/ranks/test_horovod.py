@@ -1,0 +1,184 @@
+"""Horovod's ring, its bytes, its two controllers, and each trap on the way to training the same thing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+
+from harness.errors import Refused, Unavailable
+from harness.strategies import horovod
+from harness.strategies._horovod import built, places
+from harness.strategies.horovod import Horovod
+from harness.workloads import make_workload
+from tests.ranks.conftest import RunCells, cell
+
+pytest.importorskip("horovod", reason="make setup builds Horovod")
+PATIENT: dict[str, Any] = {"time_limit_seconds": 150.0}  # mpirun starts fresh interpreters
+with_mpi = pytest.mark.skipif(not (built(b"MPIController") and shutil.which("mpirun")), reason="Horovod without MPI")
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_ring_sends_what_it_must(run_cells: RunCells, devices: int) -> None:
+    """Each rank sends 2(N-1)/N of the gradients' bytes a step, as DDP's ring does."""
+    micro = [cell(name, devices=devices, workload="llama-micro") for name in ("horovod", "ddp")]
+    trials = run_cells(*micro).trials.set_index("strategy")
+    for name in ("horovod", "ddp"):
+        row = trials.loc[name]
+        bound = 2 * (devices - 1) / devices * 4 * row["trained_parameters"]
+        assert list(row["sent_bytes_per_step"]) == pytest.approx([bound] * devices, rel=0.05)
+    assert trials.loc["horovod", "parity_verdict"] == "exact"
+    assert trials.loc["horovod", "wraps_ddp"] == "Horovod"
+
+
+def test_fp16_compression_halves_the_bytes(run_cells: RunCells) -> None:
+    row = run_cells(cell("horovod", workload="llama-micro", options={"compression": "fp16"})).trials.iloc[0]
+    assert row["status"] == "ok"
+    assert row["parity_max_loss_deviation"] > 0
+    assert list(row["sent_bytes_per_step"]) == pytest.approx([2.0 * row["trained_parameters"]] * 2, rel=0.05)
+    assert pd.isna(row["wraps_ddp"])
+
+
+@pytest.mark.parametrize("axes", [{"micro_batches": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": "sgd"}], ids=str)
+def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
+    row = run_cells(cell("horovod", **axes)).trials.iloc[0]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["parity_verdict"] == ("within tolerance" if "precision" in axes else "exact")
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells, threshold: float) -> None:
+    row = run_cells(cell("horovod", options={"fusion_threshold_mib": threshold, "cycle_time_ms": 0.5})).trials.iloc[0]
+    assert row["parity_verdict"] == "exact"
+    buffers = row["library_bytes"][0]
+    assert buffers == pytest.approx(row["formula_library_bytes"] or 0, abs=1000)
+    assert row["formula_library_bytes"] == threshold * 2**20
+
+
+TRAPS = [
+    pytest.param({"trap": "state_before_wrapping"}, {}, id="state before wrapping"),
+    pytest.param({"trap": "state_after_wrapping"}, {}, id="state after wrapping"),
+    pytest.param({"trap": "state_after_wrapping"}, {"optimizer": "sgd"}, id="state after wrapping, SGD"),
+    pytest.param({"apart": True, "trap": "no_broadcast"}, {}, id="no broadcast"),
+    pytest.param(
+        {"apart": True, "plain_sgd": True, "trap": "state_after_wrapping"},
+        {"optimizer": "sgd", "parity_steps": 1, "warmup_steps": 1},
+        id="plain SGD",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "axes"), TRAPS)
+def test_each_trap_is_seen_and_avoided(run_cells: RunCells, options: dict[str, Any], axes: dict[str, Any]) -> None:
+    """Without the strategy's own broadcast it diverges; with it, from the same start, it is exact. One step of SGD knows no momentum."""
+    trapped = cell("horovod_traps", options=options, **axes)
+    fixed = cell("horovod_traps", options={**options, "trap": "none"}, **axes)
+    trials = run_cells(trapped, fixed).trials
+    said = {row["cell_id"]: (row["status"], row["log_tail"]) for _, row in trials.iterrows()}
+    assert {key: status for key, (status, _) in said.items()} == {trapped.id: "diverged", fixed.id: "ok"}, said
+    assert trials.set_index("cell_id").loc[fixed.id, "parity_verdict"] == "exact"
+
+
+@with_mpi
+def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None:
+    """Through shared memory nothing is counted; over TCP it is the same bytes as Gloo's."""
+    shared = cell("horovod", options={"controller": "mpi"}, **PATIENT)
+    over_tcp = cell("horovod", workload="llama-micro", options={"controller": "mpi", "transport": "tcp"}, **PATIENT)
+    trials = run_cells(shared, over_tcp).trials.set_index("cell_id")
+    assert list(trials["parity_verdict"]) == ["exact", "exact"], list(trials["reason"])
+    assert list(trials["launcher"]) == ["mpirun", "mpirun"]
+    assert list(trials["wraps_ddp"]) == ["Horovod", "Horovod"]
+    assert not len(trials.loc[shared.id, "sent_bytes_per_step"])
+    bound = 4.0 * trials.loc[over_tcp.id, "trained_parameters"]
+    assert list(trials.loc[over_tcp.id, "sent_bytes_per_step"]) == pytest.approx([bound] * 2, rel=0.05)
+
+
+@with_mpi
+def test_adasum_is_its_formula(run_cells: RunCells) -> None:
+    options = {"controller": "mpi", "op": "adasum"}
+    trials = run_cells(cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")).trials.set_index("strategy")
+    row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
+    assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
+    assert list(row["losses"]) == pytest.approx(list(by_hand["losses"]), rel=1e-5)
+    assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
+    assert pd.isna(row["wraps_ddp"])
+
+
+@with_mpi
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        ("raises", "failed", "rank 1: ValueError: the planted mistake"),
+        ("killed", "failed", "mpirun left with exit code 137"),
+        ("hangs", "timeout", "still running after its time limit"),
+    ],
+)
+def test_a_failing_rank_ends_mpirun_with_the_cause(run_cells: RunCells, fault: str, status: str, reason: str) -> None:
+    limit = {"time_limit_seconds": 20.0} if fault == "hangs" else PATIENT
+    row = run_cells(cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)).trials.iloc[0]
+    assert (row["status"], row["launcher"]) == (status, "mpirun")
+    assert row["reason"].startswith(reason)
+    assert fault != "killed" or "rank 1 with PID" in row["log_tail"]
+    assert fault != "hangs" or row["stacks"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "harness.rank" in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("fault", ["raises", "killed"])
+def test_a_failing_rank_ends_gloo_with_the_cause(run_cells: RunCells, fault: str) -> None:
+    row = run_cells(cell("horovod_faulty", options={"fault": fault})).trials.iloc[0]
+    assert row["status"] == "failed"
+    assert row["reason"].startswith("rank 1: ValueError: the planted mistake" if fault == "raises" else "rank 1 was killed by SIGKILL")
+
+
+def test_what_the_build_holds_is_what_it_says_of_itself() -> None:
+    code = "import horovod.torch as hvd; print([bool(x()) for x in (hvd.mpi_built, hvd.gloo_built, hvd.nccl_built)])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert said == str([built(name) for name in (b"MPIController", b"GlooController", b"NCCLAllreduce")])
+
+
+def test_places_are_those_of_horovodrun() -> None:
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+
+    assert places(["a", "a", "b", "b"]) == get_host_assignments(parse_hosts("a:2,b:2"), 4)
+    assert places(["a", "a", "b"]) == get_host_assignments(parse_hosts("a:2,b:1"), 3)
+    cyclic = [(slot.rank, slot.local_rank, slot.cross_rank) for slot in places(["a", "b", "a", "b"])]
+    assert cyclic == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+
+
+def check(strategy: Horovod, **axes: Any) -> None:
+    one = cell("horovod", **axes)
+    strategy.check(one, make_workload(one.workload))
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "built", lambda part: False)
+    with pytest.raises(Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev, then make setup"):
+        check(Horovod(controller="mpi"))
+    with pytest.raises(Unavailable, match="without Gloo"):
+        check(Horovod())
+    assert "HOROVOD_GPU_OPERATIONS=NCCL" in (Horovod().stand_in(cell("horovod", device="cuda")) or "")
+    monkeypatch.setattr(horovod, "built", lambda part: True)
+    assert Horovod().stand_in(cell("horovod", device="cuda")) is None
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(Unavailable, match="mpirun"):
+        check(Horovod(controller="mpi"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "reason"),
+    [
+        (Horovod(op="adasum"), {}, "set controller to mpi"),
+        (Horovod(op="adasum", controller="mpi"), {"devices": 3}, "power of two"),
+        (Horovod(op="adasum", controller="mpi"), {"precision": "fp16"}, "use bf16 or fp32"),
+        (Horovod(controller="mpi"), {"launcher": "spawn"}, "leave the launcher out"),
+        (Horovod(), {"workload": "llama-nano+bf16"}, "set the precision to bf16"),
+    ],
+)
+def test_impossible_cells_are_refused(strategy: Horovod, axes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        check(strategy, **axes)

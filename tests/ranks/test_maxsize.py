@@ -1,0 +1,72 @@
+"""The largest model under a small enforced budget, with real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.cell import Cell
+from harness.launch import Launcher
+from harness.maxsize import Search, found, plan_of
+from harness.runner import Runner
+from harness.store import Store
+from tests.ranks.conftest import RunCells, Silent, cell
+
+MIB = 2**20
+# Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads, Python's heap and gloo.
+BUDGET = 160 * MIB
+
+
+def searched(strategy: str, **axes: object) -> Cell:
+    steps = {"warmup_steps": 1, "timed_steps": 1, "parity_steps": 2}
+    more = {"sequence_length": 16, "global_batch": 2, "memory_limit_bytes": BUDGET, "time_limit_seconds": 120}
+    return cell(strategy, workload="llama-256x1", **more, **steps, **axes)
+
+
+@pytest.fixture(scope="module")
+def table(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    store = Store(tmp_path_factory.mktemp("results"))
+    plan = plan_of([searched("ddp"), searched("fsdp2")], [], BUDGET, [["ddp", "fsdp2"]])
+    runner = Runner(store, plan, launcher=lambda packages: launcher)
+    runner.begin()
+    assert Search(runner, Silent()).run()
+    return {row.label: row for row in found(store.load())}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: str) -> None:
+    row = table[strategy]
+    assert (row.status, row.parity) == ("found", "exact")
+    assert row.next_parameters - row.parameters == row.step
+    assert row.failed_in in ("forward", "backward", "update")
+    assert 0.4 < row.ratio < 1.0, "the formula has no stacks, heap and gathered blocks: 60 of these 160 MiB"
+    assert sum(row.kept.values()) < row.peak_memory_bytes < BUDGET
+    assert row.setup_peak_memory_bytes < row.peak_memory_bytes
+
+
+def test_what_filled_the_budget_is_named(table) -> None:
+    row = table["ddp"]
+    assert sum(row.fill.values()) == pytest.approx(BUDGET, rel=0.05)
+    assert row.fill["parameters"] == 4 * row.next_parameters
+    assert dict(row.responsible)["gradient buckets of DDP's reducer"] == 4 * row.next_parameters
+    assert row.fill["temporaries"] < 10 * MIB
+    assert row.fill["other tensors"] < 10 * MIB
+
+
+def test_sharding_trains_a_larger_model(table) -> None:
+    assert table["fsdp2"].parameters > 1.5 * table["ddp"].parameters
+    assert table["fsdp2"].predicted > table["ddp"].predicted
+
+
+def test_a_model_too_large_to_build_runs_out_in_set_up(run_cells: RunCells) -> None:
+    row = run_cells(searched("fsdp2").model_copy(update={"workload": "llama-256x80"})).trials.iloc[0]
+    assert (row["status"], row["failed_in"]) == ("out_of_memory", "set-up")
+    assert '"parameters": ' in row["failed_holding"]
+
+
+def test_under_a_limit_memory_is_what_tensors_need_not_holes_in_the_heap(run_cells: RunCells) -> None:
+    """glibc keeps what is freed below a bound that it raises itself: without pages of their own, shards need twice the memory."""
+    sizes = {"workload": "llama-256x16", "parity_steps": 2}
+    limited, free = (searched("fsdp2").model_copy(update={**sizes, "memory_limit_bytes": limit}) for limit in (2**30, None))
+    trials = run_cells(limited, free).trials
+    peaks = {bool(row["memory_limit_bytes"] > 0): row["peak_memory_bytes"] for row in trials.to_dict("records")}
+    assert peaks[True] < 0.75 * peaks[False]

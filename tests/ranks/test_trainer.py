@@ -1,0 +1,126 @@
+"""transformers' Trainer around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.errors import Refused, Unavailable
+from harness.strategies.trainer import TransformersTrainer
+from harness.strategy import admit
+from harness.workloads import make_workload
+from tests.ranks.conftest import RunCells, cell
+
+pytest.importorskip("accelerate")
+pytest.importorskip("deepspeed")
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+def engines(*names: str, **axes: Any) -> list[Any]:
+    return [cell("trainer", options={"engine": name}, **axes) for name in names]
+
+
+@pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
+def test_every_engine_trains_the_same(run_cells: RunCells, workload: str) -> None:
+    trials = run_cells(*engines(*ENGINES, workload=workload, micro_batches=2)).trials
+    assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
+    assert trials["parity_max_loss_deviation"].max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes"), [(2, {"workload": "llama-mini", "timed_steps": 10, "parity_steps": 13}), (4, {"workload": "llama-micro"})]
+)
+def test_states_and_bytes_sent(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
+    for _, row in run_cells(*engines(*ENGINES, devices=devices, **axes)).trials.iterrows():
+        assert row["parity_verdict"] == "exact", row["reason"]
+        for kind in ("parameter", "gradient", "optimizer", "library"):
+            expected, found = row[f"formula_{kind}_bytes"], max(row[f"{kind}_bytes"])
+            assert found == pytest.approx(expected, rel=0.01, abs=4096), (row["cell_name"], kind)
+        if row["wraps_ddp"] == "transformers Trainer":
+            ring = 2 * (devices - 1) / devices * 4 * row["trained_parameters"]
+            assert list(row["sent_bytes_per_step"]) == pytest.approx([ring] * devices, rel=0.05)
+
+
+def test_other_axes(run_cells: RunCells) -> None:
+    """One rank, SGD, other kinds of model, precisions: by autocast under DDP, by their own policies under DeepSpeed and FSDP2."""
+    exact = [
+        cell("trainer", devices=1),
+        cell("trainer", optimizer="sgd", micro_batches=4),
+        *engines("ddp", "fsdp2", workload="bert-micro"),
+        cell("trainer", workload="llama-nano+lora"),
+    ]
+    near = [
+        *engines("ddp", "zero2", "fsdp2", precision="bf16", workload="llama-micro"),
+        cell("trainer", workload="resnet-micro", micro_batches=2),
+    ]
+    trials = run_cells(*exact, *near).trials.set_index("cell_id")
+    assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 5, list(trials["reason"])
+    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 4, list(trials["reason"])
+
+
+@pytest.mark.parametrize(
+    ("trap", "engine", "status", "reason"),
+    [
+        ("none", "ddp", "ok", ""),
+        ("clipping", "ddp", "diverged", "loss is off"),
+        ("falling_rate", "ddp", "diverged", "loss is off"),
+        ("shuffling", "ddp", "failed", "another data order"),
+        ("unused_parameters", "ddp", "failed", "DDP's find_unused_parameters is True, the plain script's is False"),
+        ("no_cpu", "ddp", "failed", "Accelerate sees 1"),
+        ("own_optimizer", "ddp", "diverged", "are off by"),
+        ("own_optimizer_without_exemption", "ddp", "ok", ""),
+        ("shifted_twice", "ddp", "diverged", "loss is off"),
+        ("none", "zero2", "ok", ""),
+        ("deepspeed_clipping", "zero2", "diverged", "loss is off"),
+        ("no_cpu", "zero2", "failed", "Accelerate sees 1"),
+        ("fsdp_on_cpu", "fsdp2", "failed", "would train by DistributedType.MULTI_CPU"),
+    ],
+)
+def test_what_goes_wrong_without_a_precaution(run_cells: RunCells, trap: str, engine: str, status: str, reason: str) -> None:
+    """Trainer shuffles, clips and lets the rate fall unless told otherwise; its optimizer is exact but for what it exempts."""
+    trial = run_cells(cell("trainer_traps", options={"trap": trap, "engine": engine})).trials.iloc[0]
+    assert trial["status"] == status, trial["log_tail"]
+    assert reason in trial["reason"]
+
+
+def test_which_labels_it_counts(run_cells: RunCells) -> None:
+    """Unshifted labels of a GPT-2 are counted with the first, which nothing predicts; a Llama's are not."""
+    options = [
+        ("gpt2-nano", "all_labels"),
+        ("gpt2-nano", "first_label_masked"),
+        ("llama-nano", "all_labels"),
+        ("bert-micro", "count_is_ignored"),
+    ]
+    cells = [cell("trainer_traps", workload=workload, options={"trap": trap}) for workload, trap in options]
+    trials = run_cells(*cells).trials.set_index("cell_id")
+    assert [trials.loc[c.id, "parity_verdict"] for c in cells] == ["diverged", "exact", "exact", "diverged"]
+    assert trials.loc[cells[0].id, "parity_max_loss_deviation"] == pytest.approx(1 / 33, rel=0.1)
+    assert trials.loc[cells[3].id, "losses"][0] == pytest.approx(2 * trials.loc[cells[3].id, "reference_losses"][0])
+
+
+@pytest.mark.parametrize(
+    ("trap", "reason"), [("raises", "rank 1: ValueError: the planted mistake"), ("ends", "RuntimeError: the training loop has ended")]
+)
+def test_a_loop_that_goes_wrong_ends_the_trial(run_cells: RunCells, trap: str, reason: str) -> None:
+    trial = run_cells(cell("trainer_traps", options={"trap": trap})).trials.iloc[0]
+    assert trial["status"] == "failed"
+    assert reason in trial["reason"]
+    assert trap != "raises" or "on_step_end" in trial["log_tail"], "where it happened"
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(Unavailable, match="fp16 on CPUs"):
+        admit(cell("trainer", precision="fp16"), make_workload("llama-nano"))
+    with pytest.raises(Refused, match="image models"):
+        admit(cell("trainer", workload="resnet-micro", options={"engine": "fsdp2"}), make_workload("resnet-micro"))
+    with pytest.raises(Refused, match="unshifted labels"):
+        admit(cell("trainer", workload="llama-nano+prompt"), make_workload("llama-nano+prompt"))
+
+
+def test_stand_ins_and_who_wraps_ddp() -> None:
+    plain, sharded = cell("trainer"), cell("trainer", options={"engine": "fsdp2"})
+    assert TransformersTrainer().stand_in(plain) is None
+    assert "over gloo" in str(TransformersTrainer(engine="fsdp2").stand_in(sharded))
+    assert TransformersTrainer().same_as_ddp(plain) == "transformers Trainer"
+    assert TransformersTrainer(engine="fsdp2").same_as_ddp(sharded) is None

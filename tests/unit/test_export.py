@@ -1,0 +1,172 @@
+"""bench export: which cell is meant, what is written, and what is said where nothing is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.cli.export import _find, _plainest
+from bench.matrix import Host, expand, read_matrix
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
+from harness.runner import Plan, Runner
+from harness.store import Store
+from harness.strategy import make_strategy
+from harness.workloads import make_workload
+from tests.unit.test_cli import bench
+
+ALLOWED = {"torch", "numpy", "transformers", "accelerate", "deepspeed", *sys.stdlib_module_names}
+
+
+def small(strategy: str, **axes: Any) -> Cell:
+    return Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", "sequence_length": 32, **axes})
+
+
+def pairs() -> list[tuple[Cell, str]]:
+    """Every cell of matrix `full` with a small model, on CPUs and GPUs, under every target that its strategy has."""
+    found: dict[tuple[str, str], tuple[Cell, str]] = {}
+    for cell in expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells:
+        if make_workload(cell.workload).suffixes:
+            continue
+        family = cell.workload.split("-")[0]
+        for device in ("cpu", "cuda"):
+            workload = {"llama": "llama-nano", "gpt2": "gpt2-nano"}.get(family, cell.workload)
+            one = cell.model_copy(update={"workload": workload, "device": device, "sequence_length": 32})
+            for to in TARGETS:
+                if plan_of(make_strategy(one), one, to):
+                    found[one.id, to] = one, to
+    return list(found.values())
+
+
+def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
+    seen = set()
+    for cell, to in pairs():
+        files, _ = export_files(cell, to)
+        assert {"train.py", "model.json", "run.sh", "README.md"} <= set(files)
+        for name, content in files.items():
+            said = f"`{name}`"
+            assert name == "README.md" or said in files["README.md"]
+            assert "{{" not in content
+            assert "{%" not in content
+            assert content.endswith("\n")
+        imported = {
+            (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+            for node in ast.walk(ast.parse(files["train.py"]))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert imported <= ALLOWED, (cell.name, to)
+        for name in ("run.sh", "job.sbatch"):
+            if name in files:
+                done = subprocess.run(["bash", "-n"], input=files[name], text=True, capture_output=True)
+                assert done.returncode == 0, done.stderr
+        json.loads(files["model.json"])
+        if to == "accelerate":
+            config = yaml.safe_load(files["accelerate_config.yaml"])
+            assert (config["num_processes"], config["use_cpu"]) == (cell.devices, cell.device == "cpu")
+        if "ds_config.json" in files:
+            assert json.loads(files["ds_config.json"])["gradient_clipping"] == 0.0
+        if to == "slurm":
+            assert files["job.sbatch"].startswith("#!/usr/bin/env bash\n# Your site's")
+            assert ("--gpus-per-node" in files["job.sbatch"]) == (cell.device == "cuda")
+        seen.add((cell.strategy, to))
+    torch_only = {(s, t) for s in ("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed") for t in ("torchrun", "slurm")}
+    assert torch_only | {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")} | {("deepspeed", "deepspeed")} == seen
+
+
+def test_what_the_document_says_is_so() -> None:
+    """The table of docs/export.md."""
+    text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    said = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in text.splitlines() if row.startswith("| `")}
+    said["slurm"] = said["torchrun"]
+    for to in TARGETS:
+        assert set(said[to].split(", ")) == set(taken_by(to))
+
+
+def test_a_pair_without_export_says_what_there_is() -> None:
+    with pytest.raises(Mistake) as no:
+        export_files(small("fsdp1"), "deepspeed")
+    said = "fsdp1 in fp32 on cpu has no export to deepspeed; it has one to torchrun, slurm, and deepspeed takes deepspeed"
+    assert str(no.value) == said
+    with pytest.raises(Mistake, match="it has none to any launcher, and torchrun takes"):
+        export_files(small("pipeline", micro_batches=2), "torchrun")
+    with pytest.raises(Mistake, match="in fp16 on cpu has no export to accelerate"):
+        export_files(small("ddp", precision="fp16"), "accelerate")
+    with pytest.raises(Mistake, match=r"cannot run: .* does not divide"):
+        export_files(small("ddp", global_batch=3), "torchrun")
+    with pytest.raises(Mistake, match="known are torchrun, slurm"):
+        export_files(small("ddp"), "kubernetes")
+
+
+def test_what_is_not_here_is_a_note() -> None:
+    files, note = export_files(small("ddp", options={"comm_hook": "bf16"}), "torchrun")
+    assert "NCCL" in note
+    assert "bf16_compress_hook" in files["train.py"]
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_files({"run.sh": "#!/bin/sh\n", "a": "b"}, tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / "run.sh").stat().st_mode & 0o100
+    with pytest.raises(Mistake, match="there already"):
+        write_files({"a": "c"}, tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / "a").read_text() == "b"
+    with pytest.raises(OSError, match="nowhere"):
+        write_files({"a": "b", "nowhere/b": "c"}, tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistake, match="cannot be written"):
+        write_files({"a": "b"}, tmp_path / "file" / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "new"]
+    (tmp_path / "empty").mkdir()
+    write_files({"a": "b"}, tmp_path / "empty")
+
+
+def test_which_cell_is_meant(tmp_path: Path) -> None:
+    cells = _find("ddp", "full", [], tmp_path)
+    assert len(cells) > 5
+    assert (_plainest(cells).label, _plainest(cells).devices) == ("ddp", 2)
+    chosen = _find("ddp(comm_hook=powersgd)*", "full", [], tmp_path)
+    assert [c.options for c in chosen] == [{"comm_hook": "powersgd"}]
+    assert _find(chosen[0].id, "full", [], tmp_path) == chosen
+    on_gpus = _plainest(_find("fsdp2", "full", ["device=cuda", "devices=8"], tmp_path))
+    assert (on_gpus.device, on_gpus.devices, on_gpus.options) == ("cuda", 8, {})
+
+
+def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
+    mine = small("ddp", learning_rate=0.123)
+    Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
+    assert _find(mine.id, "smoke", [], tmp_path / "results") == [mine]
+    with pytest.raises(Mistake, match="nor an id in"):
+        _find("0123456789ab", "smoke", [], tmp_path / "results")
+
+
+def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
+    words = ["export", "ddp", "--to", "torchrun", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "set")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert f"bash {tmp_path}/set/run.sh" in done.stdout
+    told = json.loads(CliRunner().invoke(app, [*words[:-2], "--json"]).stdout)
+    assert told["files"] == {path.name: path.read_text() for path in (tmp_path / "set").iterdir()}
+    assert (told["cell_name"], told["folder"], told["note"]) == ("ddp llama-nano x2 fp32 batch 8", None, None)
+
+
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:
+    done = bench("export", "dpp", "--to", "torchrun", "--matrix", "smoke", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'dpp' is no strategy" in done.stderr
+    assert "matrix 'smoke' has ddp, fsdp2" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_an_example() -> None:
+    assert "python -m bench export" in CliRunner().invoke(app, ["export", "--help"]).stdout

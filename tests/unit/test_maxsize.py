@@ -1,0 +1,372 @@
+"""The search for the largest model, its formula and its table, without processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.cell import Cell
+from harness.launch import _outcome
+from harness.maxsize import (
+    Found,
+    Search,
+    family,
+    formula,
+    found,
+    hidden_size,
+    largest,
+    limits,
+    order_notes,
+    parameters_of,
+    plan_of,
+    predict,
+    sized,
+    wide_size,
+)
+from harness.measure.activations import activation_bytes
+from harness.measure.memory import MemoryMeter
+from harness.measure.shortage import phase, shortage
+from harness.record import left_out_row
+from harness.runner import Plan, Runner, resumable
+from harness.store import Store
+from harness.strategy import Exposed
+from harness.trial import log_file
+from harness.workloads import make_workload
+from harness.workloads.facts import _count, model_facts
+from tests.unit.test_cli import bench
+
+BUDGET = 2**27
+
+
+def base(strategy: str = "ddp", **axes: Any) -> Cell:
+    more = {"devices": 2, "workload": "llama-64x1", "sequence_length": 16, "global_batch": 2, "memory_limit_bytes": BUDGET}
+    return Cell(**{"strategy": strategy, **more, "warmup_steps": 1, "timed_steps": 1, "parity_steps": 2, **axes})
+
+
+@given(true=st.integers(0, 300), guess=st.integers(-5, 600))
+def test_the_search_finds_the_largest_that_fits_and_its_neighbour(true: int, guess: int) -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        assert 1 <= size <= 200
+        asked.append(size)
+        return size <= true
+
+    low, high = largest(fits, guess, most=200)
+    assert low == min(true, 200)
+    assert high == (true + 1 if true < 200 else None)
+    assert len(asked) == len(set(asked)) <= 20
+
+
+def test_a_good_guess_takes_few_probes() -> None:
+    asked: list[int] = []
+    assert largest(lambda n: asked.append(n) or n <= 93, 99) == (93, 94)  # type: ignore[func-returns-value]
+    assert len(asked) <= 6
+
+
+@pytest.mark.parametrize("gibibytes", [1, 2, 8, 40])
+def test_a_block_is_a_small_step(gibibytes: int) -> None:
+    budget = gibibytes * 2**30
+    cell = base(workload=f"llama-{hidden_size(budget)}x1")
+    step = parameters_of(sized(cell, 2)) - parameters_of(cell)
+    assert step <= 0.03 * budget / 20
+
+
+def test_a_wide_models_smallest_matrix_has_a_mebibyte_per_rank() -> None:
+    assert wide_size(2) == 768
+    assert wide_size(4) == 1024
+    assert 4 * wide_size(2) ** 2 / 2 >= 2**20
+
+
+def test_facts_of_a_model_that_grows_are_those_of_a_walk() -> None:
+    workload = make_workload("llama-64x5")
+    assert model_facts(workload, 16) == _count(workload, 16)
+    assert family(sized(base(), 5)) == base()
+    from harness.errors import Mistake
+
+    with pytest.raises(Mistake, match="unknown workload 'gpt2-64x5'"):
+        make_workload("gpt2-64x5")
+    with pytest.raises(Mistake, match="multiple of 64"):
+        make_workload("llama-100x5")
+
+
+def test_activations_grow_by_the_block() -> None:
+    one, two, three = (activation_bytes(make_workload(f"llama-64x{n}"), 1, 16) for n in (1, 2, 3))
+    assert three - two == two - one > 0
+    assert 1.9 < activation_bytes(make_workload("llama-64x3"), 2, 16) / three < 2.1
+
+
+def test_the_formula_of_ddp_by_hand() -> None:
+    """fp32 AdamW: 4 bytes of parameter, 8 of moments, 4 of bucket, 4 of gradient."""
+    cell = base()
+    said = predict(cell, BUDGET)
+    assert said.blocks is not None
+    per_parameter = 20
+    assert per_parameter * parameters_of(sized(cell, said.blocks)) <= BUDGET
+    assert per_parameter * parameters_of(sized(cell, said.blocks + 1)) > BUDGET - 1000  # model buffers
+    assert said.step == parameters_of(sized(cell, 2)) - parameters_of(cell)
+    needed = formula(sized(cell, 7), said.activations)
+    assert needed is not None
+    assert needed["total"] == pytest.approx(20 * parameters_of(sized(cell, 7)), rel=1e-3)
+
+
+def test_activations_count_where_they_are_more_than_gradients() -> None:
+    long = base(sequence_length=256, global_batch=16)
+    said = predict(long, BUDGET)
+    needed = formula(sized(long, 4), said.activations)
+    assert needed is not None
+    assert needed["activations"] > needed["transient"]
+    assert needed["total"] == sum(needed[k] for k in ("parameters", "gradients", "optimizer", "library", "activations"))
+
+
+def test_theory_puts_sharding_above_replication() -> None:
+    reach = {strategy: predict(base(strategy), BUDGET).parameters for strategy in ("ddp", "zero_redundancy", "fsdp2")}
+    assert reach["ddp"] < reach["zero_redundancy"] < reach["fsdp2"]  # type: ignore[operator]
+
+
+class Runs(Runner):
+    """A runner whose trials fit up to a size, without any process."""
+
+    most = 20
+    oddly: ClassVar[dict[int, str]] = {}
+    """Blocks -> status of a probe under the limit that fails in another way."""
+    stop_after = 10**9
+
+    def start(self, cells: Any) -> Any:
+        return None
+
+    def one(self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any) -> dict[str, Any]:
+        blocks = int(cell.workload.rpartition("x")[2])
+        self.asked = [*getattr(self, "asked", []), (blocks, key.trial, cell.memory_limit_bytes is None)]
+        status = "ok" if blocks <= self.most or cell.memory_limit_bytes is None else "out_of_memory"
+        if cell.memory_limit_bytes:
+            status = self.oddly.get(blocks, status)
+        if len(self.asked) > self.stop_after:
+            status = "interrupted"
+        row = left_out_row(self.plan.run_id, cell, status, f"said {status}")
+        row |= {"trial": key.trial, "attempt": key.attempt, "position": position, "parameters": parameters_of(cell), "wall_seconds": 1.0}
+        if status == "out_of_memory":
+            held = {"parameters": 2**25, "gradients": 2**24, "optimizer": 2**25, "library": 2**25, "buffers": {"a bucket": 2**25}}
+            held |= {"other": 0, "largest": {}, "stacks": 0, "in_use": BUDGET - 2**22}
+            row |= {"failed_in": "update", "failed_holding": json.dumps(held)}
+            row |= {f"formula_{k}_bytes": 2.0**25 for k in ("parameter", "optimizer", "library", "transient")} | {
+                "formula_gradient_bytes": 0.0
+            }
+        elif status == "ok":
+            row |= {
+                "peak_memory_bytes": BUDGET - 100,
+                "setup_peak_memory_bytes": 100,
+                "parity_verdict": "exact" if key.trial else "unknown",
+            }
+            row |= {"parameter_bytes": [1, 2], "optimizer_bytes": [3, 3], "library_buffers": "{}"}
+        self.store.write_trial(row, [])
+        return row
+
+
+class Dry(Search):
+    def _verified(self, launcher: Any, cell: Cell, key: Any) -> dict[str, Any]:
+        return self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)
+
+
+class Silent:
+    def preparing(self, what: str) -> None: ...
+    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
+    def step(self, step: int, seconds: float) -> None: ...
+    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
+
+
+def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool, Runs, Store]:
+    store = Store(tmp_path / "results")
+    runner = Runs(store, plan or plan_of([base()], [], BUDGET, [["single", "ddp"]]))
+    for name, value in how.items():
+        setattr(runner, name, value)
+    if plan is None:
+        runner.begin()
+    return Dry(runner, Silent()).run(), runner, store
+
+
+def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
+    finished, runner, store = searched(tmp_path)
+    assert finished
+    [row] = found(store.load())
+    assert (row.label, row.status, row.workload, row.parity) == ("ddp", "found", "llama-64x20", "exact")
+    assert row.parameters == parameters_of(sized(base(), 20))
+    assert row.next_parameters == parameters_of(sized(base(), 21))
+    assert row.next_parameters - row.parameters == row.step
+    assert row.kept == {"parameters": 2, "gradients": 0, "optimizer": 3, "library": 0}
+    assert runner.asked.count((20, 1, False)) == 1
+    assert sum(row.fill.values()) == BUDGET
+    assert dict(row.responsible)["a bucket"] == 2**25
+    assert "run out of memory in update; beside ZeRO's model states: a bucket 32 MiB" in limits(row)
+    assert row.predicted == predict(base(), BUDGET).parameters
+    assert json.loads(json.dumps(row.responsible))
+
+
+def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    finished, first, store = searched(tmp_path, stop_after=3)
+    assert not finished
+    [row] = found(store.load())
+    assert row.status == "unfinished"
+    assert "--resume" in row.reason
+    finished, second, store = searched(tmp_path, resumable(store, "maxsize"))
+    assert finished
+    assert not set(first.asked[:-1]) & set(second.asked)
+    assert found(store.load())[0].workload == "llama-64x20"
+    trials = store.load().trials
+    assert sorted(trials[trials["attempt"] == 2]["status"]) == ["out_of_memory"] or set(trials[trials["attempt"] == 2]["status"]) == {"ok"}
+
+
+def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
+    from harness.errors import Mistake
+
+    _, _, store = searched(tmp_path)
+    with pytest.raises(Mistake, match="nothing to resume"):
+        resumable(store, None)
+
+
+def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
+    """It is not taken for memory, unless the same cell trains without the limit."""
+
+    class Broken(Runs):
+        def one(self, launcher: Any, cell: Cell, *rest: Any) -> dict[str, Any]:
+            return super().one(launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest)
+
+    store = Store(tmp_path / "results")
+    runner = Broken(store, plan_of([base()], [], BUDGET, []))
+    runner.oddly = dict.fromkeys(range(1, 400), "failed")
+    runner.begin()
+    assert Dry(runner, Silent()).run()
+    [row] = found(store.load())
+    assert (row.status, row.parameters) == ("stopped", None)
+    assert "failed: said failed" in row.reason
+    assert len(runner.asked) == 2 + 2, "each probe twice"
+
+
+def test_a_failure_that_only_the_limit_brings_about_is_too_large(tmp_path: Path) -> None:
+    finished, runner, store = searched(tmp_path, oddly=dict.fromkeys(range(21, 400), "timeout"))
+    assert finished
+    [row] = found(store.load())
+    assert (row.status, row.workload) == ("found", "llama-64x20")
+    assert "fail under the limit only: said timeout" in limits(row)
+    assert any(unlimited for _, _, unlimited in runner.asked)
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    _, _, store = searched(tmp_path, most=0)
+    [row] = found(store.load())
+    assert (row.status, row.parameters, row.largest_model) == ("none fits", None, "none fits")
+
+
+def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
+    held = {"parameters": 40 * 2**20, "buffers": {"fp32 master partition": 30 * 2**20}, "in_use": 100 * 2**20, "other": 0, "largest": {}}
+    known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
+    one = Found("stage 1", parameters=50, **known)  # type: ignore[arg-type]
+    two = Found("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]
+    three = Found("stage 3", parameters=51, **known)  # type: ignore[arg-type]
+    assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
+    [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
+    assert note.startswith("not the theory's order: stage 2 reaches 0.0M, no more than stage 1")
+    assert "fp32 master partition 30 MiB" in note
+
+
+def test_the_phase_is_read_off_the_traceback() -> None:
+    from harness.measure.clock import timed_step
+
+    class Optimizer:
+        def step(self) -> None:
+            raise MemoryError
+
+    class Loss:
+        def backward(self) -> None:
+            Optimizer().step()
+
+    def during(step: Any) -> str:
+        try:
+            timed_step(lambda: None, step, lambda: None)
+        except MemoryError as error:
+            return phase(error)
+        raise AssertionError
+
+    assert during(lambda batch: Optimizer().step()) == "update"
+    assert during(lambda batch: Loss().backward()) == "backward"
+    assert during(lambda batch: bytearray(2**62)) == "forward"
+    with pytest.raises(MemoryError) as caught:
+        bytearray(2**62)
+    assert phase(caught.value) == "set-up"
+
+
+def test_what_a_rank_held_is_counted_by_kind() -> None:
+    import torch
+
+    model = torch.nn.Linear(1000, 100, bias=False)
+    model(torch.ones(1, 1000)).sum().backward()
+    stray = torch.zeros(12345)
+    meter = MemoryMeter(torch.device("cpu"), None)
+    said = shortage(MemoryError(), meter, Exposed(model, [torch.optim.SGD(model.parameters())], library=lambda: [("library", "pool", 77)]))
+    holding = said["holding"]
+    assert said["failed_in"] == "set-up"
+    assert (holding["parameters"], holding["gradients"], holding["library"], holding["buffers"]) == (400000, 400000, 77, {"pool": 77})
+    assert holding["other"] >= stray.nbytes
+    unknown = shortage(MemoryError(), meter, None)["holding"]
+    assert unknown["parameters"] >= 400000, "in set-up parameters are told by their class"
+
+
+def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:
+    import torch
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        meter = MemoryMeter(torch.device("cpu"), 2**30)
+        limited = resource.getrlimit(resource.RLIMIT_DATA)
+        assert limited[0] != before[0]
+        with meter.unlimited():
+            assert resource.getrlimit(resource.RLIMIT_DATA) == before
+        assert resource.getrlimit(resource.RLIMIT_DATA) == limited
+        meter.lift()
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
+    log_file(tmp_path, 1).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    said = _outcome(base(), str(tmp_path), 2, False, False, {1: -6})
+    assert said["status"] == "out_of_memory"
+    assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said["reason"])
+    log_file(tmp_path, 1).write_text("something else")
+    assert _outcome(base(), str(tmp_path), 2, False, False, {1: -6})["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "lots"], ["'lots' is not an amount of memory"]),
+        (["--budget", "0"], ["--budget '0'", "more than 0"]),
+        (["--budget", "999TiB"], ["--budget '999TiB'", "no more than"]),
+        (["--strategy", "dpp"], ["--strategy 'dpp'", "ddp"]),
+        (["--hidden", "100"], ["multiple of 64"]),
+        (["--cells", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--resume"], ["nothing to resume"]),
+        (["--resume", "--budget", "1GiB"], ["--resume", "--budget"]),
+        (["--ranks", "0"], ["--ranks"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, words: list[str], said: list[str]) -> None:
+    done = bench("maxsize", *words, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    for word in said:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_an_example() -> None:
+    assert "python -m bench maxsize" in bench("maxsize", "--help").stdout
