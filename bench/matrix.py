@@ -221,7 +221,12 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
 
 def matches(cell: Cell, pattern: str) -> bool:
     """Whether the pattern is the cell's strategy or id, or fits its label or name."""
-    return cell.strategy == pattern or fnmatch.fnmatchcase(cell.label, pattern) or fnmatch.fnmatchcase(cell.name, pattern) or cell.id == pattern
+    return (
+        cell.strategy == pattern
+        or fnmatch.fnmatchcase(cell.label, pattern)
+        or fnmatch.fnmatchcase(cell.name, pattern)
+        or cell.id == pattern
+    )
 
 
 def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:

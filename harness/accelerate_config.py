@@ -75,11 +75,11 @@ def accelerate_export(
     ddp: dict[str, Any] | None = None,
     fsdp: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
-    **more: bool,
+    about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
     """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs, which it takes for fp32.
 
-    `more`: what its template asks about DeepSpeed (cpu_adam, undo_first_step).
+    `about_deepspeed`: what the template asks beside its config (cpu_adam, undo_first_step).
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
@@ -95,7 +95,7 @@ def accelerate_export(
         "ddp_arguments": _ddp_arguments(ddp or {}),
         "cpu_adam": False,
         "undo_first_step": False,
-        **more,
+        **(about_deepspeed or {}),
     }
     variables = deepspeed_variables(cell) if deepspeed else {}
     return Export("accelerate.py.j2", values, files, variables, ("accelerate", *(["deepspeed"] if deepspeed else [])))

@@ -110,8 +110,12 @@ def prebuilt() -> dict[str, Any]:
     return said
 
 
-def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Place, offload_parameters: Place) -> None:
-    """Raises Refused where DeepSpeed would keep in memory what the options offload, and not say so; Unavailable where it cannot run."""
+def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Place, offload_parameters: Place, folder: str) -> None:
+    """Raises Refused where DeepSpeed would do something else and not say so, Unavailable where it cannot do it on this host."""
+    if cell.precision == "fp16" and stage == 0:
+        raise Refused("without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never applied; use stage 1, 2 or 3, or bf16")
+    if cell.precision != "fp32" and workload.kind == "image":
+        raise Refused("DeepSpeed leaves images and BatchNorm's statistics in fp32 beside half weights, which torch does not mix; use amp")
     if offload_optimizer != "none" and stage == 0:
         raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
     if stage < 3 and (offload_parameters != "none" or offload_optimizer == "nvme"):
@@ -121,6 +125,8 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
     check_prebuilt(cell, *["cpu_adam"] * (offload_optimizer != "none"), *["async_io"] * ("nvme" in (offload_optimizer, offload_parameters)))
     if "nvme" not in (offload_optimizer, offload_parameters):
         return
+    if in_memory(folder):
+        raise Unavailable(f"{folder} is in memory (tmpfs), which nothing would leave; give a folder on a disk, option folder")
     from harness.workloads.facts import model_facts
 
     sizes = model_facts(workload, cell.sequence_length).sizes
@@ -133,6 +139,13 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
                 f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of {cell.devices} ranks, and DeepSpeed"
                 " keeps all below 1 MiB in memory; use a larger model or fewer devices"
             )
+
+
+def in_memory(folder: str) -> bool:
+    """Whether a folder, or the nearest one above it that exists, is on a file system that keeps files in memory."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()] if Path("/proc/mounts").exists() else []
+    above = [(len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)]
+    return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
 def check_prebuilt(cell: Cell, *parts: str) -> None:

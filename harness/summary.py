@@ -140,7 +140,8 @@ def _by_rank(good: pd.DataFrame) -> Row:
     by_rank = [ranks for value in good["peak_memory_bytes_by_rank"] if (ranks := _numbers(value))]
     row["peak_memory_bytes_by_rank"] = max(by_rank, key=max, default=[])
     fullest: tuple[float, Row, dict[str, float]] | None = None
-    for record in good.to_dict("records"):
+    columns = [*_KEPT, *(f"formula_{name}" for name in (*_KEPT, "transient_bytes")), "library_buffers", "host_state_bytes"]
+    for record in good[columns].to_dict("records"):
         trial = {str(name): value for name, value in record.items()}
         for kept in zip(*(_numbers(trial[name]) for name in _KEPT), strict=True):
             if fullest is None or sum(kept) > fullest[0]:

@@ -151,6 +151,14 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
         "global batch (samples, or tokens) over the step time; the step time is the slowest rank's at each step, between two"
         " device synchronisations, getting the batch included; warm-up steps are left out"
     )
+    states = (
+        "distinct storages of parameters, gradients, optimizer state and the library's own copies and buffers that a rank keeps"
+        " after a step, looked at outside the timed ones; shown is the fullest rank, in the trial where it keeps most"
+    )
+    sent = (
+        "payload that a rank sent over TCP in a timed step, control messages included; shown is the rank that sends most, the"
+        " median of the trials"
+    )
     efficiency = (
         "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
         " batch that each device has"
@@ -160,7 +168,9 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
         ("Interval", INTERVAL_METHOD),
         ("Told apart", "two neighbours in a ranking are marked ≈ where their intervals overlap"),
         ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
+        ("States between steps", states if any(not missing(row.get("state_bytes")) for row in cells) else ""),
+        ("Bytes sent", sent if any(not missing(row.get("sent_bytes_per_step")) for row in cells) else ""),
         ("Scaling efficiency", efficiency),
         ("FLOPs and MFU", FORMULA),
     ]
-    return [(name, text) for name, text in rows if name != "Memory" or memory]
+    return [(name, text) for name, text in rows if text and (name != "Memory" or memory)]

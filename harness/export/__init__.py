@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -70,16 +71,16 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     values = _values(cell, workload, strategy) | plan.values
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
     values["command"] = _COMMANDS[to].format(devices=cell.devices, tokens=values["tokens_argument"])
-    render = _renderer(strategy)
-    files = {"train.py": render(plan.template, values), "model.json": _model_json(workload), **plan.files}
-    files["run.sh"] = render("run.sh.j2", values if to != "slurm" else values | {"variables": {}})
+    templates = _templates(Path(inspect.getfile(type(strategy))).parent / "templates")
+    files = {"train.py": templates.get_template(plan.template).render(values), "model.json": _model_json(workload), **plan.files}
+    files["run.sh"] = templates.get_template("run.sh.j2").render(values if to != "slurm" else values | {"variables": {}})
     if to == "slurm":
-        files["job.sbatch"] = render("job.sbatch.j2", values)
+        files["job.sbatch"] = templates.get_template("job.sbatch.j2").render(values)
     needs = ("torch", "transformers", *strategy.requires, *plan.needs)
     values["needs"] = list(dict.fromkeys(needs))
     values["versions"] = ", ".join(f"{name} {version_of(name)}" for name in values["needs"] if version_of(name))
     values["described"] = {name: _WHAT[name] for name in files}
-    files["README.md"] = render("README.md.j2", values)
+    files["README.md"] = templates.get_template("README.md.j2").render(values)
     return files, note
 
 
@@ -148,12 +149,13 @@ def _model_json(workload: Workload) -> str:
     return json.dumps({k: v for k, v in json.loads(told).items() if k not in ("transformers_version", "_name_or_path")}, indent=2) + "\n"
 
 
-def _renderer(strategy: Strategy) -> Any:
+@functools.cache
+def _templates(folder: Path) -> Any:
+    """Those in this folder, and the suite's own."""
     import jinja2
 
-    folders = [Path(inspect.getfile(type(strategy))).parent / "templates", Path(__file__).parent / "templates"]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
+        loader=jinja2.FileSystemLoader([folder, Path(__file__).parent / "templates"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -161,7 +163,7 @@ def _renderer(strategy: Strategy) -> Any:
     )
     environment.filters["quote"] = shlex.quote
     environment.filters["tojson"] = json.dumps
-    return lambda template, values: environment.get_template(template).render(values)
+    return environment
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:

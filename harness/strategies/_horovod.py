@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.errors import Unavailable
 from harness.strategy import Job
 
 
@@ -22,6 +23,16 @@ def built(part: bytes) -> bool:
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
     return any(part in file.read_bytes() for folder in folders for file in Path(folder).glob("torch/mpi_lib_v2*.so"))
+
+
+def check_build(controller: str) -> None:
+    """Raises Unavailable where this Horovod has no such controller."""
+    if controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
+        raise Unavailable(
+            "Horovod was built without MPI, or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev, then make setup"
+        )
+    if controller == "gloo" and not built(b"GlooController"):
+        raise Unavailable("Horovod was built without Gloo: HOROVOD_WITH_GLOO=1 make setup")
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
@@ -46,6 +57,16 @@ def places(hosts: Sequence[str]) -> list[Any]:
         cross = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local]
         found.append(SlotInfo(host, rank, local, cross.index(host), len(hosts), hosts.count(host), len(cross)))
     return found
+
+
+def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
+    """hvd.init() with what it reads from the environment."""
+    import horovod.torch as hvd
+
+    os.environ |= {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}
+    os.environ |= {"HOROVOD_FUSION_THRESHOLD": str(fusion_bytes), "HOROVOD_CYCLE_TIME": str(cycle_time_ms)}
+    with meeting(job) if controller == "gloo" else contextlib.nullcontext():
+        hvd.init()
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from harness.accelerate_config import accelerate_export, fsdp2_settings, launch_config, mixed_precision
+from harness.accelerate_config import accelerate_export, fsdp2_settings, launch_config
 from harness.cell import Cell
-from harness.deepspeed_config import settle
 from harness.deepspeed_states import held_by_engine
 from harness.errors import Refused, Unavailable
+from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import LOSS_SCALE, ddp_buckets, model_states, own_precision, whole_model_states
+from harness.training import ddp_buckets, model_states, own_precision, whole_model_states
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.facts import ModelFacts
 
+PROGRAM = Path(sys.executable).with_name("accelerate")
 FSDP2_HALF = Deviation(5e-2, 1.0, "Accelerate has FSDP2 compute and reduce gradients in bf16, the residual stream and the norms too")
 
 
@@ -62,6 +63,8 @@ class Accelerate(Strategy):
             raise Refused("Accelerate's FSDP2 asks the model for its token embeddings, which image models do not have; use fsdp2")
         if self.config_file and cell.launcher == "spawn":
             raise Refused("with a config file `accelerate launch` starts the ranks: leave the launcher out")
+        if self.config_file and not PROGRAM.exists():
+            raise Unavailable(f"there is no program accelerate beside {sys.executable}: install the package anew")
         if self.zero:
             if importlib.util.find_spec("deepspeed") is None:
                 raise Unavailable("package deepspeed is not installed: pip install 'parallelism-bench[deepspeed]'")
@@ -88,19 +91,19 @@ class Accelerate(Strategy):
         if not self.config_file:
             return None
         file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"
-        fsdp = fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
         if self.zero:
             deepspeed_file.write_text(json.dumps(self.deepspeed_config(cell)))
-        config = launch_config(cell, fsdp=fsdp, deepspeed_file=str(deepspeed_file) if self.zero else None)
+        config = launch_config(cell, fsdp=self.fsdp2_settings(cell), deepspeed_file=str(deepspeed_file) if self.zero else None)
         file.write_text(yaml.safe_dump(config, sort_keys=False))
-        return [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(file)]
+        return [str(PROGRAM), "launch", "--config_file", str(file)]
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Its config file says the same as the Python API."""
-        if to != "accelerate":
-            return None
-        fsdp = fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
-        return accelerate_export(cell, fsdp=fsdp, deepspeed=self.deepspeed_config(cell) if self.zero else None)
+        deepspeed = self.deepspeed_config(cell) if self.zero else None
+        return accelerate_export(cell, fsdp=self.fsdp2_settings(cell), deepspeed=deepspeed) if to == "accelerate" else None
+
+    def fsdp2_settings(self, cell: Cell) -> dict[str, Any] | None:
+        return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
 
     def deepspeed_config(self, cell: Cell) -> dict[str, Any]:
         """DeepSpeed's own for the cell, with all three batch sizes in it."""
@@ -134,42 +137,14 @@ class Accelerate(Strategy):
         return step
 
     def accelerator(self, job: Job) -> Any:
-        """Accelerate's own object; with a config file, `accelerate launch` has told it by variables what is given here else."""
-        from accelerate import Accelerator
-        from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs, InitProcessGroupKwargs
-
-        cpu = job.device.type == "cpu"
-        handlers: list[Any] = [GradScalerKwargs(init_scale=LOSS_SCALE)]
-        told: dict[str, Any] = {} if self.config_file or self.zero else {"mixed_precision": mixed_precision(job.cell)}
-        if self.zero:
-            settle(job.device.type, job.layout.processes)
-            handlers.append(InitProcessGroupKwargs(backend="gloo" if cpu else "nccl"))
-            if not self.config_file:
-                told["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=self.deepspeed_config(job.cell), zero3_init_flag=False)
-        if self.engine == "fsdp2":
-            if cpu:
-                self.pretend()
-            if not self.config_file:
-                told["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2_settings(job.workload))
-        # DeepSpeed finds its device itself, and is left out where `cpu` is said.
-        return Accelerator(cpu=cpu and not self.zero, gradient_accumulation_steps=job.cell.micro_batches, kwargs_handlers=handlers, **told)
+        """Accelerate's own object."""
+        if self.engine == "fsdp2" and job.device.type == "cpu":
+            self.pretend()
+        deepspeed = self.deepspeed_config(job.cell) if self.zero else None
+        return make_accelerator(job, self.fsdp2_settings(job.cell), deepspeed, told=self.config_file)
 
     def pretend(self) -> None:
-        """Accelerate looks for FSDP only where it believes itself on GPUs."""
-        from accelerate import PartialState
-        from accelerate.utils import DistributedType
-
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        pretend_gpus()
 
     def verify(self, job: Job, accelerator: Any) -> None:
-        """Raises RuntimeError where Accelerate sees another number of ranks or another engine than the cell has."""
-        from accelerate.utils import DistributedType
-
-        plain = DistributedType.MULTI_CPU if job.device.type == "cpu" else DistributedType.MULTI_GPU
-        wanted = {"ddp": plain, "fsdp2": DistributedType.FSDP}.get(self.engine, DistributedType.DEEPSPEED)
-        if accelerator.num_processes != job.cell.devices:
-            raise RuntimeError(f"Accelerate sees {accelerator.num_processes} of {job.cell.devices} processes: no gradient is averaged")
-        if accelerator.distributed_type != wanted:
-            raise RuntimeError(f"Accelerate would train by {accelerator.distributed_type}, not by {wanted}")
-        if accelerator.mixed_precision != mixed_precision(job.cell):
-            raise RuntimeError(f"Accelerate would train in mixed precision {accelerator.mixed_precision}, not in {job.cell.precision}")
+        verify(job, accelerator, fsdp2=self.engine == "fsdp2", deepspeed=bool(self.zero))

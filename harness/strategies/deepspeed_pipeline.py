@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
 from harness.deepspeed_config import deepspeed_config, settle
-from harness.strategy import Batch, Job, Layout, States, Strategy, TrainStep
+from harness.strategy import Batch, Held, Job, Layout, Strategy, TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
-    from harness.workloads.stage import Stage
 
 
 class DeepspeedPipeline(Strategy):
@@ -51,6 +51,7 @@ class DeepspeedPipeline(Strategy):
         job.expose(
             stage.model,
             engine.basic_optimizer,
+            library=lambda: _buffers(engine),
             compute=[(engine, name) for name in ("_exec_forward_pass", "_exec_backward_pass", "_exec_optimizer_step")],
         )
         parts = job.cell.micro_batches
@@ -73,6 +74,15 @@ class DeepspeedPipeline(Strategy):
         if count == 1 or not shared:
             return LayerSpec(Stage, job, index, count)
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
+
+
+def _buffers(engine: Any) -> Iterator[Held]:
+    """Activations and their gradients, which the engine keeps until the next batch takes their place."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    kept = (engine.pipe_buffers, engine.pipe_recv_buf, engine.grad_layer, engine._grad_layer_buf)
+    yield from (("library", "activations in the pipeline", one) for one in tree_leaves(kept) if isinstance(one, torch.Tensor))
 
 
 def _named(name: str) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from harness.cell import Cell
-from harness.errors import Refused, Unavailable
+from harness.errors import Refused
 from harness.parity import widest
-from harness.strategies._horovod import built, meeting, mpirun
+from harness.strategies import _horovod
 from harness.strategy import Deviation, Held, Job, Layout, States, Strategy, TrainStep
 from harness.training import model_states, standard_step
 
@@ -68,12 +66,7 @@ class Horovod(Strategy):
                 raise Refused("Adasum updates during backward, before the loss scale can be taken off: use bf16 or fp32")
         if self.controller == "mpi" and cell.launcher == "spawn":
             raise Refused("the ranks of the MPI controller are started by mpirun: leave the launcher out")
-        if self.controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
-            raise Unavailable(
-                "Horovod was built without MPI, or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev, then make setup"
-            )
-        if self.controller == "gloo" and not built(b"GlooController"):
-            raise Unavailable("Horovod was built without Gloo: HOROVOD_WITH_GLOO=1 make setup")
+        _horovod.check_build(self.controller)
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         """Adasum adds in steps of two ranks, and each of them adds what differs, where the reference averages it."""
@@ -84,36 +77,27 @@ class Horovod(Strategy):
         return widest(*reasons)
 
     def stand_in(self, cell: Cell) -> str | None:
-        if cell.device == "cuda" and not built(b"NCCLAllreduce"):
+        if cell.device == "cuda" and not _horovod.built(b"NCCLAllreduce"):
             return "gradients are averaged in host memory: Horovod was built without HOROVOD_GPU_OPERATIONS=NCCL"
         return None
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Everything on every rank, and the fusion buffer; Adasum also keeps what each update started from."""
-        starts = 4.0 * facts.parameters if self.op == "adasum" and cell.devices > 1 else 0.0
-        return dataclasses.replace(model_states(cell, facts), library=self._fusion_bytes(cell) + starts)
+        kept = self._buffer_size + (4.0 * facts.parameters if self.op == "adasum" else 0.0)
+        return dataclasses.replace(model_states(cell, facts), library=kept if cell.devices > 1 else 0.0)
 
     def same_as_ddp(self, cell: Cell) -> str | None:
         return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
 
     def command(self, cell: Cell, scratch: Path) -> list[str] | None:
-        return mpirun(cell.devices, scratch, self.transport == "tcp") if self.controller == "mpi" else None
+        return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp") if self.controller == "mpi" else None
 
     def setup(self, job: Job) -> TrainStep:
-        import horovod.torch as hvd
-
-        os.environ |= {
-            "HOROVOD_CONTROLLER": self.controller,
-            "HOROVOD_CPU_OPERATIONS": self.controller,
-            "HOROVOD_FUSION_THRESHOLD": str(int(self.fusion_threshold_mib * 2**20)),
-            "HOROVOD_CYCLE_TIME": str(self.cycle_time_ms),
-        }
-        with meeting(job) if self.controller == "gloo" else contextlib.nullcontext():
-            hvd.init()
+        _horovod.initialize(job, self.controller, self._buffer_size, self.cycle_time_ms)
         model = job.model()
         optimizer = self.wrap(job, model)
         over_tcp = self.controller == "gloo" or self.transport == "tcp"
-        job.expose(model, optimizer, library=lambda: self._buffers(job.cell, optimizer), over_tcp=over_tcp)
+        job.expose(model, optimizer, library=lambda: self._buffers(job, optimizer), over_tcp=over_tcp)
         around = (lambda: self.whole(optimizer)) if self.op == "average" else contextlib.nullcontext
         return standard_step(job, model, optimizer, around_update=around)
 
@@ -145,10 +129,11 @@ class Horovod(Strategy):
         with optimizer.skip_synchronize():
             yield
 
-    def _fusion_bytes(self, cell: Cell) -> int:
-        return int(self.fusion_threshold_mib * 2**20) if cell.devices > 1 else 0
+    @property
+    def _buffer_size(self) -> int:
+        return int(self.fusion_threshold_mib * 2**20)
 
-    def _buffers(self, cell: Cell, optimizer: Any) -> Iterator[Held]:
-        yield "library", "fusion buffer, as allocated", self._fusion_bytes(cell)
+    def _buffers(self, job: Job, optimizer: Any) -> Iterator[Held]:
+        yield "library", "fusion buffer, as allocated", self._buffer_size if job.cell.devices > 1 else 0
         for start in getattr(optimizer, "_starting_models", {}).values():
             yield "library", "Adasum's starting points", start

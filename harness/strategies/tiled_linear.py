@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from harness.workloads import Workload
 
 
 class TiledLinear(Deepspeed):
@@ -29,21 +32,23 @@ class TiledLinear(Deepspeed):
     in_tiles: int = Field(default=1, ge=1)
     """Tiles along the input dimension, whose results are added."""
 
-    def same_as_ddp(self, cell: Any) -> None:
-        return None
+    def check(self, cell: Cell, workload: Workload) -> None:
+        super().check(cell, workload)
+        if workload.split is not None and workload.split.tied:
+            raise Refused(
+                f"the linear layer of {workload.name} shares its weight with the embedding, which tiles cannot; use a llama workload"
+            )
 
     def build(self, job: Job) -> nn.Module:
         from deepspeed.runtime.zero import TiledLinear as Tiled
         from torch import nn
 
         model = super().build(job)
-        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        users = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
-        largest = max((m.weight.numel() for m in linear.values()), default=0)
-        exchanged = [(name, m) for name, m in linear.items() if m.weight.numel() == largest and users.count(id(m.weight)) == 1]
-        if not exchanged:
-            raise Refused(f"the largest linear layers of {job.cell.workload} share their weights with others: tiles cannot")
-        for name, whole in exchanged:
+        linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        largest = max(module.weight.numel() for _, module in linear)
+        for name, whole in linear:
+            if whole.weight.numel() < largest:
+                continue
             told = {"in_splits": self.in_tiles, "out_splits": self.out_tiles, "bias": whole.bias is not None, "init_linear": whole}
             model.set_submodule(name, Tiled(whole.in_features, whole.out_features, **told, device=job.device))
         return model

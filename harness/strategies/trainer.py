@@ -10,7 +10,7 @@ from harness.cell import Cell
 from harness.deepspeed_config import settle
 from harness.deepspeed_states import held_by_engine
 from harness.errors import Refused
-from harness.stepped import Stepped
+from harness.strategies._accelerate import pretend_gpus, verify
 from harness.strategies.accelerate import Accelerate
 from harness.strategy import Batch, Deviation, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets
@@ -18,7 +18,7 @@ from harness.training import ddp_buckets
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from harness.stepped_trainer import SteppedTrainer
+    from harness.strategies._trainer import Stepped, SteppedTrainer
     from harness.workloads import Workload
     from harness.workloads.facts import ModelFacts
 
@@ -55,9 +55,7 @@ class TransformersTrainer(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         self.beneath.check(cell, workload)
         if prompts := {"prompt", "p_tuning", "p_tuning_lstm"} & set(workload.suffixes):
-            raise Refused(
-                f"the loss in peft's {prompts.pop()} model takes unshifted labels only, and Trainer has the model make it; use ddp"
-            )
+            raise Refused(f"Trainer has the model make its loss, and peft's with {prompts.pop()} takes unshifted labels only; use ddp")
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return self.beneath.deviation(cell, workload)
@@ -72,6 +70,8 @@ class TransformersTrainer(Strategy):
         return "transformers Trainer" if self.engine == "ddp" else None
 
     def setup(self, job: Job) -> TrainStep:
+        from harness.strategies._trainer import Stepped
+
         made: list[SteppedTrainer] = []
 
         def script(stepped: Stepped) -> None:
@@ -91,16 +91,16 @@ class TransformersTrainer(Strategy):
         import torch
         from transformers import TrainingArguments
 
-        from harness.stepped_trainer import SteppedTrainer
+        from harness.strategies._trainer import SteppedTrainer
 
         model = job.model()  # before the arguments, which may tell transformers to build models in ZeRO-3's shards
         args = TrainingArguments(**self.arguments(job, model))
         torch.set_num_threads(job.cell.threads_per_device)  # Accelerate takes all cores where OMP_NUM_THREADS is unset
         if self.engine == "fsdp2" and job.device.type == "cpu":
-            self.beneath.pretend()
+            pretend_gpus()
         trainer = SteppedTrainer(stepped, model, args, functools.partial(self.named, job.workload, model))
         trainer.model_accepts_loss_kwargs = self.counts_labels(job.workload)
-        self.beneath.verify(job, trainer.accelerator)
+        verify(job, trainer.accelerator, self.engine == "fsdp2", bool(self.beneath.zero))
         return trainer
 
     def expose(self, job: Job, trainer: SteppedTrainer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import psutil
 import pytest
 
 from harness.errors import Refused, Unavailable
@@ -64,6 +66,15 @@ def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> Non
     assert told["status"] == "failed"
     assert "Accelerate sees 1 of 2 processes" in told["reason"]
     assert silent["status"] == "diverged"
+
+
+@pytest.mark.skipif(
+    (psutil.cpu_count(logical=False) or 1) < 2 or "OMP_NUM_THREADS" in os.environ, reason="it takes all cores: there is one"
+)
+def test_it_takes_all_cores(run_cells: RunCells) -> None:
+    trial = run_cells(cell("accelerate_traps", devices=1, options={"trap": "threads"})).trials.iloc[0]
+    assert trial["status"] == "failed"
+    assert "threads a rank, the cell has 1" in trial["reason"]
 
 
 def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:

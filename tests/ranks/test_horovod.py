@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.errors import Refused, Unavailable
-from harness.strategies import horovod
+from harness.strategies import _horovod
 from harness.strategies._horovod import built, places
 from harness.strategies.horovod import Horovod
 from harness.workloads import make_workload
@@ -156,13 +156,13 @@ def check(strategy: Horovod, **axes: Any) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "built", lambda part: False)
+    monkeypatch.setattr(_horovod, "built", lambda part: False)
     with pytest.raises(Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev, then make setup"):
         check(Horovod(controller="mpi"))
     with pytest.raises(Unavailable, match="without Gloo"):
         check(Horovod())
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in (Horovod().stand_in(cell("horovod", device="cuda")) or "")
-    monkeypatch.setattr(horovod, "built", lambda part: True)
+    monkeypatch.setattr(_horovod, "built", lambda part: True)
     assert Horovod().stand_in(cell("horovod", device="cuda")) is None
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(Unavailable, match="mpirun"):

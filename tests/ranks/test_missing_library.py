@@ -52,7 +52,7 @@ def test_exactly_its_cells_become_unavailable(other_environment: Path, tmp_path:
     # Libraries of earlier parametrisations are gone too: only what changes with this one is looked at.
     lost = {name for name in before if any(mark in name for mark in NEEDED_BY[library]) and before[name][0] == "planned"}
     assert lost
-    gone = [one for one in list(NEEDED_BY)[: list(NEEDED_BY).index(library) + 1]]
+    gone = list(NEEDED_BY)[: list(NEEDED_BY).index(library) + 1]
     for name in before:
         if any(mark in name for one in gone for mark in NEEDED_BY[one]):
             continue

@@ -48,7 +48,7 @@ def states_follow_the_formula(trial: pd.Series) -> None:
     """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula where the strategy has one."""
     for kind in ("parameter", "gradient", "optimizer", "library"):
         formula = trial[f"formula_{kind}_bytes"]
-        if formula == formula:  # noqa: PLR0124
+        if formula == formula:
             slack = 0.05 * formula + 0.005 * sum(trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer"))
             assert abs(max(trial[f"{kind}_bytes"]) - formula) <= slack, f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
 

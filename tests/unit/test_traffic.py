@@ -55,11 +55,11 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
 
 
 def test_formulas_by_hand() -> None:
-    """10 parameters, 8 of them trained, fp32: AdamW keeps 8 bytes of each trained one, SGD with momentum 4; DDP a bucket of the gradients."""
+    """10 parameters, 8 of them trained, fp32: AdamW keeps 8 bytes of each trained one, SGD 4; DDP a bucket of the gradients."""
     facts = ModelFacts(("a", "b"), 10, 0, (5, 3))
-    assert model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64)
-    assert model_states(Cell(strategy="x", optimizer="sgd"), facts, shards=2) == States(parameters=20, optimizer=16)
-    assert whole_model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64, library=32)
+    assert model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64, transient=32)
+    assert model_states(Cell(strategy="x", optimizer="sgd"), facts, shards=2) == States(parameters=20, optimizer=16, transient=16)
+    assert whole_model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64, library=32, transient=32)
     assert whole_model_states(Cell(strategy="x"), facts).total == 136
 
 

@@ -15,7 +15,16 @@ class AccelerateTraps(Accelerate):
     """Accelerate with one mistake."""
 
     trap: Literal[
-        "none", "no_variables", "no_cpu", "fsdp_on_cpu", "fp16_on_cpu", "clipping", "batch_sizes", "unnamed_backend", "inner_optimizer"
+        "none",
+        "no_variables",
+        "no_cpu",
+        "threads",
+        "fsdp_on_cpu",
+        "fp16_on_cpu",
+        "clipping",
+        "batch_sizes",
+        "unnamed_backend",
+        "inner_optimizer",
     ] = "none"
     """What is left out."""
     verified: bool = True
@@ -43,6 +52,7 @@ class AccelerateTraps(Accelerate):
 
     def accelerator(self, job: Job) -> Any:
         import accelerate
+        import torch
         from accelerate.utils import InitProcessGroupKwargs
 
         init = accelerate.Accelerator.__init__
@@ -51,11 +61,14 @@ class AccelerateTraps(Accelerate):
             if self.trap in ("batch_sizes", "unnamed_backend"):
                 kwargs_handlers = [handler for handler in kwargs_handlers if not isinstance(handler, InitProcessGroupKwargs)]
             init(self_, cpu=cpu and self.trap != "no_cpu", kwargs_handlers=kwargs_handlers, **more)
+            self_.threads_taken = torch.get_num_threads()
 
         accelerate.Accelerator.__init__ = changed
         hidden = {name: os.environ.pop(name) for name in VARIABLES if self.trap == "no_variables"}
         made = super().accelerator(job)
         os.environ.update(hidden)
+        if self.trap == "threads":
+            torch.set_num_threads(made.threads_taken)
         return made
 
     def setup(self, job: Job) -> TrainStep:

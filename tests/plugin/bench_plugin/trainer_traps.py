@@ -3,7 +3,7 @@
 import types
 from typing import Any, Literal
 
-from harness.strategies.accelerate import Accelerate
+import harness.strategies.trainer
 from harness.strategies.trainer import TransformersTrainer
 from harness.strategy import Batch, Job, TrainStep
 from harness.workloads import Workload
@@ -17,12 +17,6 @@ ARGUMENTS = {
 }
 FLAGS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "bucket_bytes_cap")
 KEPT: list[Any] = []  # a DDP that is destroyed in a rank may hang
-
-
-class Unpretending(Accelerate):
-    """Accelerate that finds itself on CPUs."""
-
-    def pretend(self) -> None: ...
 
 
 class TrainerTraps(TransformersTrainer):
@@ -48,10 +42,6 @@ class TrainerTraps(TransformersTrainer):
     ] = "none"
     """What is left out, or done in its place."""
 
-    @property
-    def beneath(self) -> Accelerate:
-        return Unpretending(engine=self.engine) if self.trap == "fsdp_on_cpu" else super().beneath
-
     def arguments(self, job: Job, model: Any) -> dict[str, Any]:
         arguments = super().arguments(job, model)
         if self.trap in ARGUMENTS:
@@ -75,6 +65,8 @@ class TrainerTraps(TransformersTrainer):
                 if state.global_step == 3 and self.trap == "ends":
                     control.should_training_stop = True
 
+        if self.trap == "fsdp_on_cpu":
+            harness.strategies.trainer.pretend_gpus = lambda: None
         trainer = super().trainer(stepped)
         trainer.add_callback(Callback)
         if self.trap.startswith("own_optimizer"):

@@ -1,0 +1,77 @@
+"""DeepSpeed's strategies, each with one fix taken out; and one that tells what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.cell import Cell
+from harness.strategies.deepspeed import Deepspeed
+from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
+from harness.strategy import Job, Layout, TrainStep
+from harness.workloads import Workload
+
+
+class DeepspeedTraps(Deepspeed):
+    """DeepSpeed without one of the fixes, `none` for all of them."""
+
+    without: Literal["none", "clipping_off", "undone_step", "scaled_loss"] = "none"
+    """Which."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if self.without != "scaled_loss":
+            super().check(cell, workload)
+
+    def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
+        config = super().config(cell, layout, sizes, folder)
+        if self.without == "clipping_off":
+            del config["gradient_clipping"]
+        return config
+
+    def undo_first_step(self, engine: Any) -> None:
+        if self.without != "undone_step":
+            super().undo_first_step(engine)
+
+
+class UntiedDeepspeedPipeline(DeepspeedPipeline):
+    """DeepSpeed's pipeline whose first and last stage each train a copy of the tied embedding."""
+
+    def layer(self, job: Job, index: int) -> Any:
+        from deepspeed.pipe import LayerSpec
+
+        from harness.workloads.stage import Stage
+
+        return LayerSpec(Stage, job, index, job.layout.pipeline)
+
+
+class DeepspeedDump(Deepspeed):
+    """DeepSpeed ZeRO-3 that writes, after each step, what its rank keeps in memory to files named as those of its swapper."""
+
+    def setup(self, job: Job) -> TrainStep:
+        import deepspeed
+
+        initialize, made = deepspeed.initialize, []
+
+        def remember(**told: Any) -> Any:
+            made.append(initialize(**told))
+            return made[0]
+
+        deepspeed.initialize = remember
+        step = super().setup(job)
+        zero = made[0][0].optimizer
+        folder = Path(self.folder) / f"rank{job.rank}"
+        folder.mkdir(parents=True)
+
+        def dumped(batch: Any) -> Any:
+            loss = step(batch)
+            for group in zero.fp32_partitioned_groups_flat:
+                group.detach().numpy().tofile(folder / f"{group.ds_id}.tensor.swp")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    zero.optimizer.state[group][name].numpy().tofile(folder / f"{name}-{group.ds_id}.tensor.swp")
+            for parameters in zero.fp16_groups:
+                for parameter in parameters:
+                    parameter.ds_tensor.numpy().tofile(folder / f"{parameter.ds_id}_param.tensor.swp")
+            return loss
+
+        return dumped

@@ -1,0 +1,213 @@
+"""DeepSpeed: what it trains, keeps, offloads and reads back, and each trap on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import harness.deepspeed_config
+from harness.deepspeed_config import in_memory, prebuilt_for
+from harness.errors import Refused, Unavailable
+from harness.strategy import admit
+from harness.workloads import make_workload
+from tests.ranks.conftest import RunCells, cell
+from tests.ranks.test_strategies import states_follow_the_formula
+
+pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
+with_disk = pytest.mark.skipif("async_io" not in prebuilt_for("cpu"), reason="DeepSpeed without async_io (Debian's libaio-dev)")
+NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes"),
+    [
+        (1, {"options": {"stage": 3}}),
+        (2, {"options": {"stage": 0}, "micro_batches": 4}),
+        (2, {"options": {"stage": 1}, "micro_batches": 4}),
+        (2, {"options": {"stage": 2}, "micro_batches": 2, "workload": "gpt2-nano"}),
+        (2, {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"}),
+        (2, {"options": {"stage": 2, "offload_optimizer": "cpu"}, "micro_batches": 2}),
+        (4, {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+        (2, {"options": {"stage": 1}, "optimizer": "sgd"}),
+    ],
+    ids=str,
+)
+def test_it_trains_the_same_and_keeps_what_the_formula_says(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
+    trial = run_cells(cell("deepspeed", devices, **axes)).trials.iloc[0]
+    assert (trial["parity_verdict"], trial["reason"]) == ("exact", "")
+    states_follow_the_formula(trial)
+
+
+def test_stage_0_stands_beside_the_other_launchers(run_cells: RunCells) -> None:
+    trial = run_cells(cell("deepspeed")).trials.iloc[0]
+    assert trial["wraps_ddp"] == "DeepSpeed stage 0"
+
+
+def test_offload_to_the_host_is_labelled_where_there_is_no_device_to_leave(run_cells: RunCells) -> None:
+    trial = run_cells(cell("deepspeed", options={"stage": 2, "offload_optimizer": "cpu"})).trials.iloc[0]
+    assert trial["stand_in"] == "no device to leave: optimizer states are already in host memory"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_half_precision_keeps_masters(run_cells: RunCells, stage: int) -> None:
+    cells = [cell("deepspeed", precision=p, options={"stage": stage}) for p in ("bf16", "fp16") if (stage, p) != (0, "fp16")]
+    for _, trial in run_cells(*cells).trials.iterrows():
+        assert trial["parity_verdict"] == "within tolerance", trial["reason"]
+        assert list(trial["optimizer_state_dtypes"]) == ["float32"]
+        states_follow_the_formula(trial)
+
+
+@pytest.mark.parametrize(
+    ("without", "axes"),
+    [
+        ("clipping_off", {"workload": "llama-micro"}),
+        ("undone_step", {"precision": "bf16"}),
+        ("scaled_loss", {"precision": "fp16"}),
+    ],
+)
+def test_each_trap_is_caught(run_cells: RunCells, without: str, axes: dict[str, Any]) -> None:
+    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never scales the loss it unscales."""
+    trial = run_cells(cell("deepspeed_traps", options={"without": without}, **axes)).trials.iloc[0]
+    assert trial["status"] == "diverged"
+
+
+def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells) -> None:
+    assert run_cells(cell("deepspeed_traps", workload="llama-micro")).trials.iloc[0]["parity_verdict"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "said"),
+    [
+        ({"precision": "fp16"}, {"stage": 0}, "loss scale"),
+        ({}, {"stage": 0, "offload_optimizer": "cpu"}, "stage 0 offloads nothing"),
+        ({}, {"stage": 2, "offload_optimizer": "nvme"}, "in stage 3 only"),
+        ({}, {"stage": 2, "offload_parameters": "cpu"}, "in stage 3 only"),
+        ({"optimizer": "sgd"}, {"stage": 2, "offload_optimizer": "cpu"}, "use optimizer adamw"),
+        pytest.param({}, NVME, "below 1 MiB in memory", marks=with_disk),
+        pytest.param({"workload": "llama-mini"}, {"stage": 3, "offload_parameters": "nvme"}, "below 1 MiB in memory", marks=with_disk),
+        ({"workload": "resnet-micro", "precision": "bf16"}, {"stage": 2}, "BatchNorm"),
+    ],
+    ids=str,
+)
+def test_what_it_would_silently_do_otherwise_is_refused(tmp_path: Path, axes: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    if in_memory(str(tmp_path)):
+        pytest.skip("tmpfs")
+    one = cell("deepspeed", options={"folder": str(tmp_path), **options}, **axes)
+    with pytest.raises(Refused, match=said):
+        admit(one, make_workload(one.workload))
+
+
+@pytest.mark.parametrize(("part", "needs"), [("cpu_adam", "make setup"), ("async_io", "libaio-dev")])
+def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: pytest.MonkeyPatch, part: str, needs: str) -> None:
+    known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
+    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: {"installed_ops": known, "accelerator_name": "cpu"})
+    one = cell("deepspeed", workload="llama-512x2", options=NVME)
+    with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
+        admit(one, make_workload(one.workload))
+
+
+def test_parts_compiled_for_another_accelerator_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"installed_ops": {"cpu_adam": 1}, "accelerator_name": "cuda"}
+    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: said)
+    assert (prebuilt_for("cpu"), prebuilt_for("cuda")) == (set(), {"cpu_adam"})
+
+
+@with_disk
+def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, tmp_path: Path) -> None:
+    """Optimizer states and parameters on disk, byte for byte those of the same training without a disk; absent from memory."""
+    if in_memory(str(tmp_path)):
+        pytest.skip("tmpfs")
+    swapped, held = tmp_path / "swapped", tmp_path / "held"
+    axes: dict[str, Any] = {"workload": "llama-512x2", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
+    trials = run_cells(
+        cell("deepspeed", options={**NVME, "offload_parameters": "nvme", "folder": str(swapped)}, **axes),
+        cell("deepspeed_dump", options={"stage": 3, "offload_optimizer": "cpu", "folder": str(held)}, **axes),
+    ).trials.set_index("strategy")
+    assert list(trials["parity_verdict"]) == ["exact"] * 2
+    on_disk = {(f.parent.name, f.name): f for f in swapped.rglob("*.swp")}
+    compared = 0
+    for file in held.rglob("*.swp"):
+        expected, kept = file.read_bytes(), on_disk.get((file.parent.name, file.name))
+        if kept is None:
+            assert len(expected) < 2**20, f"{file.name} is missing, though DeepSpeed swaps all of 1 MiB and more"
+            continue
+        read = kept.read_bytes()
+        assert read[: len(expected)] == expected, file.name
+        assert len(read) - len(expected) < 1024
+        compared += len(expected)
+    trial, other = trials.loc["deepspeed"], trials.loc["deepspeed_dump"]
+    assert sum(trial["optimizer_bytes"]) == 0
+    gone = sum(other["optimizer_bytes"]) + sum(other["parameter_bytes"]) - sum(trial["parameter_bytes"]) + 4 * other["parameters"]
+    assert compared == pytest.approx(gone, rel=1e-4)  # moments, parameters, and the fp32 masters
+    states_follow_the_formula(trial)
+    states_follow_the_formula(other)
+
+
+@with_disk
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, tmp_path: Path, devices: int) -> None:
+    """Masters, moments and gradients travel once each way in a step, as the kernel counts them."""
+    if in_memory(str(tmp_path)):
+        pytest.skip("tmpfs")
+    axes: dict[str, Any] = {"workload": "llama-mini", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
+    trial = run_cells(cell("deepspeed", devices, options={**NVME, "folder": str(tmp_path)}, **axes)).trials.iloc[0]
+    assert trial["parity_verdict"] == "exact"
+    states_follow_the_formula(trial)
+    kept = sum(f.stat().st_size for f in (tmp_path / "offload").rglob("*") if f.is_file())
+    assert trial["offload_kept_bytes"] == kept
+    assert trial["offload_read_bytes_per_step"] == pytest.approx(kept, rel=0.01)
+    assert trial["offload_written_bytes_per_step"] == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes"),
+    [
+        (2, {"options": {"in_tiles": 2, "out_tiles": 3}}),
+        (4, {"workload": "bert-micro"}),
+        (2, {"micro_batches": 2, "precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_tiles_train_the_same_layer(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
+    trial = run_cells(cell("tiled_linear", devices, **axes)).trials.iloc[0]
+    assert (trial["status"], trial["parity_verdict"]) == ("ok", "within tolerance" if "precision" in axes else "exact")
+    states_follow_the_formula(trial)
+
+
+def test_tiles_train_a_layer_that_is_too_large_for_the_budget(run_cells: RunCells) -> None:
+    """The layer's weights, its gradient and the buffers of both need four times its size beside the partitions; a tile's do not."""
+    axes: dict[str, Any] = {
+        "workload": "llama-1536x1",
+        "global_batch": 2,
+        "warmup_steps": 1,
+        "timed_steps": 1,
+        "parity_steps": 2,
+        "memory_limit_bytes": 425_000_000,
+    }
+    few: dict[str, Any] = {"stage": 3, "bucket_elements": 300_000}
+    whole, tiled = cell("deepspeed", options=few, **axes), cell("tiled_linear", options={**few, "out_tiles": 8}, **axes)
+    trials = run_cells(whole, tiled).trials.set_index("strategy")
+    assert trials["status"].to_dict() == {"deepspeed": "out_of_memory", "tiled_linear": "ok"}, list(trials["reason"])
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "status"),
+    [
+        ("deepspeed_pipeline", {"workload": "gpt2-nano"}, "ok"),
+        ("untied_deepspeed_pipeline", {"workload": "gpt2-nano"}, "diverged"),
+        ("deepspeed_pipeline", {"workload": "bert-micro"}, "ok"),
+        ("deepspeed_pipeline", {"workload": "llama-micro", "devices": 4}, "ok"),
+        ("deepspeed_pipeline", {"devices": 1}, "ok"),
+    ],
+    ids=str,
+)
+def test_its_pipeline(run_cells: RunCells, name: str, axes: dict[str, Any], status: str) -> None:
+    """Embeddings tied across the stages stay tied."""
+    trial = run_cells(cell(name, **{"devices": 2, "micro_batches": 4, **axes})).trials.iloc[0]
+    assert trial["status"] == status, trial["log_tail"]
+    if status == "ok":
+        assert trial["parity_verdict"] == "exact"
+        assert pd.isna(trial["bubble_fraction"]) if axes.get("devices") == 1 else 0.2 < trial["bubble_fraction"] < 1.0
