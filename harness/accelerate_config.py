@@ -89,7 +89,7 @@ def accelerate_export(
         files["ds_config.json"] = json.dumps({"zero_optimization": {"stage": 0}, **deepspeed}, indent=2) + "\n"
     plain = "MULTI_CPU" if cell.device == "cpu" else "MULTI_GPU"
     values = {
-        "engine": "deepspeed" if deepspeed else "fsdp2" if fsdp else "ddp",
+        "engine": "deepspeed" if deepspeed else "fsdp" if fsdp else "plain",
         "wanted": "DEEPSPEED" if deepspeed else "FSDP" if fsdp else plain,
         "autocast": False,
         "ddp_arguments": _ddp_arguments(ddp or {}),

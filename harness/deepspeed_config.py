@@ -60,6 +60,7 @@ def deepspeed_config(
         "gradient_clipping": 0.0,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -122,7 +123,7 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
         raise Refused(f"DeepSpeed offloads parameters, and to disks, in stage 3 only; stage {stage} would keep them in memory")
     if offload_optimizer != "none" and cell.optimizer != "adamw":
         raise Refused(f"offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not {cell.optimizer}")
-    check_prebuilt(cell, *["cpu_adam"] * (offload_optimizer != "none"), *["async_io"] * ("nvme" in (offload_optimizer, offload_parameters)))
+    check_prebuilt(*["cpu_adam"] * (offload_optimizer != "none"), *["async_io"] * ("nvme" in (offload_optimizer, offload_parameters)))
     if "nvme" not in (offload_optimizer, offload_parameters):
         return
     if in_memory(folder):
@@ -148,18 +149,17 @@ def in_memory(folder: str) -> bool:
     return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
-def check_prebuilt(cell: Cell, *parts: str) -> None:
+def check_prebuilt(*parts: str) -> None:
     """Raises Unavailable where a compiled part is missing: DeepSpeed would compile it in the middle of a trial, for minutes."""
     for part in parts:
-        if part not in prebuilt_for(cell.device):
+        if part not in compiled_parts():
             needs = "; async_io needs Debian's libaio-dev" if part == "async_io" else ""
-            raise Unavailable(f"DeepSpeed's part {part} is not compiled for {cell.device}: `make setup` builds it{needs}")
+            raise Unavailable(f"DeepSpeed's part {part} is not compiled: `make setup` builds it{needs}")
 
 
-def prebuilt_for(device: str) -> set[str]:
-    """The compiled parts that DeepSpeed will load for a device; any other it would compile."""
-    said = prebuilt()
-    return {name for name, built in said.get("installed_ops", {}).items() if built} if said.get("accelerator_name") == device else set()
+def compiled_parts() -> set[str]:
+    """Names of the compiled parts. They run on the host, so that those built for CPUs serve beside GPUs too."""
+    return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
 def settle(device: str, processes: int) -> None:
@@ -171,6 +171,8 @@ def settle(device: str, processes: int) -> None:
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(processes)}
     import deepspeed
+    import torch
+    from deepspeed import git_version_info
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -179,4 +181,8 @@ def settle(device: str, processes: int) -> None:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         set_accelerator(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
-    deepspeed.ops.__compatible_ops__ = dict.fromkeys(set(prebuilt_for(device)) - {_SHARED_MEMORY}, True)
+    # A part that was built for another accelerator or CUDA is compiled anew, or refused, by these two.
+    git_version_info.accelerator_name = device
+    cuda = ".".join((torch.version.cuda or "0.0").split(".")[:2])
+    git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_parts() - {_SHARED_MEMORY}, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from harness.deepspeed_config import ALIGNED_BYTES, SWAPPED_BYTES
 from harness.strategy import Held, Layout, States
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from harness.workloads.facts import ModelFacts
 
 
@@ -77,6 +80,19 @@ def _stage_3(engine: Any, zero: Any) -> Iterator[Held]:
             yield "library", "swap buffers of the optimizer", buffer
 
 
+def whole_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """The module's parameters by name, whole; their fp32 masters where there are any. Called on all ranks together."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    groups = zip(getattr(engine.optimizer, "fp16_groups", ()), getattr(engine.optimizer, "fp32_groups", ()), strict=False)
+    masters = {half: master for halves, wholes in groups for half, master in zip(halves, wholes, strict=True)}
+    for name, parameter in engine.module.named_parameters():
+        whole = masters.get(parameter, safe_get_full_fp32_param(parameter))
+        with GatheredParameters([parameter], enabled=whole is None and hasattr(parameter, "ds_id")):  # frozen, in stage 3
+            yield name, parameter if whole is None else whole
+
+
 def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[str, Any]) -> States:
     """What the fullest rank keeps, for the copies that DeepSpeed 0.19.8 keeps beside ZeRO's model states (arXiv 1910.02054, section 3.1).
 
@@ -87,17 +103,18 @@ def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[st
     width = 4 if cell.precision == "fp32" else 2
     moments = 2 if cell.optimizer == "adamw" else 1
     whole, ranks, sizes = sum(facts.sizes), layout.data, facts.sizes
-    buffers = float(facts.buffer_bytes)
+    buffers, frozen = float(facts.buffer_bytes), (facts.parameter_bytes - facts.trained_bytes) * width / 4
     if zero["stage"] == 0:
         masters = 0 if width == 4 else 4 * whole
-        return States(width * whole, 0, 4 * moments * whole, buffers + masters, transient=2 * width * whole)
+        return States(width * whole + frozen, 0, 4 * moments * whole, buffers + masters, transient=2 * width * whole)
     if zero["stage"] == 3:
-        return _states_3(cell, ranks, sizes, zero, width, moments, buffers)
+        states = _states_3(cell, ranks, sizes, zero, width, moments, buffers)
+        return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)
     part = -(-whole // (2 * ranks))
     part *= 2
     held_until_reduced = whole if zero["stage"] == 1 else zero["reduce_bucket_size"]
     transient = max(width * (held_until_reduced + part), 12 * part)
-    states = States(width * part * ranks, 0, 4 * moments * part, buffers + 4 * part, transient)
+    states = States(width * part * ranks + frozen, 0, 4 * moments * part, buffers + 4 * part, transient)
     if "offload_optimizer" not in zero:
         return states
     accumulated = width * part if cell.micro_batches > 1 else 0

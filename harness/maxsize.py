@@ -307,7 +307,11 @@ class Found:
         return sorted([(name, size) for name, size in beyond.items() if size >= self.budget / 100], key=lambda one: -one[1])
 
     def _expected(self, kind: str) -> float:
-        return self.formula[kind] + (self.formula["transient"] if kind == "gradients" else 0.0)
+        """Bytes by the formula; gradients may be what it files under library or transient."""
+        if kind != "gradients":
+            return self.formula[kind]
+        missing = max(0.0, self.formula["library"] - float(self.holding.get("library", 0)))
+        return self.formula[kind] + self.formula["transient"] + missing
 
 
 def millions(parameters: int) -> str:

@@ -152,9 +152,9 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
     step = next((row.step for row in rows if row.step), 0)
     title = f"largest trainable model within {mebibytes(plan.search['budget'])} per rank; a search step is {millions(step)} parameters"
     table = Table(title=title, title_justify="left")
-    for column in ("strategy", "ranks"):
-        table.add_column(column)
-    for column in ("reached", "formula", "reached/formula", "peak", "set-up peak", "states between steps"):
+    table.add_column("strategy", overflow="fold")
+    table.add_column("ranks", justify="right")
+    for column in ("reached", "formula", "ratio", "peak", "set-up peak", "between steps"):
         table.add_column(column, justify="right")
     table.add_column("parity")
     devices = {cell.label: str(cell.devices) for cell in plan.cells}
@@ -192,11 +192,11 @@ def _filled(rows: list[Found]) -> Table:
 
     names = list(next((row.fill for row in rows if row.fill), {}))
     table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")
-    table.add_column("strategy")
+    table.add_column("strategy", overflow="fold")
     table.add_column("at", justify="right")
     table.add_column("in")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name.removesuffix(" of threads"), justify="right")
     for row in rows:
         if row.fill:
             sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]

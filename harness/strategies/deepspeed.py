@@ -14,7 +14,7 @@ from pydantic import Field
 from harness.accelerate_config import accelerate_export, deepspeed_variables
 from harness.cell import Cell
 from harness.deepspeed_config import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, settle
-from harness.deepspeed_states import engine_states, held_by_engine
+from harness.deepspeed_states import engine_states, held_by_engine, whole_parameters
 from harness.strategy import Batch, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
@@ -161,12 +161,4 @@ class Deepspeed(Strategy):
 
     def whole(self, engine: Any) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, whole; their fp32 masters where there are any."""
-        from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        groups = zip(getattr(engine.optimizer, "fp16_groups", ()), getattr(engine.optimizer, "fp32_groups", ()), strict=False)
-        masters = {half: master for halves, wholes in groups for half, master in zip(halves, wholes, strict=True)}
-        for name, parameter in engine.module.named_parameters():
-            whole = masters.get(parameter, safe_get_full_fp32_param(parameter))
-            with GatheredParameters([parameter], enabled=whole is None and hasattr(parameter, "ds_id")):  # frozen, in stage 3
-                yield name, parameter if whole is None else whole
+        return whole_parameters(engine)

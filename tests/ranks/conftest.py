@@ -13,6 +13,7 @@ from harness.cell import Cell
 from harness.launch import Launcher
 from harness.runner import Plan, Runner
 from harness.store import Results, Store
+from harness.strategy import strategies
 
 RunCells = Callable[..., Results]
 
@@ -28,7 +29,8 @@ class Silent:
 
 @pytest.fixture(scope="session")
 def launcher() -> Launcher:
-    return Launcher([package for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale") if find_spec(package)])
+    packages = [package for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale") if find_spec(package)]
+    return Launcher([*packages, *(module for strategy in strategies().values() for module in strategy.preload)])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import harness.deepspeed_config
-from harness.deepspeed_config import in_memory, prebuilt_for
+from harness.deepspeed_config import compiled_parts, in_memory
 from harness.errors import Refused, Unavailable
 from harness.strategy import admit
 from harness.workloads import make_workload
@@ -17,7 +17,7 @@ from tests.ranks.conftest import RunCells, cell
 from tests.ranks.test_strategies import states_follow_the_formula
 
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
-with_disk = pytest.mark.skipif("async_io" not in prebuilt_for("cpu"), reason="DeepSpeed without async_io (Debian's libaio-dev)")
+with_disk = pytest.mark.skipif("async_io" not in compiled_parts(), reason="DeepSpeed without async_io (Debian's libaio-dev)")
 NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
 
 
@@ -103,16 +103,10 @@ def test_what_it_would_silently_do_otherwise_is_refused(tmp_path: Path, axes: di
 @pytest.mark.parametrize(("part", "needs"), [("cpu_adam", "make setup"), ("async_io", "libaio-dev")])
 def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: pytest.MonkeyPatch, part: str, needs: str) -> None:
     known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
-    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: {"installed_ops": known, "accelerator_name": "cpu"})
+    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: {"installed_ops": known})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
         admit(one, make_workload(one.workload))
-
-
-def test_parts_compiled_for_another_accelerator_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"installed_ops": {"cpu_adam": 1}, "accelerator_name": "cuda"}
-    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: said)
-    assert (prebuilt_for("cpu"), prebuilt_for("cuda")) == (set(), {"cpu_adam"})
 
 
 @with_disk

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from harness.cell import Cell
@@ -10,6 +13,7 @@ from harness.maxsize import Search, found, plan_of
 from harness.runner import Runner
 from harness.store import Store
 from tests.ranks.conftest import RunCells, Silent, cell
+from tests.unit.test_cli import bench
 
 MIB = 2**20
 # Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads, Python's heap and gloo.
@@ -55,6 +59,22 @@ def test_what_filled_the_budget_is_named(table) -> None:
 def test_sharding_trains_a_larger_model(table) -> None:
     assert table["fsdp2"].parameters > 1.5 * table["ddp"].parameters
     assert table["fsdp2"].predicted > table["ddp"].predicted
+
+
+def test_the_command_searches_tells_and_resumes(tmp_path: Path) -> None:
+    words = ["--budget", "96MiB", "--hidden", "128", "--strategy", "single", "--json"]
+    done = bench("maxsize", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    [row] = said["strategies"]
+    assert (row["label"], row["status"], row["parity"]) == ("single", "found", "exact")
+    assert row["next_parameters"] - row["parameters"] == row["step"]
+    assert Path(tmp_path / said["report"]).exists()
+    files = sorted((tmp_path / "results" / "trials").rglob("*.parquet"))
+    again = bench("maxsize", "--resume", "--no-report", folder=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "largest trainable model within 96 MiB per rank" in again.stdout
+    assert sorted((tmp_path / "results" / "trials").rglob("*.parquet")) == files, "nothing is launched twice"
 
 
 def test_a_model_too_large_to_build_runs_out_in_set_up(run_cells: RunCells) -> None:
