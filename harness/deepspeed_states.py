@@ -117,7 +117,7 @@ def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[st
     states = States(width * part * ranks + frozen, 0, 4 * moments * part, buffers + 4 * part, transient)
     if "offload_optimizer" not in zero:
         return states
-    accumulated = width * part if cell.micro_batches > 1 else 0
+    accumulated = width * part if cell.micro_batches > 1 and zero["stage"] == 2 else 0
     if cell.device == "cuda":
         return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
     library = states.library + width * (part + 2 * max(sizes))

@@ -28,8 +28,18 @@ def _status() -> dict[str, int]:
     return fields
 
 
-def _threads() -> int:
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+def _stacks() -> int:
+    """Bytes mapped as stacks of threads: anonymous, writable, of the size that a new thread's has; a fork's cached ones included."""
+    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if size == resource.RLIM_INFINITY:
+        size = 2 * 2**20
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, device, *_ = line.split()
+        first, _, last = place.partition("-")
+        if rights == "rw-p" and device == "00:00" and int(last, 16) - int(first, 16) == size:
+            total += size
+    return total
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class MemoryMeter:
         self.fraction: float | None = None
         self.before: tuple[int, int] | None = None
         self.reserve: bytearray | None = None
+        self.stacks_before = 0
         if device.type == "cuda":
             import torch
 
@@ -69,11 +80,12 @@ class MemoryMeter:
         self._trim()
         self.reserve = None if limit is None else bytearray(4 * 2**20)
         status = _status()
-        self.baseline, self.mapped, self.threads = status["RssAnon"], status["VmData"], _threads()
+        self.baseline, self.mapped = status["RssAnon"], status["VmData"]
         if limit is not None:
             self._give_pages_back()
+            self.stacks_before = _stacks()
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
-            self.ceiling = (status["VmData"] + limit, self.before[1])
+            self.ceiling = (self.mapped + limit, self.before[1])
             resource.setrlimit(resource.RLIMIT_DATA, self.ceiling)
         self.usable = self.reset()
 
@@ -125,8 +137,7 @@ class MemoryMeter:
         """Bytes of in_use that are the stacks of threads begun since, mapped whole though hardly touched."""
         if self.device.type == "cuda":
             return 0
-        each = resource.getrlimit(resource.RLIMIT_STACK)[0]
-        return (_threads() - self.threads) * (each if each != resource.RLIM_INFINITY else 2 * 2**20)
+        return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:

@@ -15,7 +15,7 @@ from harness.accelerate_config import accelerate_export, deepspeed_variables
 from harness.cell import Cell
 from harness.deepspeed_config import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, settle
 from harness.deepspeed_states import engine_states, held_by_engine, whole_parameters
-from harness.strategy import Batch, Export, Job, Layout, States, Strategy, TrainStep
+from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
     from harness.workloads.facts import ModelFacts
 
 
+HALF = Deviation(6e-3, 0.12, "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16")
+
+
 class Deepspeed(Strategy):
     """DeepSpeed ZeRO: stage 0 averages gradients, 1 shards the optimizer, 2 gradients too, 3 parameters too.
 
-    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, fp32 masters that start from the rounded
-    weights; no more than autocast costs. Only stages 1 to 3 scale fp16's loss. The optimizer is torch's; where it is offloaded
-    it is DeepSpeed's CPU Adam, the same AdamW up to rounding.
+    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32 masters that start from the
+    rounded weights. Only stages 1 to 3 scale fp16's loss. The optimizer is torch's; where it is offloaded it is DeepSpeed's
+    CPU Adam, the same AdamW up to rounding. Stages 1 to 3 keep an fp32 master of the rank's partition also beside fp32
+    parameters: stage 3 asks whether the two can be one by comparing a device with its name, which never agrees.
     """
 
     requires = ("deepspeed",)
@@ -58,6 +62,9 @@ class Deepspeed(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         check_zero(cell, workload, self.stage, self.offload_optimizer, self.offload_parameters, self.folder or tempfile.gettempdir())
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        return HALF if cell.precision == "bf16" else EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
         places = {"optimizer states": self.offload_optimizer, "parameters": self.offload_parameters}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
         (2, {"options": {"stage": 1}, "micro_batches": 4}),
         (2, {"options": {"stage": 2}, "micro_batches": 2, "workload": "gpt2-nano"}),
         (2, {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"}),
+        (2, {"options": {"stage": 1, "offload_optimizer": "cpu"}, "micro_batches": 2}),
         (2, {"options": {"stage": 2, "offload_optimizer": "cpu"}, "micro_batches": 2}),
+        (2, {"options": {"stage": 3}, "workload": "llama-micro+lora"}),
         (4, {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
         (2, {"options": {"stage": 1}, "optimizer": "sgd"}),
     ],
@@ -64,7 +68,7 @@ def test_half_precision_keeps_masters(run_cells: RunCells, stage: int) -> None:
     ("without", "axes"),
     [
         ("clipping_off", {"workload": "llama-micro"}),
-        ("undone_step", {"precision": "bf16"}),
+        ("undone_step", {"precision": "bf16", "workload": "llama-micro"}),
         ("scaled_loss", {"precision": "fp16"}),
     ],
 )
@@ -107,6 +111,13 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: p
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
         admit(one, make_workload(one.workload))
+
+
+def test_its_shared_memory_for_inference_is_neither_compiled_nor_made() -> None:
+    """It would be at the first collective, 66 MiB a rank that outlive the processes."""
+    made = "from deepspeed.comm.torch import build_shm_op; assert build_shm_op() is None"
+    code = f"from harness.deepspeed_config import settle; settle('cpu', 1); {made}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
 
 
 @with_disk
