@@ -41,6 +41,7 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     A rank's two threads share its cores: the one that waits for MPI has to yield to the one that computes.
     """
     settings = {"orte_tmpdir_base": str(scratch), "hwloc_base_binding_policy": "none", "mpi_yield_when_idle": "1"}
+    settings["btl_vader_backing_directory"] = str(scratch)  # in /dev/shm the files of killed ranks would stay
     settings |= {} if shutil.which("ssh") or shutil.which("rsh") else {"plm": "^rsh"}
     settings |= {"btl": "tcp,self"} if over_tcp else {}
     given = [word for name, value in settings.items() for word in ("--mca", name, value)]
