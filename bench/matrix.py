@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
-from harness.runner import LeftOut
+from harness.plan import LeftOut
 from harness.strategy import admit
 from harness.workloads import make_workload, prepare_data
 

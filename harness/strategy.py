@@ -233,6 +233,11 @@ class Strategy(BaseModel, ABC):
     wraps_ddp: ClassVar[str | None] = None
     """Name of the library whose wrapper around DDP's mathematics it shows; such cells are compared side by side."""
 
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        """Compiled parts of its library by name, as `bench doctor` shows them: `built`, or the command that builds them."""
+        return {}
+
     def layout(self, devices: int) -> Layout:
         """Data x pipeline x tensor for this many devices; raises Refused where there is none."""
         return Layout(data=devices)

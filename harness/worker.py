@@ -6,26 +6,19 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import itertools
-import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.measure.bubble import busy_fraction
-from harness.measure.clock import timed_step
+from harness.loop import Loop, busy_share
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import shortage
-from harness.measure.states import KINDS, held, state_bytes
-from harness.measure.traffic import Traffic, folder_bytes
-from harness.parity import Reference, update_deviations
-from harness.strategy import Batch, Exposed, Job, TrainStep, make_strategy
+from harness.strategy import Job, make_strategy
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
 from harness.workloads import make_workload
 
@@ -163,25 +156,6 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-class Progress:
-    """Tells the parent of finished steps, at most twice a second, without ever waiting for it."""
-
-    def __init__(self, address: str | None) -> None:
-        self.address = address
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
-        if self.socket:
-            self.socket.setblocking(False)
-        self.last = 0.0
-
-    def tell(self, step: int, seconds: float) -> None:
-        now = time.monotonic()
-        if self.socket is None or now - self.last < 0.5:
-            return
-        self.last = now
-        with contextlib.suppress(OSError):
-            self.socket.sendto(json.dumps({"step": step, "seconds": seconds}).encode(), self.address)  # type: ignore[arg-type]
-
-
 def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -228,7 +202,7 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     loop.traffic.stop(loop.counting())
     loop.note_peak()
     gc.enable()
-    bubble = _bubble(loop) if layout.pipeline > 1 else None
+    busy = busy_share(loop) if layout.pipeline > 1 else None
     return {
         "setup_seconds": setup_seconds,
         "setup_peak_memory_bytes": setup_peak,
@@ -238,133 +212,9 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         "reserved_memory_bytes": loop.peak_reserved,
         "memory_method": meter.method,
         "update_deviations": loop.deviations,
-        "busy_fraction": bubble,
+        "busy_fraction": busy,
         "offload": loop.offload(),
         "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
         **loop.dtypes,
         **loop.states,
     }
-
-
-class Loop:
-    """The training loop of one rank: steps, peaks, the look at the parameters after the parity segment."""
-
-    def __init__(self, spec: TrialSpec, job: Job, step: TrainStep, meter: MemoryMeter) -> None:
-        self.spec, self.job, self.step, self.meter = spec, job, step, meter
-        self.progress = Progress(spec.progress if job.rank == 0 else None)
-        self.rows: list[dict[str, Any]] = []
-        self.peak_allocated: int | None = None
-        self.peak_reserved: int | None = None
-        self.deviations: dict[str, float] | None = None
-        self.dtypes: dict[str, Any] = {}
-        self.states: dict[str, Any] = {}
-        self.settling = False
-        self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
-        self._counted_from: int | None = None
-        share = job.layout.share(job.rank)
-        size = job.cell.global_batch // job.layout.shares
-        self.share = slice(share * size, (share + 1) * size)
-
-    def synchronize(self) -> None:
-        if self.job.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.job.device)
-
-    def fetch(self, index: int) -> Batch:
-        import torch
-
-        cell = self.job.cell
-        inputs, labels = self.spec.data.batch(cell.seed, index, cell.global_batch, self.share)
-        device = self.job.device
-        return Batch(index, torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
-
-    def counting(self) -> int:
-        """Steps since the traffic's count began; ends it."""
-        steps = 0 if self._counted_from is None else len(self.rows) - self._counted_from
-        self._counted_from = None
-        return steps
-
-    def per_step(self, total: int | None) -> float | None:
-        return total / self.traffic.steps if total is not None and self.traffic.steps else None
-
-    def offload(self) -> dict[str, float | None] | None:
-        """What travelled to and from the disk per step, and what lies there; None where the strategy keeps nothing there."""
-        exposed = self.job.exposed
-        if exposed is None or exposed.offload_folder is None:
-            return None
-        return {
-            "read": self.per_step(self.traffic.disk_read),
-            "written": self.per_step(self.traffic.disk_written),
-            "kept": folder_bytes(exposed.offload_folder),
-        }
-
-    def one(self, index: int) -> None:
-        if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
-            self._counted_from = len(self.rows)
-            self.traffic.start()
-        loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
-        warm = index < self.job.cell.warmup_steps
-        phase = "warmup" if warm else "settling" if self.settling else "timed"
-        self.settling = False
-        value = None if loss is None else float(loss.detach())
-        self.rows.append({"step": index, "phase": phase, **asdict(took), "loss": value})
-        self.progress.tell(index, took.step_seconds)
-
-    def note_peak(self) -> None:
-        peak = self.meter.peak()
-        self.meter.method = peak.method
-        self.peak_allocated = _larger(self.peak_allocated, peak.allocated)
-        self.peak_reserved = _larger(self.peak_reserved, peak.reserved)
-
-    def verify(self) -> None:
-        """Compares or saves the parameters; what that costs in memory is not counted, nor is the step that follows it."""
-        self.traffic.stop(self.counting())
-        self.note_peak()
-        exposed, workload = self.job.exposed, self.job.workload
-        assert exposed is not None
-        self.dtypes = dtypes_of(exposed)
-        kept = state_bytes(itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type)
-        self.states = {"state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")}, "library_buffers": kept["library_buffers"]}
-        with self.meter.unlimited():
-            if self.spec.reference_output:
-                initial = workload.build(self.job.cell.seed, self.job.device)
-                Reference(self.spec.reference_output).save(workload, exposed.model, initial, [row["loss"] for row in self.rows])
-            if self.spec.reference:
-                self.deviations = update_deviations(exposed, workload, Reference(self.spec.reference))
-        self.meter.reset()
-        self.settling = True
-
-
-def _larger(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)
-
-
-def dtypes_of(exposed: Exposed) -> dict[str, Any]:
-    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements this rank holds."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    def names(tensors: Any) -> list[str]:
-        return sorted({str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)})
-
-    parameters = list(exposed.model.parameters())
-    state = [v for o in exposed.optimizers for s in o.state.values() if isinstance(s, dict) for k, v in s.items() if k != "step"]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return {
-        "parameter_dtypes": names(parameters),
-        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd accumulates into that).
-        "gradient_dtypes": names(gradients) or names(p for p in parameters if p.requires_grad),
-        "optimizer_state_dtypes": names(state),
-        "held_parameters": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters),
-    }
-
-
-def _bubble(loop: Loop) -> float | None:
-    """This rank's busy share, in a pass of its own after everything that is timed."""
-    exposed = loop.job.exposed
-    assert exposed is not None
-    if not exposed.compute:
-        return None
-    index = loop.job.cell.total_steps
-    return busy_fraction(lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize)

@@ -15,7 +15,7 @@ from reports.text import missing, number, plain, size
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.maxsize import Found
+    from harness.found import Found
     from harness.store import Results
 
 MATRIX = "maxsize"
@@ -49,8 +49,8 @@ def verified(trials: pd.DataFrame) -> pd.DataFrame:
 
 def largest(results: Results) -> Largest | None:
     """The section of a search, None for any other run and for one whose plan another version wrote."""
-    from harness.maxsize import found, limits, order_notes
-    from harness.runner import Plan
+    from harness.found import found, limits, order_notes
+    from harness.plan import Plan
 
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())

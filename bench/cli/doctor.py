@@ -59,13 +59,19 @@ def _libraries() -> dict[str, str]:
 
 
 def _compiled_ops() -> dict[str, str]:
+    from importlib.util import find_spec
+
     import torch
 
+    from harness.strategy import strategies
+
     built = torch.distributed
+    installed = [cls for cls in strategies().values() if all(map(find_spec, cls.requires))]
     return {
         "gloo": "in torch" if built.is_gloo_available() else "missing: torch was built without it",
         "nccl": "in torch" if built.is_nccl_available() else "missing: needs a CUDA build of torch",
         "mpi": "in torch" if built.is_mpi_available() else "not in this torch",
+        **{part: said for cls in installed for part, said in cls.compiled().items()},
     }
 
 

@@ -53,7 +53,7 @@ def _find(which: str, matrix: str, settings: list[str], results: Path) -> list[C
     """The matrix's cells that are meant, also those that cannot run on this host; else the cell of this id among the results."""
     from bench.matrix import Host, expand, matches, parse_changes, read_matrix
     from harness.errors import Mistake
-    from harness.runner import Plan
+    from harness.plan import Plan
     from harness.store import Store
 
     expanded = expand(read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from harness.cell import Cell
-    from harness.maxsize import Found
-    from harness.runner import Plan
+    from harness.found import Found
+    from harness.plan import Plan
 
 HOME = Path(__file__).parents[1] / "maxsize.yaml"
 
@@ -35,8 +35,10 @@ def maxsize(
     """Finds the largest model that each strategy trains. Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]"""
     from bench.cli import show
     from harness.errors import Mistake
-    from harness.maxsize import MATRIX, Search, found
-    from harness.runner import Runner, resumable
+    from harness.found import found
+    from harness.maxsize import MATRIX, Search
+    from harness.plan import resumable
+    from harness.runner import Runner
     from harness.store import Store
 
     store = Store(results)
@@ -125,7 +127,7 @@ class Progress:
         from rich.markup import escape
 
         from bench.cli import show
-        from harness.maxsize import millions
+        from harness.found import millions
 
         number, total = self.place[cell.label], len(self.plan.cells)
         share = (number + (0.9 if row["trial"] else 0.5)) / total  # a strategy's probes are half done on average
@@ -146,7 +148,7 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
     from rich.markup import escape
     from rich.table import Table
 
-    from harness.maxsize import limits, mebibytes, millions, order_notes
+    from harness.found import limits, mebibytes, millions, order_notes
 
     assert plan.search is not None
     step = next((row.step for row in rows if row.step), 0)
@@ -188,7 +190,7 @@ def _filled(rows: list[Found]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from harness.maxsize import millions
+    from harness.found import millions
 
     names = list(next((row.fill for row in rows if row.fill), {}))
     table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from harness.runner import Plan
+    from harness.plan import Plan
     from harness.store import Store
 
 
@@ -28,7 +28,8 @@ def run(
     """Runs a matrix and writes its report. Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]"""
     from bench.cli import show
     from harness.errors import Mistake
-    from harness.runner import Runner, resumable
+    from harness.plan import resumable
+    from harness.runner import Runner
     from harness.store import Store
 
     store = Store(results)
@@ -58,7 +59,7 @@ def run(
 
 def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None) -> Plan:
     from bench.matrix import Host, expand, parse_changes, read_matrix
-    from harness.runner import Plan
+    from harness.plan import Plan
 
     read = read_matrix(matrix)
     expanded = expand(read, Host.here(), name=matrix, only=only, skip=skip, changes=parse_changes(settings))

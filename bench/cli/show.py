@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from harness.cell import Cell
-    from harness.runner import Plan
+    from harness.plan import Plan
     from harness.store import Store, TrialKey
 
 MEBIBYTE = 2**20
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]]) -> dict[str, float]:
     """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id."""
     from harness.launch import allowed_cores, oversubscribed
-    from harness.runner import expected_seconds
+    from harness.plan import expected_seconds
 
     seconds = expected_seconds(store, planned.cells, len(allowed_cores()))
     table = Table(title=f"matrix {escape(planned.matrix)}: {len(planned.cells)} cells x {planned.trials} trials", title_justify="left")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.accelerate_config import mixed_precision
-from harness.deepspeed_config import settle
+from harness.strategies._accelerate_config import mixed_precision
+from harness.strategies._deepspeed import settle
 from harness.strategy import Job
 from harness.training import LOSS_SCALE
 

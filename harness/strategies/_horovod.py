@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import Unavailable
 from harness.strategy import Job
 
 
@@ -25,14 +24,13 @@ def built(part: bytes) -> bool:
     return any(part in file.read_bytes() for folder in folders for file in Path(folder).glob("torch/mpi_lib_v2*.so"))
 
 
-def check_build(controller: str) -> None:
-    """Raises Unavailable where this Horovod has no such controller."""
+def missing(controller: str) -> str:
+    """What this Horovod lacks of a controller, with the command that provides it; empty where it has it."""
     if controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
-        raise Unavailable(
-            "Horovod was built without MPI, or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev, then make setup"
-        )
+        return "Horovod was built without MPI, or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev, then make setup"
     if controller == "gloo" and not built(b"GlooController"):
-        raise Unavailable("Horovod was built without Gloo: HOROVOD_WITH_GLOO=1 make setup")
+        return "Horovod was built without Gloo: HOROVOD_WITH_GLOO=1 make setup"
+    return ""
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:

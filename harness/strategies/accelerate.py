@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from harness.accelerate_config import accelerate_export, fsdp2_settings, launch_config
 from harness.cell import Cell
-from harness.deepspeed_states import held_by_engine
 from harness.errors import Refused, Unavailable
 from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
+from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings, launch_config
+from harness.strategies._deepspeed_states import held_by_engine
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets, model_states, own_precision, whole_model_states

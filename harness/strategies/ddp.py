@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from harness.accelerate_config import accelerate_export
 from harness.cell import Cell
 from harness.errors import Unavailable
+from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets, standard_step, whole_model_states
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from harness.accelerate_config import accelerate_export, deepspeed_variables
 from harness.cell import Cell
-from harness.deepspeed_config import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, settle
-from harness.deepspeed_states import engine_states, held_by_engine, whole_parameters
+from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
+from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
+from harness.strategies._deepspeed_states import engine_states, held_by_engine, whole_parameters
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
@@ -55,6 +55,10 @@ class Deepspeed(Strategy):
     """Elements that are reduced, prefetched and held live at a time; by default an eighth of the model, at most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
     """Stage 3 leaves parameters of up to this size whole on every rank."""
+
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        return {f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")}
 
     @property
     def shards_parameters(self) -> bool:
@@ -97,6 +101,7 @@ class Deepspeed(Strategy):
         more: dict[str, bool] = {
             "cpu_adam": self.offload_optimizer != "none" and cell.optimizer == "adamw",
             "undo_first_step": self.stage == 0 and cell.precision != "fp32",
+            "keep_dtype": self.offload_parameters == "nvme" and cell.device == "cpu" and cell.precision == "fp32",
         }
         if to == "accelerate":
             return accelerate_export(cell, deepspeed=config, about_deepspeed=more)

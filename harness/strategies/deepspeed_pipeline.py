@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
-from harness.deepspeed_config import deepspeed_config, settle
+from harness.strategies._deepspeed import deepspeed_config, settle
 from harness.strategy import Batch, Held, Job, Layout, Strategy, TrainStep
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.accelerate_config import accelerate_export, fsdp2_settings
 from harness.cell import Cell
 from harness.errors import Refused
+from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import blocks_of, check_hybrid, model_states, own_precision, shard_mesh, standard_step
 from harness.workloads import make_workload

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from harness.cell import Cell
-from harness.errors import Refused
+from harness.errors import Refused, Unavailable
 from harness.parity import widest
 from harness.strategies import _horovod
 from harness.strategy import Deviation, Held, Job, Layout, States, Strategy, TrainStep
@@ -54,6 +54,10 @@ class Horovod(Strategy):
     cycle_time_ms: float = Field(default=1.0, gt=0)
     """Pause between two looks for gradients that all ranks have ready."""
 
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        return {f"Horovod's controller {name}": _horovod.missing(name) or "built" for name in ("gloo", "mpi")}
+
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.arithmetic == "bf16":
             raise Refused("Horovod has no all-reduce of bf16: keep the weights in fp32 and set the precision to bf16")
@@ -66,7 +70,8 @@ class Horovod(Strategy):
                 raise Refused("Adasum updates during backward, before the loss scale can be taken off: use bf16 or fp32")
         if self.controller == "mpi" and cell.launcher == "spawn":
             raise Refused("the ranks of the MPI controller are started by mpirun: leave the launcher out")
-        _horovod.check_build(self.controller)
+        if lacks := _horovod.missing(self.controller):
+            raise Unavailable(lacks)
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         """Adasum adds in steps of two ranks, and each of them adds what differs, where the reference averages it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.accelerate_config import fsdp2_settings
 from harness.cell import Cell
-from harness.deepspeed_config import settle
-from harness.deepspeed_states import held_by_engine
 from harness.errors import Refused
 from harness.strategies._accelerate import pretend_gpus, verify
+from harness.strategies._accelerate_config import fsdp2_settings
+from harness.strategies._deepspeed import settle
+from harness.strategies._deepspeed_states import held_by_engine
 from harness.strategies.accelerate import Accelerate
 from harness.strategy import Batch, Deviation, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets

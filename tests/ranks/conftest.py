@@ -11,7 +11,8 @@ import pytest
 
 from harness.cell import Cell
 from harness.launch import Launcher
-from harness.runner import Plan, Runner
+from harness.plan import Plan
+from harness.runner import Runner
 from harness.store import Results, Store
 from harness.strategy import strategies
 
@@ -63,3 +64,9 @@ def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: 
             **axes,
         }
     )
+
+
+def ended(trial: Any, status: str, reason: str) -> None:
+    """Checks how a trial ended; shows its log where it did otherwise."""
+    assert trial["status"] == status, trial["log_tail"]
+    assert reason in trial["reason"]

@@ -10,17 +10,27 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import harness.deepspeed_config
-from harness.deepspeed_config import compiled_parts, in_memory
+import harness.strategies._deepspeed
 from harness.errors import Refused, Unavailable
+from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
 from harness.strategy import admit
 from harness.workloads import make_workload
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import RunCells, cell, ended
 from tests.ranks.test_strategies import states_follow_the_formula
 
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
 with_disk = pytest.mark.skipif("async_io" not in compiled_parts(), reason="DeepSpeed without async_io (Debian's libaio-dev)")
+with_fp16 = pytest.mark.skipif(not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on a CPU with AVX512-FP16 or AMX-FP16")
 NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
+PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder on a disk: what is offloaded to memory has not left it."""
+    if in_memory(str(tmp_path)):
+        pytest.skip("pytest's folders are on a file system in memory; give one on a disk with --basetemp")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -55,27 +65,33 @@ def test_offload_to_the_host_is_labelled_where_there_is_no_device_to_leave(run_c
     assert trial["stand_in"] == "no device to leave: optimizer states are already in host memory"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_half_precision_keeps_masters(run_cells: RunCells, stage: int) -> None:
-    cells = [cell("deepspeed", precision=p, options={"stage": stage}) for p in ("bf16", "fp16") if (stage, p) != (0, "fp16")]
-    for _, trial in run_cells(*cells).trials.iterrows():
-        assert trial["parity_verdict"] == "within tolerance", trial["reason"]
-        assert list(trial["optimizer_state_dtypes"]) == ["float32"]
-        states_follow_the_formula(trial)
+HALVES = [("bf16", stage) for stage in (0, 1, 2, 3)] + [pytest.param("fp16", stage, marks=with_fp16) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("precision", "stage"), HALVES)
+def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage: int) -> None:
+    trial = run_cells(cell("deepspeed", precision=precision, options={"stage": stage})).trials.iloc[0]
+    assert trial["parity_verdict"] == "within tolerance", trial["reason"]
+    assert list(trial["optimizer_state_dtypes"]) == ["float32"]
+    states_follow_the_formula(trial)
 
 
 @pytest.mark.parametrize(
-    ("without", "axes"),
+    ("without", "axes", "status", "reason"),
     [
-        ("clipping_off", {"workload": "llama-micro"}),
-        ("undone_step", {"precision": "bf16", "workload": "llama-micro"}),
-        ("scaled_loss", {"precision": "fp16"}),
+        ("clipping_off", {"workload": "llama-micro"}, "diverged", "loss is off"),
+        ("undone_step", {"precision": "bf16", "workload": "llama-micro"}, "diverged", "are off by"),
+        pytest.param("scaled_loss", {"precision": "fp16"}, "diverged", "is off", marks=with_fp16),
+        pytest.param("kept_dtype", {"workload": "llama-512x2", "devices": 1, "options": PARAMETERS}, "failed", "BFloat16", marks=with_disk),
     ],
 )
-def test_each_trap_is_caught(run_cells: RunCells, without: str, axes: dict[str, Any]) -> None:
-    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never scales the loss it unscales."""
-    trial = run_cells(cell("deepspeed_traps", options={"without": without}, **axes)).trials.iloc[0]
-    assert trial["status"] == "diverged"
+def test_each_trap_is_caught(run_cells: RunCells, without: str, axes: dict[str, Any], status: str, reason: str) -> None:
+    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never scales the loss it unscales.
+
+    And without fp16 it takes fp32 parameters on a disk for bf16.
+    """
+    axes = {"options": {}, **axes}
+    ended(run_cells(cell("deepspeed_traps", **axes | {"options": {**axes["options"], "without": without}})).trials.iloc[0], status, reason)
 
 
 def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells) -> None:
@@ -96,10 +112,8 @@ def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells)
     ],
     ids=str,
 )
-def test_what_it_would_silently_do_otherwise_is_refused(tmp_path: Path, axes: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    if in_memory(str(tmp_path)):
-        pytest.skip("tmpfs")
-    one = cell("deepspeed", options={"folder": str(tmp_path), **options}, **axes)
+def test_what_it_would_silently_do_otherwise_is_refused(disk: Path, axes: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    one = cell("deepspeed", options={"folder": str(disk), **options}, **axes)
     with pytest.raises(Refused, match=said):
         admit(one, make_workload(one.workload))
 
@@ -107,7 +121,7 @@ def test_what_it_would_silently_do_otherwise_is_refused(tmp_path: Path, axes: di
 @pytest.mark.parametrize(("part", "needs"), [("cpu_adam", "make setup"), ("async_io", "libaio-dev")])
 def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: pytest.MonkeyPatch, part: str, needs: str) -> None:
     known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
-    monkeypatch.setattr(harness.deepspeed_config, "prebuilt", lambda: {"installed_ops": known})
+    monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": known})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
         admit(one, make_workload(one.workload))
@@ -116,16 +130,14 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: p
 def test_its_shared_memory_for_inference_is_neither_compiled_nor_made() -> None:
     """It would be at the first collective, 66 MiB a rank that outlive the processes."""
     made = "from deepspeed.comm.torch import build_shm_op; assert build_shm_op() is None"
-    code = f"from harness.deepspeed_config import settle; settle('cpu', 1); {made}"
+    code = f"from harness.strategies._deepspeed import settle; settle('cpu', 1); {made}"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
 
 
 @with_disk
-def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, tmp_path: Path) -> None:
+def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Path) -> None:
     """Optimizer states and parameters on disk, byte for byte those of the same training without a disk; absent from memory."""
-    if in_memory(str(tmp_path)):
-        pytest.skip("tmpfs")
-    swapped, held = tmp_path / "swapped", tmp_path / "held"
+    swapped, held = disk / "swapped", disk / "held"
     axes: dict[str, Any] = {"workload": "llama-512x2", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
     trials = run_cells(
         cell("deepspeed", options={**NVME, "offload_parameters": "nvme", "folder": str(swapped)}, **axes),
@@ -153,15 +165,13 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, tmp_path
 
 @with_disk
 @pytest.mark.parametrize("devices", [1, 2])
-def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, tmp_path: Path, devices: int) -> None:
+def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: Path, devices: int) -> None:
     """Masters, moments and gradients travel once each way in a step, as the kernel counts them."""
-    if in_memory(str(tmp_path)):
-        pytest.skip("tmpfs")
     axes: dict[str, Any] = {"workload": "llama-mini", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
-    trial = run_cells(cell("deepspeed", devices, options={**NVME, "folder": str(tmp_path)}, **axes)).trials.iloc[0]
+    trial = run_cells(cell("deepspeed", devices, options={**NVME, "folder": str(disk)}, **axes)).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
     states_follow_the_formula(trial)
-    kept = sum(f.stat().st_size for f in (tmp_path / "offload").rglob("*") if f.is_file())
+    kept = sum(f.stat().st_size for f in (disk / "offload").rglob("*") if f.is_file())
     assert trial["offload_kept_bytes"] == kept
     assert trial["offload_read_bytes_per_step"] == pytest.approx(kept, rel=0.01)
     assert trial["offload_written_bytes_per_step"] == pytest.approx(kept, rel=0.01)

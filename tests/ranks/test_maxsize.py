@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.cell import Cell
+from harness.found import found
 from harness.launch import Launcher
-from harness.maxsize import Search, found, plan_of
+from harness.maxsize import Search, plan_of
 from harness.runner import Runner
 from harness.store import Store
 from tests.ranks.conftest import RunCells, Silent, cell

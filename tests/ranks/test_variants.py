@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.cell import Cell
-from harness.runner import _in_fp32, _reference_of
+from harness.judging import in_fp32, reference_of
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
 from harness.workloads.variants import ADAPTERS
@@ -59,7 +59,7 @@ def test_frozen_parameters_are_those_that_the_reference_does_not_move(run_cells:
     """Bit for bit: any distance to a tensor that the reference left alone is infinitely more than its update."""
     one = cell("ddp", workload="gpt2-nano+lora")
     assert verdict(run_cells(one).trials.iloc[0]) == EXACT
-    norms = _reference_of(one).facts["update_norms"]
+    norms = reference_of(one).facts["update_norms"]
     trained = model_facts(make_workload(one.workload), one.sequence_length).trainable
     assert {name for name, norm in norms.items() if norm > 0} == set(trained)
 
@@ -161,7 +161,7 @@ def test_a_model_of_ones_own_takes_suffixes(run_cells: RunCells, tmp_path: Path)
     folder = tmp_path / "c++" / "model"
     make_workload("llama-nano").build(5).save_pretrained(folder)
     one = Cell(**cell("ddp", workload=f"hf:{folder}+bf16+lora").model_dump())
-    assert _in_fp32(one) is not None
+    assert in_fp32(one) is not None
     trial = run_cells(one).trials.iloc[0]
     assert trial["status"] == "ok", trial["reason"]
     assert trial["trained_parameters"] == 10_240

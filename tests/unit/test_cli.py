@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,9 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(bench("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
     assert found["strategies"]["ddp"] == "ready"
+    for package, part in (("horovod", "Horovod's controller gloo"), ("deepspeed", "DeepSpeed's cpu_adam")):
+        if find_spec(package):
+            assert found["compiled_ops"][part] == "built"
     assert "stand-in" in found["strategies"]["data_parallel"] or found["devices"]["used by cells"] == "cuda"
     assert bench("doctor").returncode == 0
 

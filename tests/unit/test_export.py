@@ -19,7 +19,8 @@ from bench.matrix import Host, expand, read_matrix
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
-from harness.runner import Plan, Runner
+from harness.plan import Plan
+from harness.runner import Runner
 from harness.store import Store
 from harness.strategy import make_strategy
 from harness.workloads import make_workload

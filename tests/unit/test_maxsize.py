@@ -13,28 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cell import Cell
+from harness.found import Found, found, limits, order_notes
 from harness.launch import _outcome
-from harness.maxsize import (
-    Found,
-    Search,
-    family,
-    formula,
-    found,
-    hidden_size,
-    largest,
-    limits,
-    order_notes,
-    parameters_of,
-    plan_of,
-    predict,
-    sized,
-    wide_size,
-)
+from harness.maxsize import Search, family, formula, hidden_size, largest, parameters_of, plan_of, predict, sized, wide_size
 from harness.measure.activations import activation_bytes
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import phase, shortage
+from harness.plan import Plan, resumable
 from harness.record import left_out_row
-from harness.runner import Plan, Runner, resumable
+from harness.runner import Runner
 from harness.store import Store
 from harness.strategy import Exposed
 from harness.trial import log_file

@@ -11,8 +11,9 @@ import pytest
 
 from harness.cell import Cell
 from harness.errors import Mistake
+from harness.plan import LeftOut, Plan
 from harness.record import left_out_row
-from harness.runner import LeftOut, Plan, Runner
+from harness.runner import Runner
 from harness.schema import TABLES, VERSION, arrow_schema
 from harness.store import Store, TrialKey, load
 from harness.summary import cells, indistinguishable

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.cell import Cell
+from harness.strategies import _deepspeed
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
 from harness.strategy import Job, Layout, TrainStep
@@ -16,7 +17,7 @@ from harness.workloads import Workload
 class DeepspeedTraps(Deepspeed):
     """DeepSpeed without one of the fixes, `none` for all of them."""
 
-    without: Literal["none", "clipping_off", "undone_step", "scaled_loss"] = "none"
+    without: Literal["none", "clipping_off", "undone_step", "scaled_loss", "kept_dtype"] = "none"
     """Which."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
@@ -28,6 +29,14 @@ class DeepspeedTraps(Deepspeed):
         if self.without == "clipping_off":
             del config["gradient_clipping"]
         return config
+
+    def setup(self, job: Job) -> TrainStep:
+        if self.without == "kept_dtype":  # as on a CPU without fp16
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            CPU_Accelerator.is_fp16_supported = lambda self: False
+            _deepspeed.keep_dtype = lambda device: None
+        return super().setup(job)
 
     def undo_first_step(self, engine: Any) -> None:
         if self.without != "undone_step":

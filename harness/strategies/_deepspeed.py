@@ -115,6 +115,8 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
     """Raises Refused where DeepSpeed would do something else and not say so, Unavailable where it cannot do it on this host."""
     if cell.precision == "fp16" and stage == 0:
         raise Refused("without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never applied; use stage 1, 2 or 3, or bf16")
+    if cell.precision == "fp16" and cell.device == "cpu" and not fp16_on_cpu():
+        raise Unavailable("DeepSpeed has no fp16 on a CPU without arithmetic for it: use one with AVX512-FP16 or AMX-FP16, a GPU, or bf16")
     if cell.precision != "fp32" and workload.kind == "image":
         raise Refused("DeepSpeed leaves images and BatchNorm's statistics in fp32 beside half weights, which torch does not mix; use amp")
     if offload_optimizer != "none" and stage == 0:
@@ -142,6 +144,13 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
             )
 
 
+def fp16_on_cpu() -> bool:
+    """Whether this CPU computes in fp16, as DeepSpeed asks before it accepts it."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
 def in_memory(folder: str) -> bool:
     """Whether a folder, or the nearest one above it that exists, is on a file system that keeps files in memory."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()] if Path("/proc/mounts").exists() else []
@@ -152,9 +161,14 @@ def in_memory(folder: str) -> bool:
 def check_prebuilt(*parts: str) -> None:
     """Raises Unavailable where a compiled part is missing: DeepSpeed would compile it in the middle of a trial, for minutes."""
     for part in parts:
-        if part not in compiled_parts():
-            needs = "; async_io needs Debian's libaio-dev" if part == "async_io" else ""
-            raise Unavailable(f"DeepSpeed's part {part} is not compiled: `make setup` builds it{needs}")
+        if lacks := missing(part):
+            raise Unavailable(lacks)
+
+
+def missing(part: str) -> str:
+    """What to do for a compiled part that is missing; empty where it is there."""
+    needs = "; async_io needs Debian's libaio-dev" if part == "async_io" else ""
+    return "" if part in compiled_parts() else f"DeepSpeed's part {part} is not compiled: `make setup` builds it{needs}"
 
 
 def compiled_parts() -> set[str]:
@@ -186,3 +200,17 @@ def settle(device: str, processes: int) -> None:
     cuda = ".".join((torch.version.cuda or "0.0").split(".")[:2])
     git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}
     deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_parts() - {_SHARED_MEMORY}, True)
+    keep_dtype(device)
+
+
+def keep_dtype(device: str) -> None:
+    """Keeps fp32 parameters fp32 on their way to a disk, as DeepSpeed means to.
+
+    Asked for a dtype, it takes `dtype or fp16 if fp16 is supported else bf16`, which Python reads as `(dtype or fp16) if ...
+    else bf16`: on a CPU without fp16 those below 2 MiB would stay in memory, and others come back in bf16, which no layer takes.
+    So the CPU is said to have it; `check_zero` sees to fp16.
+    """
+    if device == "cpu":
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
-from harness.deepspeed_config import ALIGNED_BYTES, SWAPPED_BYTES
+from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES
 from harness.strategy import Held, Layout, States
 
 if TYPE_CHECKING:

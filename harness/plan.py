@@ -1,0 +1,102 @@
+"""What a run is to do: cells, trials and their order, kept with the run so that it can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.store import Store
+from harness.workloads import make_workload
+from harness.workloads.facts import model_facts
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A cell that will not be launched, and why."""
+
+    cell: Cell
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One execution of a matrix: everything that is needed to go on with it elsewhere."""
+
+    run_id: str
+    matrix: str
+    cells: tuple[Cell, ...]
+    trials: int
+    left_out: tuple[LeftOut, ...] = ()
+    order_seed: int = 0
+    search: dict[str, Any] | None = None
+    """What a search knew before it began (see harness/maxsize.py); its cells are then families, not what is launched."""
+
+    @classmethod
+    def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut]) -> Plan:
+        run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+        return cls(run_id, matrix, tuple(cells), trials, tuple(left_out), secrets.randbelow(2**31))
+
+    def schedule(self) -> list[tuple[Cell, int]]:
+        """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all cells alike."""
+        order = []
+        for trial in range(self.trials):
+            cells = list(self.cells)
+            random.Random(self.order_seed + trial).shuffle(cells)
+            order += [(cell, trial) for cell in cells]
+        return order
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "cells": [c.model_dump(mode="json") for c in self.cells],
+                "trials": self.trials,
+                "order_seed": self.order_seed,
+                "left_out": [{"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason} for x in self.left_out],
+                **({"search": self.search} if self.search else {}),
+            }
+        )
+
+    @classmethod
+    def from_row(cls, row: Any) -> Plan:
+        """The plan of a run that is in the store."""
+        plan = json.loads(row["plan"])
+        left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
+        cells = tuple(Cell(**c) for c in plan["cells"])
+        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], plan.get("search"))
+
+
+def resumable(store: Store, matrix: str | None) -> Plan:
+    """The newest run (of this matrix), also where only its report is missing; raises Mistake where there is none."""
+    for run_id in reversed(store.run_ids()):
+        plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+        if matrix == plan.matrix or (matrix is None and plan.search is None):
+            return plan
+    of = f" of matrix {matrix!r}" if matrix else ""
+    raise Mistake(f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one")
+
+
+def expected_seconds(store: Store, cells: Sequence[Cell], cores: int) -> dict[str, float]:
+    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by its FLOPs."""
+    before: dict[str, float] = {}
+    if store.run_ids():
+        trials = store.load(steps=False).trials
+        done = trials[trials["wall_seconds"].notna()]
+        before = {str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()}
+    result = {}
+    for cell in cells:
+        if cell.id in before:
+            result[cell.id] = before[cell.id]
+            continue
+        flops = model_facts(make_workload(cell.workload), cell.sequence_length).flops_per_sample * cell.global_batch * cell.total_steps
+        # 40 GFLOP/s a core in fp32 and 100 TFLOP/s a GPU are cautious guesses, replaced by the first measurement.
+        rate = 1e14 if cell.device == "cuda" else 4e10 * min(cores, cell.devices * cell.threads_per_device)
+        result[cell.id] = (4.0 if cell.launcher == "spawn" else 0.5) + flops / rate
+    return result
