@@ -15,9 +15,9 @@ run: setup
 ## make smoke   a first look in a minute
 smoke: setup
 	$(PY) -m bench run --matrix smoke $(ARGS)
-## make test    all tests
+## make test    all tests, two at a time
 test: setup
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup --benchmark-disable $(ARGS)
 ## make lint    ruff and strict mypy
 lint: setup
 	$(PY) -m ruff check .
@@ -25,4 +25,4 @@ lint: setup
 	$(PY) -m mypy
 ## make bench   the suite's own performance, as ratios
 bench: setup
-	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc $(ARGS)
+	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
