@@ -15,9 +15,9 @@ run: setup
 ## make smoke   a first look in a minute
 smoke: setup
 	$(PY) -m bench run --matrix smoke $(ARGS)
-## make test    all tests, two at a time
+## make test    all tests
 test: setup
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup --benchmark-disable $(ARGS)
+	$(PY) -m pytest $(ARGS)
 ## make lint    ruff and strict mypy
 lint: setup
 	$(PY) -m ruff check .

@@ -16,6 +16,7 @@ import psutil
 LIBRARIES = ("numpy", "transformers", "accelerate", "deepspeed", "fairscale", "horovod", "bitsandbytes", "peft", "pandas", "pyarrow")
 
 
+@functools.cache
 def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

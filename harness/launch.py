@@ -116,6 +116,8 @@ class Launcher:
         max_restarts: int = 0,
         command: Callable[[Path], list[str] | None] = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
+        explain: bool = False,
+        traces: str | None = None,
     ) -> Outcome:
         """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`.
 
@@ -138,6 +140,8 @@ class Launcher:
                     progress=progress,
                     parent=parent,
                     interface="lo",
+                    explain=explain,
+                    traces=traces,
                 )
                 interrupted, exit_codes, ended = False, {}, ""
                 try:

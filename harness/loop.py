@@ -12,6 +12,8 @@ from typing import Any
 
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
+from harness.measure.energy import Energy
+from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
 from harness.measure.states import KINDS, held, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
@@ -53,6 +55,7 @@ class Loop:
         self.states: dict[str, Any] = {}
         self.settling = False
         self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
+        self.load, self.energy = Load(), Energy.of(job.device, job.rank)
         self._counted_from: int | None = None
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
@@ -72,13 +75,20 @@ class Loop:
         device = self.job.device
         return Batch(index, torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
 
-    def counting(self) -> int:
-        """Steps since the traffic's count began; ends it."""
-        steps = 0 if self._counted_from is None else len(self.rows) - self._counted_from
-        self._counted_from = None
-        return steps
+    def start_counting(self) -> None:
+        """Readings around a stretch of timed steps: what they sent, took and met costs them nothing."""
+        self._counted_from = len(self.rows)
+        self.traffic.start()
+        self.energy.start()
+        self.load.start()
 
-    def per_step(self, total: int | None) -> float | None:
+    def stop_counting(self) -> None:
+        self.load.stop()
+        self.energy.stop()
+        self.traffic.stop(0 if self._counted_from is None else len(self.rows) - self._counted_from)
+        self._counted_from = None
+
+    def per_step(self, total: float | None) -> float | None:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> dict[str, float | None] | None:
@@ -94,8 +104,7 @@ class Loop:
 
     def one(self, index: int) -> None:
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
-            self._counted_from = len(self.rows)
-            self.traffic.start()
+            self.start_counting()
         loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
         warm = index < self.job.cell.warmup_steps
         phase = "warmup" if warm else "settling" if self.settling else "timed"
@@ -112,7 +121,7 @@ class Loop:
 
     def verify(self) -> None:
         """Compares or saves the parameters; what that costs in memory is not counted, nor is the step that follows it."""
-        self.traffic.stop(self.counting())
+        self.stop_counting()
         self.note_peak()
         exposed, workload = self.job.exposed, self.job.workload
         assert exposed is not None

@@ -38,6 +38,10 @@ class Plan:
     order_seed: int = 0
     search: dict[str, Any] | None = None
     """What a search knew before it began (see harness/maxsize.py); its cells are then families, not what is launched."""
+    precision: float | None = None
+    """Half width of the interval over the throughput that further rounds are to reach; None: `trials` rounds and no more."""
+    time_budget_seconds: float | None = None
+    """When no further round is begun; None: never."""
 
     @classmethod
     def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut]) -> Plan:
@@ -46,11 +50,12 @@ class Plan:
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all cells alike."""
-        order = []
-        for trial in range(self.trials):
-            cells = list(self.cells)
-            random.Random(self.order_seed + trial).shuffle(cells)
-            order += [(cell, trial) for cell in cells]
+        return [(cell, trial) for trial in range(self.trials) for cell in self.shuffled(self.cells, trial)]
+
+    def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
+        """The order of cells in a round."""
+        order = list(cells)
+        random.Random(self.order_seed + trial).shuffle(order)
         return order
 
     def to_json(self) -> str:
@@ -61,6 +66,8 @@ class Plan:
                 "order_seed": self.order_seed,
                 "left_out": [{"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason} for x in self.left_out],
                 **({"search": self.search} if self.search else {}),
+                "precision": self.precision,
+                "time_budget_seconds": self.time_budget_seconds,
             }
         )
 
@@ -70,7 +77,8 @@ class Plan:
         plan = json.loads(row["plan"])
         left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
         cells = tuple(Cell(**c) for c in plan["cells"])
-        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], plan.get("search"))
+        more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
+        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], **more)
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:

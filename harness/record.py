@@ -10,6 +10,7 @@ from typing import Any
 from harness.cell import Cell
 from harness.launch import Outcome, oversubscribed
 from harness.measure.flops import mfu
+from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
 from harness.parity import Verdict, as_row
 from harness.schema import VERSION
@@ -116,6 +117,8 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
         "held_parameters": [a["held_parameters"] for a in answers],
         **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
+        "foreign_load_cores": foreign_load([Load(**a["load"]) for a in answers]),
+        "energy_joules_per_sample": _per_sample([a["joules_per_step"] for a in answers], cell.global_batch),
         **_traffic(answers),
         **_states(answers),
     }
@@ -125,6 +128,12 @@ def _largest(values: Sequence[int | None]) -> int | None:
     """Unknown where one rank does not know."""
     known = [v for v in values if v is not None]
     return max(known) if len(known) == len(values) else None
+
+
+def _per_sample(joules: Sequence[float | None], global_batch: int) -> float | None:
+    """Of all ranks together; unknown where one does not know."""
+    known = [j for j in joules if j is not None]
+    return sum(known) / global_batch if len(known) == len(joules) else None
 
 
 def _shortage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

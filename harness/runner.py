@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -10,16 +11,19 @@ from typing import Any, Protocol
 
 from harness.cell import Cell
 from harness.environment import environment, gpus
+from harness.explained import explain_cell
 from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, reference_key, reference_of, verdict_of
 from harness.launch import Launcher
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
+from harness.measure.load import idle_share
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row, step_rows, trial_row
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
 from harness.strategy import admit, make_strategy
+from harness.summary import too_wide
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.facts import model_facts
 
@@ -28,6 +32,7 @@ class Watcher(Protocol):
     """What a runner tells while it works; the command line draws it."""
 
     def preparing(self, what: str) -> None: ...
+    def round_added(self, cells: Sequence[Cell]) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
     def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
@@ -44,6 +49,7 @@ class Runner:
     store: Store
     plan: Plan
     launcher: Callable[[Sequence[str]], Launcher] = Launcher
+    now: Callable[[], float] = time.monotonic
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
 
@@ -85,11 +91,33 @@ class Runner:
         for left in self.plan.left_out:
             if TrialKey(left.cell.id, 0) not in recorded:
                 self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])
-        todo = self.open_trials()
-        if not todo:
-            return True
-        launcher = self.start([cell for _, cell, _ in todo])
-        references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
+        began, launcher = self.now(), None
+        while todo := self.open_trials() or self.another_round(self.now() - began, watcher):
+            launcher = launcher or self.start([cell for _, cell, _ in todo])
+            references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
+            if not self._trials(launcher, references, todo, watcher):
+                return False
+        return True
+
+    def another_round(self, spent_seconds: float, watcher: Watcher) -> list[tuple[int, Cell, TrialKey]]:
+        """A further trial of each cell whose interval is too wide; none where the time that is left is too short for it."""
+        if self.plan.precision is None:
+            return []
+        trials = self.store.load([self.plan.run_id], steps=False).trials
+        wide = too_wide(trials, self.plan.precision)
+        cells = [cell for cell in self.plan.cells if cell.id in wide]
+        seconds = trials[trials["cell_id"].isin(list(wide))].groupby("cell_id")["wall_seconds"].median().sum()
+        if self.plan.time_budget_seconds is not None and spent_seconds + seconds > self.plan.time_budget_seconds:
+            return []
+        if cells:
+            watcher.round_added(cells)
+        trial, position = int(trials["trial"].max()) + 1, int(trials["position"].max()) + 1
+        return [(position + i, cell, TrialKey(cell.id, trial, 1)) for i, cell in enumerate(self.plan.shuffled(cells, trial))]
+
+    def _trials(
+        self, launcher: Launcher, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
+    ) -> bool:
+        """Runs these trials in order; False if it was interrupted."""
         for position, cell, key in todo:
             if cell.id in self._given_up and key.trial > 0:
                 continue
@@ -108,9 +136,26 @@ class Runner:
                 return False
         return True
 
+    def explain(self, watcher: Watcher) -> bool:
+        """One more launch of each cell that ended ok and is not explained yet; False if it was interrupted."""
+        loaded = self.store.load([self.plan.run_id], steps=False)
+        last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
+        done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
+        fine = set(loaded.trials[loaded.trials["status"] == "ok"]["cell_id"])
+        todo = [cell for cell in self.plan.cells if cell.id in fine - done]
+        launcher = self.start(todo) if todo else None
+        for cell in todo:
+            watcher.preparing(f"explaining {cell.name}")
+            assert launcher is not None
+            row = explain_cell(launcher, self.plan.run_id, cell, int(last.get(cell.id, 0)) + 1)
+            self.store.write_explained(row)
+            if row["status"] == "interrupted":
+                return False
+        return True
+
     def start(self, cells: Sequence[Cell]) -> Launcher:
         """A launcher whose fork server holds what these cells need."""
-        return self.launcher(_packages(cells))
+        return self.launcher(packages(cells))
 
     def one(
         self, launcher: Launcher, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
@@ -121,6 +166,7 @@ class Runner:
         data = prepare_data(cell.data, workload, cell.sequence_length)
         facts = model_facts(workload, cell.sequence_length)
         known = reference if reference and reference.exists else None
+        idle_before = idle_share()
         outcome = launcher.run(
             cell,
             data,
@@ -130,6 +176,7 @@ class Runner:
             command=functools.partial(strategy.command, cell),
             on_progress=heard,
         )
+        idle_after = idle_share()
         reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
         verdict = None
         if outcome.status == "ok":
@@ -155,6 +202,8 @@ class Runner:
             bubble_fraction(busy) if busy else None,
             formula=strategy.states(cell, layout, facts),
             wraps_ddp=strategy.same_as_ddp(cell),
+            idle_before=idle_before,
+            idle_after=idle_after,
             fp32_loss_deviation=distance_to_fp32(cell, outcome),
         )
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
@@ -206,7 +255,7 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
 
 
-def _packages(cells: Sequence[Cell]) -> list[str]:
+def packages(cells: Sequence[Cell]) -> list[str]:
     """The packages that these cells' strategies and workloads require, and modules of theirs."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]

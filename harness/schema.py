@@ -1,9 +1,10 @@
-"""The parquet schema: three tables, one row per run, per trial, per step of a rank.
+"""The parquet schema: four tables, one row per run, per trial, per step of a rank, per launch that explains a cell.
 
 History of the version:
   1  first version.
   2  systems, wrappers around DDP, trained parameters, states between steps with their formula, bytes sent and offloaded,
      distance to fp32.
+  3  table explained; idle time around a trial, foreign load, energy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 2
+VERSION = 3
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -108,6 +109,10 @@ TRIALS = (
     ("data_seconds_p50", "double?", "median share of the step for getting the batch, slowest rank"),
     ("samples_per_second", "double?", "global batch / step_seconds_p50"),
     ("tokens_per_second", "double?", "null for images"),
+    ("idle_before", "double?", "share of the cores' time that was idle just before the launch"),
+    ("idle_after", "double?", "the same just after its end"),
+    ("foreign_load_cores", "double?", "cores that others than the ranks kept busy during the timed steps"),
+    ("energy_joules_per_sample", "double?", "of the GPUs by NVML, of the host's CPU packages by RAPL; null where neither counts"),
     ("trend", "double?", "relative change over the timed steps where significant (Kendall, p < 0.01), else 0: warm-up was too short"),
     ("flops_per_step", "double?", "of the model, see `how it was measured`"),
     ("mfu", "double?", "model FLOPs utilisation; null where the device's peak is unknown"),
@@ -145,7 +150,51 @@ STEPS = (
     ("step_seconds", "double", "the whole step between two device synchronisations, data included"),
     ("loss", "double?", "mean loss of this rank's samples; null where the rank has none"),
 )
-TABLES = {"runs": RUNS, "trials": TRIALS, "steps": STEPS}
+EXPLAINED = (
+    ("run_id", "string", "run that the launch belongs to"),
+    ("cell_id", "string", "cell that it explains"),
+    ("cell_name", "string", "the cell in words"),
+    ("attempt", "int32", "1, more where an interrupted attempt came before"),
+    ("started_at", "timestamp", "UTC"),
+    ("status", "string", "ok, or how the launch ended, as in trials"),
+    ("reason", "string", "what happened; empty when ok"),
+    ("profiled_steps", "int32?", "steps under the profiler of which the median one, by its slowest rank, is broken down"),
+    ("plain_step_seconds", "double?", "median step before the profiler was on, slowest rank"),
+    ("profiled_step_seconds", "double?", "the step that is broken down, slowest rank"),
+    ("compute_seconds", "list<double>", "of each rank in that step: forward, backward and what prepares them"),
+    ("communication_seconds", "list<double>", "exposed: in flight or waited for while nothing computes"),
+    ("optimizer_seconds", "list<double>", "update and clearing of gradients"),
+    ("data_seconds", "list<double>", "getting the batch"),
+    ("bubble_seconds", "list<double>", "waiting for another stage of a pipeline"),
+    ("offload_seconds", "list<double>", "waiting for states on their way to or from a host or disk"),
+    ("other_seconds", "list<double>", "what remains of the rank's step"),
+    ("overlapped_seconds", "list<double>", "communication in flight during the others, not part of the sum; empty: unknown"),
+    ("operators_seconds", "list<double>", "part of the step in which an operator or a kernel ran"),
+    ("own_seconds", "list<double>", "the step without communication and bubble"),
+    ("straggler", "int32?", "rank whose own time is the longest in every profiled step, by more than 15 % over the median of the others'"),
+    ("straggler_excess", "double?", "share by which it does"),
+    ("collectives", "string?", "JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per step]"),
+    ("logical_bytes", "list<double>", "what each rank must send per step for these by theory"),
+    ("theory_bytes", "double?", "what the strategy's formula gives for that, mean of the ranks; null: no formula"),
+    ("algorithm_bytes", "list<double>", "what the backend's algorithm sends for them, headers aside"),
+    ("sent_bytes", "list<double>", "payload that each rank sent over TCP per step before the profiler was on"),
+    ("peak_tracked_bytes", "list<int64>", "tensors of each rank when they are most; the sum of the following"),
+    ("peak_parameters_bytes", "list<int64>", "parameters at that moment, gathered ones that a module holds included"),
+    ("peak_gradients_bytes", "list<int64>", "gradients"),
+    ("peak_optimizer_bytes", "list<int64>", "optimizer state, temporaries of the update included"),
+    ("peak_activations_bytes", "list<int64>", "made by forward"),
+    ("peak_library_bytes", "list<int64>", "the library's copies and buffers, and the model's buffers"),
+    ("peak_other_bytes", "list<int64>", "made by backward and freed in it"),
+    ("unseen_buffers", "string?", "JSON: bytes by name of the library's buffers that live in C++, fullest rank"),
+    ("memory_reason", "string?", "why there is no split of the peak; empty where there is one"),
+    ("private_bytes", "list<int64>", "peak memory of each rank in that step as trials measure it, above the baseline after imports"),
+    ("formula_parameter_bytes", "double?", "what the strategy's formula gives for the fullest rank; null: no formula"),
+    ("formula_gradient_bytes", "double?", ""),
+    ("formula_optimizer_bytes", "double?", ""),
+    ("formula_library_bytes", "double?", ""),
+    ("formula_activation_bytes", "double?", "what autograd keeps of an unsplit model's micro-batch; null where the model is split"),
+)
+TABLES = {"runs": RUNS, "trials": TRIALS, "steps": STEPS, "explained": EXPLAINED}
 
 
 @functools.cache

@@ -1,21 +1,31 @@
-"""Step times -> a trial's figures; trials -> a cell's estimate with its interval."""
+"""Step times -> a trial's figures; trials -> a cell's estimate with its interval; two cells' trials -> which is faster."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 CONFIDENCE = 0.95
 INTERVAL_METHOD = (
-    "mean over trials (independent launches) with Student's t interval of 95 %; each trial counts once, by the median of its steps"
+    "median over trials (independent launches, each counted once, by the median of its steps) with an interval of 95 %: Student's t"
+    " times the standard error of a median (Hojo, Biometrika 23, 1931), which assumes that launches spread about normally"
 )
+COMPARED_CONFIDENCE = 0.995
+SMALLEST_EFFECT = 0.005
+COMPARISON_METHOD = (
+    "geometric mean of the ratios within rounds with Student's paired t interval of their logarithms, 99.5 %; faster or slower is"
+    " said where the interval leaves out 1 and the ratio is at least 0.5 % from it, so of comparisons between equals at most one"
+    " in 200 is to be a false alarm"
+)
+Verdict = Literal["faster", "slower", "no difference seen"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure over independent trials: mean, 95 % interval (None below two trials), number of trials."""
+    """A figure over independent trials: median, 95 % interval (None below two trials), number of trials."""
 
     value: float
     low: float | None
@@ -26,16 +36,87 @@ class Estimate:
     def half_width(self) -> float | None:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
+    @property
+    def precision(self) -> float | None:
+        """Half width over the value; None below two trials."""
+        return None if self.half_width is None or not self.value else self.half_width / abs(self.value)
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Student's t interval of the mean of one value per trial (Student, Biometrika 6, 1908)."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, None, None, len(values))
+
+def median_error(trials: int) -> float:
+    """Standard error of the median over that of the mean, of normal values (1 for one and two of them, 1.2533 for many).
+
+    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360); an even number's median is a mean of two.
+    """
+    if trials <= 2:
+        return 1.0
+    return math.sqrt(math.pi * trials / (2 * trials + (0.95 if trials % 2 else 2.65)))
+
+
+def quantile(confidence: float, trials: int) -> float:
+    """Student's t (Biometrika 6, 1908) for a two-sided interval of the mean of that many values."""
     from scipy.stats import t
 
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half, len(values))
+    return float(t.ppf((1 + confidence) / 2, trials - 1))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Median of one value per trial with its interval, see INTERVAL_METHOD."""
+    median, count = statistics.median(values), len(values)
+    if count < 2:
+        return Estimate(median, None, None, count)
+    half = quantile(CONFIDENCE, count) * median_error(count) * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(median, median - half, median + half, count)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One throughput over another: the ratio, its interval (None where there are too few trials), number of rounds."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    rounds: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """What may be said of the first; without an interval nothing."""
+        if self.low is None or self.high is None or self.low <= 1 <= self.high or abs(self.ratio - 1) < SMALLEST_EFFECT:
+            return "no difference seen"
+        return "faster" if self.ratio > 1 else "slower"
+
+
+def compare_rounds(first: Mapping[int, float], second: Mapping[int, float]) -> Comparison | None:
+    """Throughputs by round, those that both have; None where there is none. Drift of the machine hits both in a round alike."""
+    logs = [math.log(first[r] / second[r]) for r in sorted(first.keys() & second.keys())]
+    if not logs:
+        return None
+    mean, count = statistics.fmean(logs), len(logs)
+    half = quantile(COMPARED_CONFIDENCE, count) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else None
+    return _comparison(mean, half, count)
+
+
+def compare_runs(first: Sequence[float], second: Sequence[float]) -> Comparison | None:
+    """Throughputs of two runs, whose rounds have nothing in common: Welch's t interval (Biometrika 34, 1947) of the logarithms."""
+    if not first or not second:
+        return None
+    one, two = ([math.log(value) for value in values] for values in (first, second))
+    mean, count = statistics.fmean(one) - statistics.fmean(two), min(len(one), len(two))
+    if count < 2:
+        return _comparison(mean, None, count)
+    errors = [statistics.variance(logs) / len(logs) for logs in (one, two)]
+    if not sum(errors):
+        return _comparison(mean, 0.0, count)
+    from scipy.stats import t
+
+    degrees = sum(errors) ** 2 / sum(e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True))
+    return _comparison(mean, float(t.ppf((1 + COMPARED_CONFIDENCE) / 2, degrees)) * math.sqrt(sum(errors)), count)
+
+
+def _comparison(mean: float, half: float | None, count: int) -> Comparison:
+    if half is None:
+        return Comparison(math.exp(mean), None, None, count)
+    high = math.exp(mean + half) if mean + half < 700 else math.inf
+    return Comparison(math.exp(mean), math.exp(mean - half), high, count)
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:

@@ -3,13 +3,14 @@
 results/runs/RUN.parquet                        one row, written before the first trial
 results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
 results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
+results/explained/RUN/CELL-aATTEMPT.parquet     one row, of a launch that explains a cell
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,12 @@ class TrialKey:
 
 @dataclass(frozen=True)
 class Results:
-    """The three tables of one or several runs as pandas frames, columns as in harness/schema.py."""
+    """The tables of one or several runs as pandas frames, columns as in harness/schema.py."""
 
     runs: pd.DataFrame
     trials: pd.DataFrame
     steps: pd.DataFrame
+    explained: pd.DataFrame = field(default_factory=lambda: _read("explained", []))
 
 
 class Store:
@@ -74,6 +76,10 @@ class Store:
             self._write("steps", self.folder / "steps" / row["run_id"] / f"{key.stem}.parquet", steps)
         return self._write("trials", self.folder / "trials" / row["run_id"] / f"{key.stem}.parquet", [row])
 
+    def write_explained(self, row: Row) -> Path:
+        file = f"{row['cell_id']}-a{row['attempt']}.parquet"
+        return self._write("explained", self.folder / "explained" / row["run_id"] / file, [row])
+
     def run_ids(self) -> list[str]:
         """All runs, oldest first."""
         return sorted(path.stem for path in (self.folder / "runs").glob("*.parquet"))
@@ -95,7 +101,8 @@ class Store:
         files = [path for r in wanted for path in sorted((self.folder / "trials" / r).glob("*.parquet"))]
         trials = _read("trials", files)
         step_files = [f for path in files if (f := self.folder / "steps" / path.parent.name / path.name).exists()]
-        return Results(runs, trials, _read("steps", step_files if steps else []))
+        explained = [path for r in wanted for path in sorted((self.folder / "explained" / r).glob("*.parquet"))]
+        return Results(runs, trials, _read("steps", step_files if steps else []), _read("explained", explained))
 
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa

@@ -134,6 +134,13 @@ class Exposed:
     """Buffers of the library by name, beside what is found in model and optimizers."""
     offload_folder: Path | None = None
     """Folder of a disk that states are kept on; what is read from and written to the disk is then recorded."""
+    waits: Sequence[tuple[Any, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]] = ()
+    """(object or module, function name, component) whose time, where nothing computes in it, belongs to that component; for
+    waits that torch's profiler cannot see. Wrapped in a pass of its own."""
+    collectives: Sequence[tuple[Any, str, str]] = ()
+    """(object or module, function name, operation) that send their first argument among all ranks without torch.distributed."""
+    wire: Literal["gloo", "ring"] = "gloo"
+    """Whose algorithms move the bytes: torch's gloo backend's, or rings."""
     over_tcp: bool = True
     """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those sent are unknown."""
 
@@ -260,6 +267,14 @@ class Strategy(BaseModel, ABC):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """What the fullest rank keeps between steps by the formula, for the dtypes and copies the library keeps; None: no formula."""
+        return None
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Bytes that a rank must send per step for the collectives that its library calls, mean of the ranks; None: no formula.
+
+        Counted as harness/measure/collectives.py does: an all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or
+        an all-gather (N-1)/N S. The docstring says where the library differs from the paper.
+        """
         return None
 
     def same_as_ddp(self, cell: Cell) -> str | None:

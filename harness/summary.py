@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.stats import efficiency, estimate
+from harness.measure.load import disturbed
+from harness.stats import Comparison, compare_rounds, compare_runs, efficiency, estimate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +25,8 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     """One row per run and cell. Columns beside the cell's own:
 
     status (the worst of its trials), reason, expected, trials (finished ones), samples_per_second, tokens_per_second with
-    _low and _high (95 %), step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
+    _low and _high (95 %), by_round (samples_per_second by number of trial), disturbed (trials beside which others used the
+    machine), step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
     ranked (may be compared by speed), efficiency_own (against the same strategy on one device), efficiency_single (against
     the single process), both null where there is nothing to compare with.
 
@@ -90,6 +93,8 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         found = estimate(values) if values else None
         row[figure] = found.value if found else None
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
+    row["by_round"] = {int(trial): float(value) for trial, value in zip(good["trial"], good["samples_per_second"], strict=True)}
+    row["disturbed"] = int(sum(disturbed(*(known(trial[name]) for name in LOAD)) for trial in good.to_dict("records")))
     for figure in [
         "step_seconds_p50",
         "step_seconds_p95",
@@ -101,6 +106,7 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         "bubble_fraction",
         "memory_imbalance",
         "wall_seconds",
+        "energy_joules_per_sample",
         "offload_read_bytes_per_step",
         "offload_written_bytes_per_step",
     ]:
@@ -120,6 +126,28 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         row |= {"parity_verdict": None}
     row["ranked"] = row["parity_verdict"] in RANKED and row["status"] == "ok"
     return row
+
+
+LOAD = ("foreign_load_cores", "idle_before", "idle_after")
+
+
+def known(value: Any) -> float | None:
+    """A number, None where it is null."""
+    return None if value is None or value != value else float(value)
+
+
+def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
+    """Cell id -> half width of the interval over the throughput, of cells in which that is above `precision`.
+
+    Below five trials none is taken for narrow: two launches may agree by chance.
+    """
+    found = {}
+    for row in cells(trials).to_dict("records"):
+        if row["ranked"]:
+            reached = estimate(list(row["by_round"].values())).precision
+            if reached is None or reached > precision or row["trials"] < 5:
+                found[str(row["cell_id"])] = math.inf if reached is None else reached
+    return found
 
 
 def _numbers(value: Any) -> list[float]:
@@ -181,18 +209,26 @@ def _scale(rows: Sequence[Row]) -> None:
 
 
 def indistinguishable(table: pd.DataFrame) -> list[bool]:
-    """For a table in ranking order: whether each row's interval overlaps that of the row above it."""
+    """For a table in ranking order: whether each row cannot be told apart from the row above it."""
     return alike(table.to_dict("records"))
 
 
 def alike(rows: Sequence[Any]) -> list[bool]:
     """`indistinguishable` of rows."""
-    result = [False]
-    for above, row in itertools.pairwise(rows):
-        low, high = above["samples_per_second_low"], row["samples_per_second_high"]
-        known = low is not None and high is not None and low == low and high == high
-        result.append(bool(known and high >= low))
-    return result[: len(rows)]
+    return [False, *(same(row, above) for above, row in itertools.pairwise(rows))][: len(rows)]
+
+
+def compared(row: Any, other: Any) -> Comparison | None:
+    """The throughput of one cell over another's: within rounds where both are of one run; None where one has no trial."""
+    if row["run_id"] == other["run_id"]:
+        return compare_rounds(row["by_round"], other["by_round"])
+    return compare_runs(list(row["by_round"].values()), list(other["by_round"].values()))
+
+
+def same(row: Any, other: Any) -> bool:
+    """Whether two cells cannot be told apart."""
+    found = compared(row, other)
+    return found is None or found.verdict == "no difference seen"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import Batch, Held, Job, States, TrainStep
+from harness.strategy import Batch, Held, Job, Layout, States, TrainStep
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +101,26 @@ def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
     """DDP: everything on every rank, and the buckets that gradients are averaged in."""
     states = model_states(cell, facts)
     return dataclasses.replace(states, library=states.library + facts.trained_bytes)
+
+
+def all_reduced(ranks: int, size: float) -> float:
+    """Bytes that each rank must send for an all-reduce of `size` bytes (see harness/measure/collectives.py)."""
+    return 2 * passed_once(ranks, size)
+
+
+def passed_once(ranks: int, size: float) -> float:
+    """The same for a reduce-scatter, an all-gather or, mean of the ranks, a broadcast."""
+    return (ranks - 1) / ranks * size
+
+
+def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
+    """Bytes of the hidden states between two blocks, of all samples that a rank sees in a step; None where the dtype may change."""
+    from harness.workloads import make_workload
+
+    if cell.precision != "fp32":
+        return None
+    hidden: int = make_workload(cell.workload).hf_config().hidden_size
+    return 4.0 * cell.global_batch // layout.data * cell.sequence_length * hidden
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:

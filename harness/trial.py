@@ -33,6 +33,10 @@ class TrialSpec:
     """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for another launcher's."""
     interface: str | None = None
     """Network interface of gloo; None leaves the choice to it."""
+    explain: bool = False
+    """Whether the ranks are to say where time and memory go, instead of being timed (see harness/explain.py)."""
+    traces: str | None = None
+    """Folder for the traces of such a launch."""
 
 
 def answer_file(scratch: str | Path, rank: int) -> Path:

@@ -192,6 +192,10 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     setup_peak = meter.peak().allocated
 
     loop = Loop(spec, job, step, meter)
+    if spec.explain:
+        from harness.explain import explain
+
+        return explain(loop, spec.traces)
     gc.collect()
     meter.reset()
     gc.disable()  # a collection in a timed step is a noise of the harness's making
@@ -199,7 +203,7 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         loop.one(index)
         if index + 1 == cell.parity_steps:
             loop.verify()
-    loop.traffic.stop(loop.counting())
+    loop.stop_counting()
     loop.note_peak()
     gc.enable()
     busy = busy_share(loop) if layout.pipeline > 1 else None
@@ -215,6 +219,8 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         "busy_fraction": busy,
         "offload": loop.offload(),
         "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
+        "load": {"seconds": loop.load.seconds, "own": loop.load.own, "busy": loop.load.busy},
+        "joules_per_step": loop.per_step(loop.energy.joules),
         **loop.dtypes,
         **loop.states,
     }

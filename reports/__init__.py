@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.store import Results
 
-__all__ = ["write_report"]
+__all__ = ["write_report", "write_whole"]
 
 
 def write_report(results: Results, path: Path) -> Path:
@@ -16,17 +16,19 @@ def write_report(results: Results, path: Path) -> Path:
 
     Raises Mistake where the file cannot be written, ValueError where `results` is not one run.
     """
-    from harness.errors import Mistake
     from reports.page import render
 
-    path = Path(path)
-    page = render(results)
+    return write_whole(render(results), Path(path), "python -m bench report --out FILE")
+
+
+def write_whole(text: str, path: Path, instead: str) -> Path:
+    """Writes a text file whole or not at all; raises Mistake where it cannot. `instead`: the command that writes another file."""
+    from harness.errors import Mistake
+
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8", newline="\n")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
         return temporary.replace(path)
     except OSError as error:
-        raise Mistake(
-            f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with: python -m bench report --out FILE"
-        ) from None
+        raise Mistake(f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with: {instead}") from None

@@ -16,7 +16,7 @@ NOTES = {
     STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
     OVERSUBSCRIBED: f"{OVERSUBSCRIBED} hatched: more ranks than cores, its times say nothing of real hardware",
 }
-ALIKE = "≈ cannot be told apart from the one above: their intervals overlap"
+ALIKE = "≈ cannot be told apart from the one above: no difference is seen within rounds"
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def tolerances(cells: Sequence[Row]) -> list[Tolerance]:
 def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     """Name of a method and the method in words."""
     from harness.measure.flops import FORMULA
-    from harness.stats import INTERVAL_METHOD
+    from harness.stats import COMPARISON_METHOD, INTERVAL_METHOD
 
     memory = list(dict.fromkeys(str(row["memory_method"]) for row in cells if not missing(row["memory_method"])))
     throughput = (
@@ -166,7 +166,7 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     rows = [
         ("Throughput", throughput),
         ("Interval", INTERVAL_METHOD),
-        ("Told apart", "two neighbours in a ranking are marked ≈ where their intervals overlap"),
+        ("Told apart", f"two neighbours in a ranking are marked ≈ where no difference is seen: {COMPARISON_METHOD}"),
         ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
         ("States between steps", states if any(not missing(row.get("state_bytes")) for row in cells) else ""),
         ("Bytes sent", sent if any(not missing(row.get("sent_bytes_per_step")) for row in cells) else ""),

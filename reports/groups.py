@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.summary import alike, indistinguishable
+from harness.summary import alike, indistinguishable, same
 from reports.text import MIB, missing, number, percent, plural
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def find_groups(cells: pd.DataFrame) -> list[Group]:
     for _, table in cells[cells["ranked"].astype(bool)].groupby(SETTING, sort=False):
         table = table.sort_values("samples_per_second", ascending=False, ignore_index=True)
         rows = records(table)
-        for place, (row, same) in enumerate(zip(rows, indistinguishable(table), strict=True), 1):
-            row |= {"place": place, "same_as_above": same}
+        for place, (row, tied) in enumerate(zip(rows, indistinguishable(table), strict=True), 1):
+            row |= {"place": place, "same_as_above": tied}
         found.append(Group({name: rows[0][name] for name in SETTING}, tuple(rows)))
     return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
@@ -141,11 +141,9 @@ def headline(groups: list[Group]) -> Group | None:
 
 
 def tied_with_fastest(group: Group) -> list[Row]:
-    """Cells whose interval overlaps the fastest one's (throughput); without intervals nothing can be said."""
-    low = group.rows[0]["samples_per_second_low"]
-    if missing(low):
-        return []
-    return [row for row in group.rows[1:] if not missing(row["samples_per_second_high"]) and row["samples_per_second_high"] >= low]
+    """Cells that cannot be told apart from the fastest one; with one trial nothing can be said."""
+    fastest = group.rows[0]
+    return [row for row in group.rows[1:] if row["trials"] > 1 and same(row, fastest)]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.store import Results
@@ -15,15 +15,21 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def render(results: Results) -> str:
     """The page of one run. Its content policy allows the one style and the one script by their hashes."""
-    import jinja2
-    from markupsafe import Markup
-
-    from reports import text
     from reports.groups import marks, named, pareto
     from reports.view import make_view
 
     view = make_view(results)
-    style = f"\n{(TEMPLATES / 'style.css').read_text(encoding='utf-8')}\n{view.figure_styles}\n"
+    return fill("report.html.j2", view.figure_styles, view=view, named=named, marks=marks, pareto=pareto)
+
+
+def fill(template: str, more_style: str = "", **values: Any) -> str:
+    """A template with the one style, the one script and these values; everything in them is escaped."""
+    import jinja2
+    from markupsafe import Markup
+
+    from reports import text
+
+    style = f"\n{(TEMPLATES / 'style.css').read_text(encoding='utf-8')}\n{more_style}\n"
     script = f"\n{(TEMPLATES / 'script.js').read_text(encoding='utf-8')}\n"
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -32,10 +38,9 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals.update(named=named, marks=marks, pareto=pareto)
     environment.filters.update(number=text.number, listed=text.listed, plural=text.plural, plain=text.plain, breakable=text.breakable)
-    page = environment.get_template("report.html.j2").render(
-        view=view,
+    page = environment.get_template(template).render(
+        **values,
         style=Markup(style),
         script=Markup(script),
         style_hash=_digest(style),

@@ -131,7 +131,7 @@ def _place(row: Row) -> Td:
     parts = [Part(str(row["place"]), "place", str(row["place"]))]
     if row["same_as_above"]:
         parts.append(Part(f" ≈ {row['place'] - 1}"))
-        return Td(tuple(parts), tip=f"cannot be told apart from the one above, place {row['place'] - 1}: their intervals overlap")
+        return Td(tuple(parts), tip=f"cannot be told apart from the one above, place {row['place'] - 1}: no difference seen")
     return Td(tuple(parts))
 
 

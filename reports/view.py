@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness.summary import cells as summarise
-from reports import compared, curves, data, facts, figures, groups, largest, states, systems, table, traffic
+from reports import compared, curves, data, explained, facts, figures, groups, largest, states, systems, table, traffic
 from reports.groups import Group, Row, Verdict
 from reports.largest import Largest
 from reports.states import Buffers
@@ -86,6 +86,10 @@ class View:
     buffers: list[Buffers] = field(default_factory=list)
     ranks: list[Panel] = field(default_factory=list)
     ranks_table: table.Grid | None = None
+    parts: list[Panel] = field(default_factory=list)
+    """Of a profiled step; empty where no cell was explained."""
+    parts_table: table.Grid | None = None
+    peak_table: table.Grid | None = None
     traffic: list[Panel] = field(default_factory=list)
     traffic_table: table.Grid | None = None
     ring_bound: str = ""
@@ -129,6 +133,8 @@ def make_view(results: Results) -> View:
     view.efficiency = table.efficiency_rows(cells)
     view.states_table, view.buffers, view.ranks_table = states.table(cells), states.buffers(cells), states.ranks_table(cells)
     view.traffic_table, view.offload, view.ring_bound = traffic.table(cells), traffic.offload(cells), traffic.ranks(cells)
+    told = [] if largest.is_search(run) else explained.known(cells, results.explained)
+    view.parts_table, view.peak_table = explained.table(told), explained.memory(told)
     if largest.is_search(run):
         view.largest = largest.largest(results)
     unreached = [] if view.largest else facts.unreached(run, cells)
@@ -137,7 +143,7 @@ def make_view(results: Results) -> View:
     if not view.largest:
         view.systems = systems.overview(by_system, found, groups.headline(found))
         _verdicts(view, found)
-    _pictures(view, cells, [] if view.largest else found)
+    _pictures(view, cells, [] if view.largest else found, told)
     return view
 
 
@@ -163,7 +169,7 @@ def _verdicts(view: View, found: list[Group]) -> None:
     view.verdicts = [groups.verdict(group) for group in groups.biggest(found) if len(group.rows) > 1]
 
 
-def _pictures(view: View, cells: Sequence[Row], found: list[Group]) -> None:
+def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequence[Row]) -> None:
     sheet = StyleSheet()
 
     def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
@@ -193,6 +199,7 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group]) -> None:
     if not view.largest:  # models of a search differ in size
         view.states = [panel(one, figures.stacks) for one in states.charts(cells)[:MOST_PANELS]]
         view.traffic = [panel(one, figures.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
+    view.parts = [panel(one, figures.stacks) for one in explained.charts(told)[:MOST_PANELS]]
     if (uneven := states.ranks(cells)) is not None:
         view.ranks = [panel(uneven, figures.ranks)]
     view.wrappers = [Compared(one.title, panel(one.bars, figures.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]

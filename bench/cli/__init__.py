@@ -6,10 +6,13 @@ import sys
 
 import typer
 
+from bench.cli.compare import compare
 from bench.cli.doctor import doctor
 from bench.cli.export import export
+from bench.cli.history import history
 from bench.cli.listing import listing
 from bench.cli.maxsize import maxsize
+from bench.cli.profile import profile
 from bench.cli.report import report
 from bench.cli.run import run
 from harness.errors import Mistake
@@ -29,6 +32,9 @@ app.command("doctor")(doctor)
 app.command("report")(report)
 app.command("maxsize")(maxsize)
 app.command("export")(export)
+app.command("profile")(profile)
+app.command("compare")(compare)
+app.command("history")(history)
 
 
 def main() -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def doctor(json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    from harness.measure.links import Link
+
+
+def doctor(
+    links: Annotated[bool, typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
     """Shows devices, libraries, compiled ops, links, and what each strategy lacks here with the command that provides it.
 
-    Example: [bold]python -m bench doctor[/bold]
+    Example: [bold]python -m bench doctor --links[/bold]
     """
     found: dict[str, Any] = {
         "devices": _devices(),
@@ -20,8 +28,14 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="For machine
         "links": _links(),
         "strategies": _strategies(),
     }
+    from harness.measure.links import METHOD
+
+    measured, failed = _measured_links() if links else ([], {})
     if json_output:
-        print(json.dumps(found, indent=2))
+        told = {"measured_links": [link.as_json() for link in measured], "links_method": METHOD, "links_failed": failed} if links else {}
+        print(json.dumps(found | told, indent=2))
+        if failed:
+            raise typer.Exit(1)
         return
     from rich.console import Console
     from rich.markup import escape
@@ -33,6 +47,50 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="For machine
         for name, said in rows.items():
             table.add_row(escape(name), escape(str(said)))
         out.print(table)
+    for backend in dict.fromkeys(link.backend for link in measured):
+        _show_links(out, backend, [link for link in measured if link.backend == backend])
+    for backend, reason in failed.items():
+        out.print(f"[red]links over {backend} could not be measured[/red]: {escape(reason)}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _measured_links() -> tuple[list[Link], dict[str, str]]:
+    """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a backend that could not be measured."""
+    from harness.environment import device_type, gpus
+    from harness.measure.links import RANKS, measure_links
+
+    found, failed = [], {}
+    for backend in ("gloo", "nccl") if device_type() == "cuda" and len(gpus()) >= RANKS else ("gloo",):
+        try:
+            found += measure_links(backend)
+        except RuntimeError as error:
+            failed[backend] = str(error)
+    return found, failed
+
+
+def _show_links(out: Console, backend: str, links: list[Link]) -> None:
+    from rich.table import Table
+
+    from harness.measure.links import METHOD
+    from reports.text import size
+
+    table = Table(title=f"messages over {backend}, microseconds", title_justify="left")
+    table.add_column("bytes of a message")
+    for link in links:
+        table.add_column(link.operation.replace("_", " "), justify="right")
+    for place, message in enumerate(links[0].sizes):
+        table.add_row(size(message), *(f"{link.seconds[place] * 1e6:,.0f}" for link in links))
+    table.add_section()
+    table.add_row("fitted latency", *(f"{link.fit.latency_seconds * 1e6:,.1f}" for link in links))
+    table.add_row("fitted bandwidth", *(_rate(link.fit.bandwidth_bytes_per_second) for link in links))
+    table.add_row("fit off by up to", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links))
+    out.print(table)
+    out.print(METHOD)
+
+
+def _rate(bandwidth: float | None) -> str:
+    return "unknown" if bandwidth is None else f"{bandwidth / 1e9:.2f} GB/s"
 
 
 def _devices() -> dict[str, str]:

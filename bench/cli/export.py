@@ -29,10 +29,10 @@ def export(
     from harness.export import export_files, known_target, write_files
 
     target = known_target(to)
-    cells = _find(which, matrix, settings or [], results)
-    cell = _plainest(cells)
+    cells = find(which, matrix, settings or [], results)
+    cell = plainest(cells)
     files, note = export_files(cell, to)
-    folder = out or (None if json_output else Path("exports") / _slug(f"{cell.label} {cell.workload} x{cell.devices} {to}"))
+    folder = out or (None if json_output else Path("exports") / slug(f"{cell.label} {cell.workload} x{cell.devices} {to}"))
     if folder:
         write_files(files, folder)
     if json_output:
@@ -49,7 +49,7 @@ def export(
     print(f"run it with: bash {folder}/run.sh")
 
 
-def _find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
+def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
     """The matrix's cells that are meant, also those that cannot run on this host; else the cell of this id among the results."""
     from bench.matrix import Host, expand, matches, parse_changes, read_matrix
     from harness.errors import Mistake
@@ -71,10 +71,10 @@ def _find(which: str, matrix: str, settings: list[str], results: Path) -> list[C
     raise Mistake(f"{which!r} is no strategy, label, name or id of a cell of the matrix, nor an id in {str(results)!r}; {known}")
 
 
-def _plainest(cells: list[Cell]) -> Cell:
+def plainest(cells: list[Cell]) -> Cell:
     """Of several: without options before with, in fp32 before other precisions, on more devices before one; then the matrix's order."""
     return min(cells, key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1))
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,8 @@ class Progress:
 
     def preparing(self, what: str) -> None:
         self.out.print(what)
+
+    def round_added(self, cells: Sequence[Cell]) -> None: ...
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
 

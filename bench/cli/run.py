@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +21,14 @@ def run(
     skip: Annotated[list[str] | None, typer.Option("--skip", help="Strategy or pattern to leave out; may be repeated.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="axis=value for all cells; may be repeated.")] = None,
     trials: Annotated[int | None, typer.Option("--trials", min=1, help="Launches of each cell.")] = None,
+    precision: Annotated[
+        str, typer.Option("--precision", help="Adds rounds until each interval is this narrow: 2% is half its width over the throughput.")
+    ] = "",
+    time_budget: Annotated[str, typer.Option("--time-budget", help="With --precision: no round is added after 45min, 2h, ...")] = "1h",
     results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="At the end, one more launch of each cell: where time and memory go.")] = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
 ) -> None:
@@ -35,11 +42,13 @@ def run(
     store = Store(results)
     store.require_writable()
     if resume:
-        if only or skip or settings or trials:
-            raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set and --trials out")
+        if only or skip or settings or trials or precision:
+            raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set, --trials and --precision out")
         plan = resumable(store, matrix or None)
     elif matrix:
         plan = _plan(matrix, only or [], skip or [], settings or [], trials)
+        if precision:
+            plan = dataclasses.replace(plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget))
     else:
         raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
 
@@ -53,8 +62,26 @@ def run(
     if not resume:
         runner.begin()
     with show.stop_signals(), show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing:
-        finished = runner.run(drawing)
+        finished = runner.run(drawing) and (not explain or runner.explain(drawing))
     raise typer.Exit(_end(store, plan, finished, report, json_output))
+
+
+def _share(text: str) -> float:
+    from harness.errors import Mistake
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if not found or not 0 < float(found[1]) < 100:
+        raise Mistake(f"--precision {text!r} is not a share; give half the width of the interval over the throughput, like 2%")
+    return float(found[1]) / 100
+
+
+def _seconds(text: str) -> float:
+    from harness.errors import Mistake
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
+    if not found or not float(found[1]):
+        raise Mistake(f"--time-budget {text!r} is not a time; give a number with s, min or h, like 45min")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
 def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None) -> Plan:
@@ -68,8 +95,10 @@ def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], tr
 
 def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bool) -> int:
     """Shows the ranking and the paths, writes the report; returns the exit code."""
+    from rich.markup import escape
+
     from bench.cli import show
-    from harness.summary import cells
+    from harness.summary import cells, too_wide
 
     console = show.console(quiet=json_output)
     loaded = store.load([plan.run_id], steps=False)
@@ -78,6 +107,12 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         return 0 if finished else 130
     table = cells(loaded.trials)
     show.ranking(console, table)
+    if finished and plan.precision is not None and (wide := too_wide(loaded.trials, plan.precision)):
+        names = table.set_index("cell_id")["cell_name"]
+        said = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
+        console.print(
+            f"[yellow]interval wider than {plan.precision:.2%}[/yellow]: {escape(said)}; the time budget is spent", highlight=False
+        )
     page = None
     if report:
         from reports import write_report

@@ -110,6 +110,13 @@ class Drawing:
         if not self.bar:
             self.out.print(escape(what))
 
+    def round_added(self, cells: Sequence[Cell]) -> None:
+        self.total += len(cells)
+        self.left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, total=self.total)
+        self.preparing(f"one more round: {len(cells)} cells have a wider interval than asked for")
+
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
         self._draw(cell.name, f"{duration(self.left)} left")
@@ -144,7 +151,7 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
             shown.add_column(column, justify="left" if column in ("strategy", "precision", "parity", "") else "right")
         for same, row in zip(indistinguishable(group), group.to_dict("records"), strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
-            marks = ("†" if _known(row["stand_in"]) else "") + ("‡" if row["oversubscribed"] else "")
+            marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,
@@ -162,6 +169,8 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
             out.print(f"† stand-in: {escape(said)}")
     if table["oversubscribed"].any():
         out.print("‡ more ranks than cores: its times say nothing of real hardware")
+    if table["disturbed"].any():
+        out.print(f"¶ something else used the machine beside {int(table['disturbed'].sum())} of its trials")
     if absent := [system.name for system in systems(table.to_dict("records")) if system.absent]:
         out.print(f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below says what would change it")
     for row in table[~table["ranked"]].to_dict("records"):

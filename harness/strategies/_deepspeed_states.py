@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell import Cell
 from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES
 from harness.strategy import Held, Layout, States
+from harness.training import all_reduced, passed_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,18 @@ def held_by_engine(engine: Any) -> Iterator[Held]:
         yield from (("optimizer", str(key), value) for key, value in state.items() if hasattr(value, "untyped_storage"))
     for group in getattr(zero, "fp32_groups", ()):
         yield from (("library", "fp32 master weights", master) for master in group)
+
+
+def engine_waits(engine: Any) -> list[tuple[Any, str, Literal["offload", "optimizer"]]]:
+    """For Exposed: DeepSpeed's update around the optimizer's own, and where it waits for its reads and writes of a disk."""
+    zero = engine.optimizer
+    named: list[tuple[Any, str, Literal["offload", "optimizer"]]] = [(zero, "step", "optimizer")]
+    swapper = next((p.nvme_swapper for p in engine.module.parameters() if getattr(p, "nvme_swapper", None) is not None), None)
+    if swapper:
+        named += [(swapper, name, "offload") for name in ("synchronize_reads", "synchronize_writes", "swap_out_and_release", "swap_in")]
+    if states := getattr(zero, "optimizer_swapper", None):
+        named += [(states, name, "offload") for name in ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")]
+    return named
 
 
 def _masters(masters: Sequence[Any]) -> Iterator[Held]:
@@ -122,6 +135,34 @@ def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[st
         return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
     library = states.library + width * (part + 2 * max(sizes))
     return States(states.parameters, 4 * part + accumulated, states.optimizer, library, states.transient)
+
+
+def engine_traffic(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[str, Any]) -> float:
+    """Bytes that a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P and 3P elements for stages 1, 2 and 3.
+
+    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank then takes its part, and gathers the updated
+    parameters. Stage 3 gathers for forward and backward, but once what backward needs soon after forward (`_reused`), and
+    persistent parameters, after the update. Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch.
+    """
+    zero = config.get("zero_optimization", {"stage": 0})
+    width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
+    whole = float(width * sum(facts.sizes))
+    if zero["stage"] < 3:
+        reduced = all_reduced(ranks, whole) * (parts if zero["stage"] == 2 else 1)
+        return reduced + (passed_once(ranks, whole) if zero["stage"] else 0.0)
+    kept = float(width * sum(size for size in facts.sizes if size <= zero["stage3_param_persistence_threshold"]))
+    return passed_once(ranks, parts * (whole + 2 * (whole - kept) - width * _reused(facts.sizes, zero)) + kept)
+
+
+def _reused(sizes: Sequence[int], zero: dict[str, Any]) -> int:
+    """Elements of the last parameters, which stage 3 keeps from forward to backward: less than the reuse distance lies between."""
+    between, kept = 0, 0
+    for size in reversed(sizes):
+        if between >= zero["stage3_max_reuse_distance"]:
+            break
+        kept += size if size > zero["stage3_param_persistence_threshold"] else 0
+        between += 2 * size
+    return kept
 
 
 def _states_3(cell: Cell, ranks: int, sizes: Sequence[int], zero: dict[str, Any], width: int, moments: int, library: float) -> States:

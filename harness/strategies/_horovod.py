@@ -95,3 +95,11 @@ def meeting(job: Job) -> Iterator[None]:
     dist.barrier()
     if job.rank == 0:
         server.stop()
+
+
+def shown() -> dict[str, Any]:
+    """What Exposed has to know of functions that torch's profiler cannot see: Horovod's own threads send, and synchronize waits."""
+    import horovod.torch.optimizer as module
+
+    sends = [(module, name, "all_reduce") for name in ("allreduce_async_", "grouped_allreduce_async_")]
+    return {"collectives": sends, "waits": [(module, "synchronize", "communication")]}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -48,13 +49,22 @@ def confirm(worker: int) -> None:
     _HEARD.put(worker)
 
 
+def next_push() -> Push:
+    """Called by the server's training step: waits for a worker."""
+    return _PUSHED.get()
+
+
+def next_confirmation() -> int:
+    return _HEARD.get()
+
+
 def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
     """One push of each worker, as they come; a second one of a worker waits in `early` for the next step."""
     waiting = early.copy()
     seen: set[int] = set()
     early.clear()
     while len(seen) < workers:
-        one = waiting.pop(0) if waiting else _PUSHED.get()
+        one = waiting.pop(0) if waiting else next_push()
         if one[0] in seen:
             early.append(one)
         else:
@@ -65,4 +75,12 @@ def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
 def confirmations(workers: int) -> None:
     """Waits until each worker has its reply."""
     for _ in range(workers):
-        _HEARD.get()
+        next_confirmation()
+
+
+def waits() -> list[tuple[Any, str, Literal["communication"]]]:
+    """Where worker and server wait for each other, for Exposed: RPC's threads are not torch.distributed's."""
+    from torch.distributed import rpc
+
+    here = sys.modules[__name__]
+    return [(rpc, "rpc_sync", "communication"), (here, "next_push", "communication"), (here, "next_confirmation", "communication")]

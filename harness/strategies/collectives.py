@@ -9,13 +9,14 @@ from pydantic import Field
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import EXACT, Batch, Deviation, Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.strategy import EXACT, Batch, Deviation, Job, Layout, Strategy, TrainStep
+from harness.training import all_reduced, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other gradients"
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
@@ -41,6 +42,9 @@ class Collectives(Strategy):
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         linear = cell.optimizer == "sgd" and self.period == 1
         return EXACT if self.average == "gradients" or linear or cell.devices == 1 else LOCAL[cell.optimizer]
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return all_reduced(layout.data, facts.trained_bytes) if self.average == "gradients" else None
 
     def setup(self, job: Job) -> TrainStep:
         import torch.distributed as dist

@@ -9,7 +9,7 @@ from harness.cell import Cell
 from harness.errors import Unavailable
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import ddp_buckets, standard_step, whole_model_states
+from harness.training import all_reduced, ddp_buckets, passed_once, standard_step, whole_model_states
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +46,13 @@ class Ddp(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
         return dataclasses.replace(whole, transient=0.0) if self.gradient_as_bucket_view else whole
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of every gradient, and rank 0's buffers to all. PowerSGD's has no formula here."""
+        width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.comm_hook)
+        if width is None:
+            return None
+        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(layout.data, facts.buffer_bytes)
 
     def same_as_ddp(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}

@@ -14,7 +14,7 @@ from pydantic import Field
 from harness.cell import Cell
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
-from harness.strategies._deepspeed_states import engine_states, held_by_engine, whole_parameters
+from harness.strategies._deepspeed_states import engine_states, engine_traffic, engine_waits, held_by_engine, whole_parameters
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
@@ -81,6 +81,9 @@ class Deepspeed(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return engine_states(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
 
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return engine_traffic(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+
     def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
         """DeepSpeed's config for the cell."""
         return deepspeed_config(
@@ -123,6 +126,7 @@ class Deepspeed(Strategy):
             engine.basic_optimizer,
             gather=lambda: self.whole(engine),
             states=lambda: held_by_engine(engine),
+            waits=engine_waits(engine),
             offload_folder=folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None,
         )
         plain, parts = own_precision(job), job.cell.micro_batches

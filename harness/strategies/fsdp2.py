@@ -13,7 +13,7 @@ from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import blocks_of, check_hybrid, model_states, own_precision, shard_mesh, standard_step
+from harness.training import all_reduced, blocks_of, check_hybrid, model_states, own_precision, passed_once, shard_mesh, standard_step
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
@@ -61,6 +61,23 @@ class Fsdp2(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
         return shard if self.reshard_after_forward else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Parameters gathered for forward, a block's again for backward, gradients scattered: ZeRO-3's 3P less what the root keeps.
+
+        Embedding and head stay gathered between forward and backward. Without `no_sync` each micro-batch scatters its gradients;
+        hybrid sharding also all-reduces the shards' between the replicas.
+        """
+        shards, parts = cell.devices // 2 if self.hybrid else cell.devices, cell.micro_batches
+        if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
+            return None
+        path = make_workload(cell.workload).block_path
+        blocks = sum(size for name, size in zip(facts.trainable, facts.sizes, strict=True) if path and name.startswith(path + "."))
+        whole = 4.0 * facts.parameters
+        gathered = whole + (4.0 * blocks if self.reshard_after_forward else 0.0)
+        scattered = whole * (1 if self.no_sync else parts)
+        between = all_reduced(2, scattered / shards) if self.hybrid else 0.0
+        return passed_once(shards, parts * gathered + scattered) + between
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Accelerate's FSDP2 has no prefetch and no hybrid of its own, computes wholly in half, and offloads on GPUs only."""

@@ -16,7 +16,7 @@ from harness.errors import Refused, Unavailable
 from harness.parity import widest
 from harness.strategies import _horovod
 from harness.strategy import Deviation, Held, Job, Layout, States, Strategy, TrainStep
-from harness.training import model_states, standard_step
+from harness.training import all_reduced, model_states, standard_step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,6 +91,11 @@ class Horovod(Strategy):
         kept = self._buffer_size + (4.0 * facts.parameters if self.op == "adasum" else 0.0)
         return dataclasses.replace(model_states(cell, facts), library=kept if cell.devices > 1 else 0.0)
 
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of every gradient. Adasum adds in pairs of ranks at growing distances instead, which has no formula here."""
+        half = 2 if self.compression == "fp16" else 1
+        return all_reduced(layout.data, facts.trained_bytes / half) if self.op == "average" else None
+
     def same_as_ddp(self, cell: Cell) -> str | None:
         return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
 
@@ -102,7 +107,7 @@ class Horovod(Strategy):
         model = job.model()
         optimizer = self.wrap(job, model)
         over_tcp = self.controller == "gloo" or self.transport == "tcp"
-        job.expose(model, optimizer, library=lambda: self._buffers(job, optimizer), over_tcp=over_tcp)
+        job.expose(model, optimizer, library=lambda: self._buffers(job, optimizer), over_tcp=over_tcp, wire="ring", **_horovod.shown())
         around = (lambda: self.whole(optimizer)) if self.op == "average" else contextlib.nullcontext
         return standard_step(job, model, optimizer, around_update=around)
 

@@ -52,11 +52,11 @@ class ParameterServer(Strategy):
         return dataclasses.replace(model_states(cell, facts), transient=float(layout.data * facts.trained_bytes))
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategies._parameter_server import join
+        from harness.strategies._parameter_server import join, waits
 
         model = job.model()
         optimizer = self.optimizer(job, model) if job.rank == job.layout.data else None
-        job.expose(model, *([optimizer] if optimizer else []), over_tcp=self.transport == "tcp")
+        job.expose(model, *([optimizer] if optimizer else []), over_tcp=self.transport == "tcp", waits=waits())
         join(job, tcp=self.transport == "tcp")
         return self.serve(job, optimizer) if optimizer else self.work(job, model)
 

@@ -9,9 +9,12 @@ from pydantic import Field
 from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategy import Job, Layout, Strategy, TrainStep
+from harness.training import hidden_bytes
+from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 
 class Pipeline(Strategy):
@@ -38,6 +41,21 @@ class Pipeline(Strategy):
     @property
     def _per_rank(self) -> int:
         return {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Hidden states forward and their gradients back over each boundary between ranks, and tied gradients between the ends.
+
+        Mean of the ranks: the first and the last have one neighbour only. Of zbv's boundaries one is within a rank.
+        """
+        hidden = hidden_bytes(cell, layout)
+        if hidden is None:
+            return None
+        ranks, split = layout.pipeline, make_workload(cell.workload).split
+        boundaries = 2 * (ranks - 1) if self.schedule == "zbv" else ranks * self._per_rank - 1
+        sizes = dict(zip(facts.trainable, facts.sizes, strict=True))
+        apart = split is not None and ranks > 1 and self.schedule != "zbv"
+        tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
+        return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
 
     def setup(self, job: Job) -> TrainStep:
         from harness.pipelining import Pipe, train_step

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategy import Job, Layout, Strategy, TrainStep
-from harness.training import standard_step
+from harness.training import all_reduced, hidden_bytes, standard_step
+from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 
 class TensorParallel(Strategy):
@@ -31,6 +33,17 @@ class TensorParallel(Strategy):
         if self.sequence_parallel and cell.sequence_length % cell.devices:
             raise Refused(f"sequence_parallel needs a sequence length that divides by {cell.devices} devices, not {cell.sequence_length}")
 
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of hidden states forward for each layer of a block that is split by row, and backward by column.
+
+        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their input could add their gradients
+        before they reduce them. torch's styles reduce layer by layer: seven for Llama with its separate query, key, value, gate, up.
+        """
+        workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
+        if hidden is None or workload.split is None or self.sequence_parallel:
+            return None
+        return all_reduced(layout.tensor, workload.blocks * len(workload.split.tensor_plan(sequence_parallel=False)) * hidden)
+
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -40,4 +53,5 @@ class TensorParallel(Strategy):
         restore = split_tensors(stage, init_device_mesh(job.device.type, (job.layout.tensor,)), self.sequence_parallel)
         optimizer = job.optimizer(stage.parameters())
         job.expose(stage.model, optimizer, restore=restore)
-        return standard_step(job, stage, optimizer)
+        # Split along the sequence, hidden states have their own positions, which the stage knows; else the model's own forward serves.
+        return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)

@@ -10,7 +10,7 @@ from harness.errors import Refused
 from harness.strategies._accelerate import pretend_gpus, verify
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._deepspeed import settle
-from harness.strategies._deepspeed_states import held_by_engine
+from harness.strategies._deepspeed_states import engine_waits, held_by_engine
 from harness.strategies.accelerate import Accelerate
 from harness.strategy import Batch, Deviation, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets
@@ -108,7 +108,9 @@ class TransformersTrainer(Strategy):
         optimizer: Any = trainer.optimizer
         if zero := self.beneath.zero:
             states = functools.partial(held_by_engine, wrapped)
-            job.expose(wrapped.module, wrapped.basic_optimizer, gather=lambda: zero.whole(wrapped), states=states)
+            job.expose(
+                wrapped.module, wrapped.basic_optimizer, gather=lambda: zero.whole(wrapped), states=states, waits=engine_waits(wrapped)
+            )
         else:
             ddp = hasattr(wrapped, "reducer")  # a single rank's model is not wrapped
             job.expose(wrapped, optimizer, library=functools.partial(ddp_buckets, wrapped) if ddp else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.cell import Cell
 from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import ddp_buckets, fullest_share, standard_step, whole_model_states
+from harness.training import all_reduced, ddp_buckets, fullest_share, passed_once, standard_step, whole_model_states
 
 if TYPE_CHECKING:
     from harness.workloads.facts import ModelFacts
@@ -26,6 +26,11 @@ class ZeroRedundancy(Strategy):
         whole = whole_model_states(cell, facts)
         share = fullest_share(sorted(facts.sizes, reverse=True), layout.data) / sum(facts.sizes)
         return dataclasses.replace(whole, optimizer=whole.optimizer * share)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """DDP's all-reduce of every gradient, and each rank's updated parameters to all: ZeRO-1 would scatter the gradients instead."""
+        ranks, size = layout.data, float(facts.trained_bytes)
+        return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Silent:
     """A watcher that says nothing."""
 
     def preparing(self, what: str) -> None: ...
+    def round_added(self, cells: Sequence[Cell]) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
     def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...

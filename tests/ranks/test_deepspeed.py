@@ -80,7 +80,7 @@ def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage
     ("without", "axes", "status", "reason"),
     [
         ("clipping_off", {"workload": "llama-micro"}, "diverged", "loss is off"),
-        ("undone_step", {"precision": "bf16", "workload": "llama-micro"}, "diverged", "are off by"),
+        ("undone_step", {"precision": "bf16", "workload": "llama-micro"}, "diverged", "off by"),
         pytest.param("scaled_loss", {"precision": "fp16"}, "diverged", "is off", marks=with_fp16),
         pytest.param("kept_dtype", {"workload": "llama-512x2", "devices": 1, "options": PARAMETERS}, "failed", "BFloat16", marks=with_disk),
     ],

@@ -76,12 +76,9 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {}),
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
-    ("accelerate", "accelerate", {"options": {"engine": "zero2"}}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
-    ("accelerate", "accelerate", {"options": {"engine": "fsdp2"}}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),
     ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16", "workload": "llama-micro"}),
-    ("deepspeed", "deepspeed", {"options": {"stage": 2, "offload_optimizer": "cpu"}}),
     ("deepspeed", "deepspeed", {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
 ]
 

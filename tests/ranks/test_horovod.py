@@ -119,7 +119,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     ],
 )
 def test_a_failing_rank_ends_mpirun_with_the_cause(run_cells: RunCells, fault: str, status: str, reason: str) -> None:
-    limit = {"time_limit_seconds": 20.0} if fault == "hangs" else PATIENT
+    limit = {"time_limit_seconds": 12.0} if fault == "hangs" else PATIENT
     row = run_cells(cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)).trials.iloc[0]
     assert (row["status"], row["launcher"]) == (status, "mpirun")
     assert row["reason"].startswith(reason)

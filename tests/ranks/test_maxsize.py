@@ -16,7 +16,6 @@ from harness.store import Store
 from tests.ranks.conftest import RunCells, Silent, cell
 from tests.unit.test_cli import bench
 
-pytestmark = pytest.mark.xdist_group("maxsize")  # its searches are made once
 MIB = 2**20
 # Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads, Python's heap and gloo.
 BUDGET = 160 * MIB

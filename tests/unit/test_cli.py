@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = str(ROOT / "tests" / "golden" / "v2")
 
 
 def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -36,6 +37,17 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
+        (["compare"], ["two runs or folders, not of 0", "latest~1 latest"]),
+        (["compare", "latest~1", "latest"], ["no runs", "results"]),
+        (["compare", "run-1", "run-2", "--results", GOLDEN], ["no run 'run-2'", "run-1"]),
+        (["compare", "run-1", "latest", "--results", GOLDEN], ["are the same run"]),
+        (["compare", "run-1", "empty", "--results", GOLDEN], ["no runs in results folder 'empty'"]),
+        (["compare", "run-1", "--cells", "dpp", "ddp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
+        (["compare", "latest~1", "latest", "--fail-on", "slowness"], ["--fail-on", "regression"]),
+        (["history"], ["no runs", "results"]),
+        (["history", "dpp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
+        (["profile", "dpp"], ["'dpp' is no strategy", "ddp"]),
+        (["profile", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
         (["list", "colours"], ["colours"]),
         (["fly"], ["fly"]),
     ],
@@ -44,6 +56,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Path, words: list[str], said: list[str]) -> None:
     (tmp_path / "typo.yaml").write_text("cells: [{stratgy: ddp}]")
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
     done = bench(*words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -90,7 +103,7 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     assert bench("doctor").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["run", "list", "doctor", "report"])
+@pytest.mark.parametrize("command", ["run", "list", "doctor", "report", "compare", "history"])
 def test_help_has_an_example(command: str) -> None:
     assert "python -m bench" in bench(command, "--help").stdout
 

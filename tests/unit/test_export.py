@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.cli.export import _find, _plainest
+from bench.cli.export import find, plainest
 from bench.matrix import Host, expand, read_matrix
 from harness.cell import Cell
 from harness.errors import Mistake
@@ -130,22 +130,22 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_which_cell_is_meant(tmp_path: Path) -> None:
-    cells = _find("ddp", "full", [], tmp_path)
+    cells = find("ddp", "full", [], tmp_path)
     assert len(cells) > 5
-    assert (_plainest(cells).label, _plainest(cells).devices) == ("ddp", 2)
-    chosen = _find("ddp(comm_hook=powersgd)*", "full", [], tmp_path)
+    assert (plainest(cells).label, plainest(cells).devices) == ("ddp", 2)
+    chosen = find("ddp(comm_hook=powersgd)*", "full", [], tmp_path)
     assert [c.options for c in chosen] == [{"comm_hook": "powersgd"}]
-    assert _find(chosen[0].id, "full", [], tmp_path) == chosen
-    on_gpus = _plainest(_find("fsdp2", "full", ["device=cuda", "devices=8"], tmp_path))
+    assert find(chosen[0].id, "full", [], tmp_path) == chosen
+    on_gpus = plainest(find("fsdp2", "full", ["device=cuda", "devices=8"], tmp_path))
     assert (on_gpus.device, on_gpus.devices, on_gpus.options) == ("cuda", 8, {})
 
 
 def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
     mine = small("ddp", learning_rate=0.123)
     Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
-    assert _find(mine.id, "smoke", [], tmp_path / "results") == [mine]
+    assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
     with pytest.raises(Mistake, match="nor an id in"):
-        _find("0123456789ab", "smoke", [], tmp_path / "results")
+        find("0123456789ab", "smoke", [], tmp_path / "results")
 
 
 def test_the_command_writes_and_says_so(tmp_path: Path) -> None:

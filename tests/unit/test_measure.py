@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from hypothesis import strategies as some
 from harness.cell import Cell
 from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
+from harness.measure.energy import Energy, package_joules
 from harness.measure.flops import mfu, peak_flops_per_second
+from harness.measure.load import WINDOW_SECONDS, Load, cpu_seconds, disturbed, foreign_load, idle_share
 from harness.measure.memory import imbalance
 from harness.record import figures, mean_losses
-from harness.stats import efficiency, estimate, percentile, slowest, trend
+from harness.stats import efficiency, percentile, slowest, trend
 from harness.workloads.facts import ModelFacts
 
 
@@ -68,6 +70,8 @@ def answer(rank: int, step_seconds: list[float], losses: list[float | None] | No
         "library_buffers": {"buckets": 20},
         "sent_bytes_per_step": 20.0,
         "offload": None,
+        "load": {"seconds": 2.0, "own": 1.5, "busy": 3.5},
+        "joules_per_step": 4.0,
         **more,
     }
 
@@ -153,27 +157,6 @@ def test_a_trend_is_seen_and_noise_is_not() -> None:
     assert trend([3.0, 2.0, 1.0]) == 0.0, "too few steps to tell"
 
 
-def test_interval_of_three_trials_by_hand() -> None:
-    """Mean 2, standard deviation 1, t(0.975; 2) = 4.3027: half width 4.3027 / sqrt(3)."""
-    found = estimate([1.0, 2.0, 3.0])
-    assert found.value == 2.0
-    assert found.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert estimate([1.0]).low is None
-
-
-def test_interval_covers_the_truth_as_often_as_it_says() -> None:
-    import numpy as np
-
-    rng = np.random.default_rng(1)
-    inside = 0
-    for _ in range(2000):
-        found = estimate(list(rng.normal(10, 1, 3)))
-        assert found.low is not None
-        assert found.high is not None
-        inside += found.low <= 10 <= found.high
-    assert 0.94 <= inside / 2000 <= 0.96
-
-
 def test_busy_share_and_bubble() -> None:
     """Two calls of 1 s each in a step of 4 s: busy 0.5. Two ranks at 0.5 and 0.9: bubble 0.3."""
 
@@ -186,3 +169,53 @@ def test_busy_share_and_bubble() -> None:
     assert share == 0.5
     assert "forward" not in vars(stage), "the pass leaves the method as it was"
     assert bubble_fraction([0.5, 0.9]) == pytest.approx(0.3)
+
+
+def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
+    """In 2 s all cores were busy for 3.5 s, the ranks for 1.5 s each: 0.25 cores did something else."""
+    row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
+    assert row["foreign_load_cores"] == 0.25
+    unknown = {"seconds": 2.0, "own": 1.5, "busy": None}
+    assert figures(CELL, [answer(0, [1.0], load=unknown), answer(1, [1.0])], FACTS, None)["foreign_load_cores"] is None
+    assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, "ticks are coarser than the ranks' own clocks"
+    assert [disturbed(0.3, 1.0, 1.0), disturbed(0.2, 1.0, 0.5), disturbed(0.2, 0.9, 0.9), disturbed(None, None, None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_idle_share_by_hand() -> None:
+    readings = iter([(10.0, 50.0), (10.03, 50.07)])
+    slept: list[float] = []
+    assert idle_share(slept.append, lambda: next(readings)) == pytest.approx(0.7)
+    assert slept == [WINDOW_SECONDS]
+    assert idle_share(slept.append, lambda: None) is None
+
+
+def test_cpu_seconds_count_stolen_time_as_busy_and_waiting_for_a_disk_as_idle(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 50 1000 30 5 5 40 0 0\ncpu0 1 2\n")
+    assert cpu_seconds(stat) == (2.0, 10.3)
+    assert cpu_seconds(tmp_path / "none") is None
+
+
+def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Path) -> None:
+    row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
+    assert row["energy_joules_per_sample"] == 8.0 / 8
+    assert figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)["energy_joules_per_sample"] is None
+    readings = iter([{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None])
+    energy = Energy(lambda: next(readings))
+    energy.stop()
+    energy.start()
+    energy.stop()
+    assert energy.joules == 22.0
+    energy.start()
+    assert energy.joules is None
+    assert package_joules(tmp_path) is None
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    (package / "energy_uj").write_text("2500000\n")
+    (package / "max_energy_range_uj").write_text("262143328850\n")
+    assert package_joules(tmp_path) == {"intel-rapl:0": (2.5, 262143.32885)}

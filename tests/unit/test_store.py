@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,12 @@ import pytest
 
 from harness.cell import Cell
 from harness.errors import Mistake
-from harness.plan import LeftOut, Plan
+from harness.plan import LeftOut, Plan, resumable
 from harness.record import left_out_row
 from harness.runner import Runner
 from harness.schema import TABLES, VERSION, arrow_schema
 from harness.store import Store, TrialKey, load
-from harness.summary import cells, indistinguishable
+from harness.summary import cells, indistinguishable, too_wide
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -184,7 +188,7 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
     assert list(table["ranked"]) == [True, True, False]
     assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
     assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
-    assert indistinguishable(table.iloc[:2]) == [False, True], "two trials each: intervals of +- 6.4 and +- 12.7 overlap"
+    assert indistinguishable(table.iloc[:2]) == [False, True], "two rounds say nothing"
 
 
 class Recorder:
@@ -192,8 +196,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.added: list[Sequence[Cell]] = []
 
     def preparing(self, what: str) -> None: ...
+    def round_added(self, cells: Sequence[Cell]) -> None:
+        self.added.append(cells)
+
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
     def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
@@ -212,7 +220,8 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, mo
 
     def one(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> dict[str, Any]:
         launched.append(key)
-        return trial_row(cell, key.trial)
+        store.write_trial(row := trial_row(cell, key.trial), [])
+        return row
 
     monkeypatch.setattr(runner, "one", one)
     monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
@@ -228,3 +237,71 @@ def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_pa
     for _ in range(2):
         assert Runner(store, Plan("run-1", "test", (), 1, (left,))).run(Recorder())
         assert store.load().trials["status"].tolist() == ["refused"]
+
+
+def adaptive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: dict[str, float], now: Callable[[], float] = time.monotonic, **more: Any
+) -> tuple[Store, Recorder, bool]:
+    """A run of cells whose throughputs spread by so much from round to round, without processes."""
+    store, watcher = Store(tmp_path), Recorder()
+    wanted = tuple(Cell(strategy=name) for name in spread)
+    plan = Plan("run-1", "test", wanted, 3, (), 7, **more)
+    runner = Runner(store, plan, launcher=lambda packages: None, now=now)
+    rng = random.Random(5)
+
+    def one(launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any) -> dict[str, Any]:
+        value = 10.0 * (1 + spread[cell.strategy] * rng.gauss(0, 1))
+        row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {"position": position}
+        store.write_trial(row, [])
+        return row
+
+    store.write_run(run_row())
+    monkeypatch.setattr(runner, "one", one)
+    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    return store, watcher, runner.run(watcher)
+
+
+def test_rounds_are_added_until_every_interval_is_narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, watcher, finished = adaptive(tmp_path, monkeypatch, {"single": 0.0, "ddp": 0.02, "fsdp2": 0.04}, precision=0.03)
+    assert finished
+    trials = store.load().trials
+    assert not too_wide(trials, 0.03)
+    taken = trials.groupby("strategy").size().to_dict()
+    assert taken["single"] == 5, "below five trials none is taken for narrow"
+    assert 5 < taken["ddp"] < taken["fsdp2"]
+    assert sorted(trials["position"]) == list(range(len(trials)))
+    assert len(watcher.added) == taken["fsdp2"] - 3
+    assert {cell.strategy for cell in watcher.added[-1]} == {"fsdp2"}
+
+
+def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(0, 3)
+    now = lambda: float(next(ticks))  # noqa: E731
+    store, _, finished = adaptive(tmp_path, monkeypatch, {"ddp": 0.3}, now, precision=0.001, time_budget_seconds=12.0)
+    assert finished
+    trials = store.load().trials
+    assert len(trials) == 6, "at 3, 6 and 9 s a trial of 2 s fits into 12, at 12 it does not"
+    [reached] = too_wide(trials, 0.001).values()
+    assert reached > 0.1
+
+
+def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    plan = Plan("run-1", "test", (Cell(strategy="single"),), 3, (), 7, precision=0.02, time_budget_seconds=60.0)
+    store.write_run({**run_row(), "plan": plan.to_json()})
+    assert resumable(store, None) == plan
+
+
+def test_trials_beside_which_others_used_the_machine_are_counted(tmp_path: Path) -> None:
+    import pandas as pd
+
+    quiet = {"foreign_load_cores": 0.1, "idle_before": 1.0, "idle_after": 0.95}
+    one = Cell(strategy="single")
+    rows = [
+        trial_row(one, 0, **quiet),
+        trial_row(one, 1, **quiet | {"foreign_load_cores": 0.6}),
+        trial_row(one, 2, **quiet | {"idle_after": 0.5}),
+        trial_row(one, 3),
+    ]
+    frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
+    assert cells(frame).loc[0, "disturbed"] == 2

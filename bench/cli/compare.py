@@ -1,0 +1,167 @@
+"""bench compare: what became slower, faster, fails or is missing between two runs, or which of two cells of a run is faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.compare import Compared, Measured
+
+REFERENCES = "reference"
+"""Folder of named baselines, below the results."""
+
+
+def compare(
+    sides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[A] [B]", help="Runs (id, its first letters, latest, latest~1) or results folders: each cell's newest."),
+    ] = None,
+    baseline: Annotated[str | None, typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME.")] = None,
+    cells: Annotated[
+        tuple[str, str] | None, typer.Option("--cells", help="Two labels, or patterns over them: compares cells of one run by its rounds.")
+    ] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
+    fail_on: Annotated[
+        Literal["regression"] | None,
+        typer.Option("--fail-on", help="Exit code 1 where a cell is slower, missing, newly failing or needs more memory."),
+    ] = None,
+    format_name: Annotated[
+        Literal["table", "md", "json", "html"] | None, typer.Option("--format", help="By default as --out ends, else table.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write instead of the terminal.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: the same as --format json.")] = False,
+) -> None:
+    """Compares B with A, cell by cell, on equal hardware; or with --cells two cells of one run.
+
+    Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
+    """
+    from harness.errors import Mistake
+
+    found = _within(sides or [], baseline, cells, results) if cells else _between(sides or [], baseline, results)
+    chosen = "json" if json_output else format_name or _by_suffix(out)
+    if chosen == "table":
+        _table(found, out)
+    else:
+        _give(_text(found, chosen), out)
+    if out is not None and not json_output:
+        print(out)
+    if fail_on and not found.comparisons and not found.regressions:
+        raise Mistake("--fail-on regression: no cell could be compared, so nothing is guarded; the table says why")
+    if fail_on and found.regressions:
+        raise typer.Exit(1)
+
+
+def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
+    from harness.compare import compare_sides, two_sides
+    from harness.errors import Mistake
+
+    if baseline is not None:
+        kept = results / REFERENCES / baseline
+        sides = [str(kept) if kept.is_dir() else baseline, *(sides or ["latest"])]
+    if len(sides) != 2:
+        usage = "python -m bench compare A B, or --baseline A"
+        raise Mistake(f"a comparison is of two runs or folders, not of {len(sides)}: {usage}; the newest two runs are latest~1 latest")
+    return compare_sides(*two_sides(sides[0], sides[1], results))
+
+
+def _within(sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path) -> Compared:
+    """Cells that differ in nothing but what the patterns name, each of the first with each of the second."""
+    from harness.compare import compare_cells, find_run, measured
+    from harness.errors import Mistake
+    from harness.store import Store
+
+    if baseline is not None or len(sides) > 1:
+        raise Mistake("--cells compares cells of one run: give one run, and no --baseline")
+    store = Store(results)
+    run_id = find_run(store, *(sides or ["latest"]))
+    known = measured(store.load([run_id], steps=False))
+    first, second = (_matching(known, pattern) for pattern in patterns)
+    pairs = [(a, b) for a in first for b in second if a.cell_id != b.cell_id and _setting(a) == _setting(b)]
+    if not pairs:
+        setting = "in one setting (workload, devices, precision, batch)"
+        raise Mistake(f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}")
+    return compare_cells(run_id, pairs, patterns)
+
+
+def _matching(known: list[Measured], pattern: str) -> list[Measured]:
+    from bench.matrix import matches
+    from harness.cell import Cell
+    from harness.errors import Mistake
+
+    found = [one for one in known if one.label == pattern] or [one for one in known if matches(Cell(**json.loads(one.cell)), pattern)]
+    if not found:
+        labels = ", ".join(dict.fromkeys(one.label for one in known))
+        raise Mistake(f"--cells {pattern!r} is no label or pattern over labels of the run; it has {labels}")
+    return found
+
+
+def _setting(one: Measured) -> dict[str, Any]:
+    """What must be equal for a throughput to say which strategy is faster."""
+    names = "workload data sequence_length devices device precision regime global_batch optimizer threads_per_device"
+    cell = json.loads(one.cell)
+    return {name: cell[name] for name in names.split()}
+
+
+def _by_suffix(out: Path | None) -> str:
+    return {".md": "md", ".json": "json", ".html": "html"}.get(out.suffix if out else "", "table")
+
+
+def _text(found: Compared, chosen: str) -> str:
+    from reports.comparison import markdown, page
+
+    if chosen == "json":
+        return json.dumps(found.as_json()) + "\n"
+    return markdown(found) if chosen == "md" else page(found)
+
+
+def _give(text: str, out: Path | None) -> None:
+    from reports import write_whole
+
+    if out is None:
+        print(text, end="")
+    else:
+        write_whole(text, out, "python -m bench compare A B --out FILE")
+
+
+def _table(found: Compared, out: Path | None) -> None:
+    """The table, what could not be compared and why, and how it was decided."""
+    import io
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from bench.cli import show
+    from reports.comparison import COLUMNS, disturbed, words
+
+    console = show.console() if out is None else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
+    console.print(f"A: {escape(found.first)}\nB: {escape(found.second)}")
+    if found.differences:
+        console.print(f"[yellow]not the same software[/yellow]: {escape(', '.join(found.differences))}")
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("cell", "verdict") else "right", overflow="fold")
+    for line in found.lines:
+        if line.throughput:
+            table.add_row(*(escape(word) for word in words(line)), style=_colour(line.regression, line.kind))
+    if table.row_count:
+        console.print(table)
+    for line in found.lines:
+        if not line.throughput:
+            colour = _colour(line.regression, line.kind) or "default"
+            console.print(f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.said)}")
+    for name, said in disturbed(found):
+        console.print(f"[yellow]others used the machine[/yellow] {escape(name)}: {escape(said)}")
+    for name, said in found.method.items():
+        console.print(f"{name}: {escape(said)}")
+    console.print(f"[bold]{escape(found.headline)}[/bold]")
+    if isinstance(console.file, io.StringIO):
+        _give(console.file.getvalue(), out)
+
+
+def _colour(regression: bool, kind: str) -> str:
+    return "red" if regression else "green" if kind in ("faster", "mended") else "yellow" if kind == "not compared" else ""

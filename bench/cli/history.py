@@ -1,0 +1,130 @@
+"""bench history: a cell's figure over many runs, with the runs at which it changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.compare import Measured
+    from harness.history import Series
+
+WIDTH = 28
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def history(
+    cell: Annotated[str | None, typer.Argument(metavar="[CELL]", help="A pattern over labels or names, or the id of a cell.")] = None,
+    figure: Annotated[Literal["throughput", "memory"], typer.Option("--figure", help="What is followed.")] = "throughput",
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: every run of every cell that is meant.")] = False,
+) -> None:
+    """Shows a cell's figure over all runs on equal hardware and where it changed; without CELL, or of several, one line per cell.
+
+    Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
+    """
+    from bench.cli import show
+    from harness.history import MIN_RUNS, histories, method
+
+    found = histories(_measured(results, cell), figure)
+    if json_output:
+        print(json.dumps({"figure": figure, "method": method(figure), "cells": [one.as_json() for one in found]}))
+        return
+    out = show.console()
+    if cell is not None and len(found) == 1:
+        _runs(out, found[0])
+    else:
+        _cells(out, found)
+    if not found:
+        out.print(f"no verified trial has a figure of {figure}")
+    elif max(len(one.points) for one in found) < 2 * MIN_RUNS:
+        out.print(f"a change can be seen from {2 * MIN_RUNS} runs of a cell on")
+    for name, said in method(figure).items():
+        out.print(f"{name}: {said}")
+
+
+def _measured(results: Path, pattern: str | None) -> list[Measured]:
+    """What every run says of the cells that are meant."""
+    from bench.matrix import matches
+    from harness.cell import Cell
+    from harness.compare import measured
+    from harness.errors import Mistake
+    from harness.store import Store
+
+    known = measured(Store(results).load(steps=False))
+    meant = {one.cell for one in known if pattern is None or matches(Cell(**json.loads(one.cell)), pattern)}
+    if pattern is not None and not meant:
+        labels = ", ".join(dict.fromkeys(one.label for one in known)) or "none"
+        raise Mistake(f"{pattern!r} is no label, name or id of a cell in {str(results)!r}, nor a pattern over them; it has {labels}")
+    return [one for one in known if one.cell in meant]
+
+
+def _text(series: Series, value: float) -> str:
+    return f"{value:.1f} samples/s" if series.figure == "throughput" else f"{value / 2**20:.1f} MiB"
+
+
+def _mark(series: Series, change: float) -> str:
+    words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
+    return f"{'▲' if change > 0 else '▼'} {abs(change) * 100:.1f} % {words[change < 0]}"
+
+
+def _runs(out: Console, series: Series) -> None:
+    """One line per run; the bar shows where the run lies between the smallest and the largest."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    values = [point.value.value for point in series.points]
+    low, high = min(values), max(values)
+    out.print(f"{escape(series.cell_name)}: {series.figure} from {_text(series, low)} to {_text(series, high)}")
+    table = Table()
+    for column, justify in (("date", "left"), ("run", "left"), (series.figure, "right"), ("95 %", "right"), ("trials", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("smallest to largest", no_wrap=True)
+    table.add_column("change from here on")
+    for point in series.points:
+        half = point.value.half_width
+        place = round((WIDTH - 1) * (point.value.value - low) / (high - low)) if high > low else 0
+        table.add_row(
+            f"{point.started_at:%Y-%m-%d %H:%M}",
+            point.run_id,
+            _text(series, point.value.value),
+            "1 trial" if half is None else f"± {_text(series, half).split()[0]}",
+            str(point.value.trials),
+            "·" * place + "█",
+            "" if point.change is None else _mark(series, point.change),
+        )
+    out.print(table)
+    if series.elsewhere:
+        out.print(f"left out: {series.elsewhere} runs on other hardware")
+    if series.failed:
+        out.print(f"left out: {series.failed} runs in which it failed or was not verified")
+
+
+def _cells(out: Console, found: list[Series]) -> None:
+    """One line per cell."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column, justify in (("cell", "left"), ("runs", "right"), ("newest", "right"), ("over the runs", "left"), ("last change", "left")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for series in found:
+        last = series.last_change
+        since = ""
+        if last is not None and last.change is not None:
+            since = f"{_mark(series, last.change)} since {last.started_at:%Y-%m-%d} {last.run_id}"
+        values = [point.value.value for point in series.points]
+        table.add_row(escape(series.cell_name), str(len(values)), _text(series, values[-1]), sparkline(values[-WIDTH:]), since)
+    if found:
+        out.print(table)
+
+
+def sparkline(values: list[float]) -> str:
+    """A block per value, from the smallest to the largest."""
+    low, high = min(values), max(values)
+    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))] if high > low else _BLOCKS[3] for value in values)

@@ -1,0 +1,137 @@
+"""bench profile: a trace of each rank of a cell, which Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.cell import Cell
+
+
+def profile(
+    which: Annotated[
+        str, typer.Argument(metavar="CELL", help="The id or name of a cell of the results, or a strategy[:option=value,...] of a matrix.")
+    ],
+    matrix: Annotated[str, typer.Option("--matrix", "-m", help="The matrix whose cells are meant.")] = "full",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="axis=value for all its cells; may be repeated.")] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results, whose cells are found by id or name.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+) -> None:
+    """Runs a few steps of a cell under torch's profiler and leaves a trace per rank.
+
+    Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
+    """
+    from bench.cli.export import plainest, slug
+    from harness.errors import Mistake, Refused, Unavailable
+    from harness.explained import explain_cell
+    from harness.launch import Launcher
+    from harness.runner import packages
+    from harness.strategy import admit
+    from harness.workloads import make_workload
+
+    cell = plainest(find(which, matrix, settings or [], results))
+    try:
+        admit(cell, make_workload(cell.workload))
+    except (Refused, Unavailable) as why:
+        raise Mistake(f"{cell.name} does not run here: {why}") from None
+    folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
+    for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
+        old.unlink(missing_ok=True)
+    row = explain_cell(Launcher(packages([cell])), "", cell, traces=str(folder.resolve()))
+    files = name_ranks(folder) if row["status"] == "ok" else []
+    if json_output:
+        shown = {k: v for k, v in row.items() if k not in ("run_id", "attempt", "started_at") and not _nan(v)}
+        shown |= {name: json.loads(shown[name]) for name in ("collectives", "unseen_buffers") if shown.get(name)}
+        print(json.dumps({**shown, "folder": str(folder), "traces": [str(file) for file in files]}))
+    else:
+        _tell(cell, row, files)
+    if row["status"] != "ok":
+        raise typer.Exit(1)
+
+
+def _nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
+    """The newest cell of this id or name among the results, else the matrix's cells of this strategy with these options."""
+    from bench.cli.export import find as in_matrix
+    from harness.plan import Plan
+    from harness.store import Store
+
+    store = Store(results)
+    for run_id in reversed(store.run_ids()):
+        plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+        if found := [cell for cell in plan.cells if which in (cell.id, cell.name)]:
+            return found[:1]
+    strategy, colon, options = which.partition(":")
+    if not colon:
+        return in_matrix(which, matrix, settings, results)
+    return [_with(cell, options) for cell in in_matrix(strategy, matrix, settings, results)]
+
+
+def _with(cell: Cell, options: str) -> Cell:
+    """The cell with these options of its strategy instead of its own."""
+    import yaml
+
+    from harness.errors import Mistake
+    from harness.strategy import make_strategy
+
+    pairs = [one.partition("=") for one in options.split(",")]
+    if any(not name or not equals for name, equals, _ in pairs):
+        raise Mistake(f"options are written name=value, with commas between them, not {options!r}")
+    changed = cell.model_copy(update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}})
+    make_strategy(changed)
+    return changed
+
+
+def name_ranks(folder: Path) -> list[Path]:
+    """Gives each rank's process its name in its trace, and writes all ranks on one time line as all.json.gz; returns the files."""
+    traces = {}
+    for file in sorted(folder.glob("rank*.json.gz"), key=lambda f: int(f.name.removeprefix("rank").partition(".")[0])):
+        rank = int(file.name.removeprefix("rank").partition(".")[0])
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        own = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == own:
+                event["args"] = {"name": f"rank {rank}"}
+            if event.get("ph") == "M" and event.get("name") == "process_sort_index" and event.get("pid") == own:
+                event["args"] = {"sort_index": rank}
+        file.write_bytes(gzip.compress(json.dumps(trace).encode(), 5))
+        traces[file] = trace
+    if len(traces) < 2:
+        return list(traces)
+    together = folder / "all.json.gz"
+    first = next(iter(traces.values()))
+    whole = {**first, "traceEvents": [event for trace in traces.values() for event in trace["traceEvents"]]}
+    together.write_bytes(gzip.compress(json.dumps(whole).encode(), 5))
+    return [*traces, together]
+
+
+def _tell(cell: Cell, row: dict[str, Any], files: list[Path]) -> None:
+    from harness.measure.breakdown import COMPONENTS
+
+    print(cell.name)
+    if row["status"] != "ok":
+        print(f"  {row['status']}: {row['reason']}")
+        return
+    print(f"  step {row['profiled_step_seconds'] * 1e3:.1f} ms, without the profiler {row['plain_step_seconds'] * 1e3:.1f} ms")
+    means = {name: sum(seconds) / len(seconds) for name in COMPONENTS if (seconds := row[f"{name}_seconds"])}
+    shown = sorted(((name, seconds) for name, seconds in means.items() if seconds >= 5e-5), key=lambda one: -one[1])
+    print("  mean of the ranks: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown))
+    if row["straggler"] is not None:
+        print(f"  rank {row['straggler']} is slower than the others by {row['straggler_excess']:.0%}")
+    for file in files:
+        print(f"  {file}")
+    print("open one at https://ui.perfetto.dev (Open trace file; nothing is uploaded), or in chrome://tracing")

@@ -1,0 +1,490 @@
+"""Two runs, two folders or two cells of one run -> what became slower or faster, fails, is missing, needs more memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.errors import Mistake
+from harness.measure.load import disturbed
+from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs
+from harness.store import Results, Store
+from harness.summary import LOAD, NOT_LAUNCHED, RANKED, known
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    import pandas as pd
+
+RUNS_METHOD = (
+    "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted once, with Welch's t interval of their"
+    f" logarithms (Biometrika 34, 1947), {COMPARED_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine did"
+    " differently meanwhile is in the ratio"
+)
+FALSE_ALARM_RATE = round(1 - COMPARED_CONFIDENCE, 6)
+MEMORY_EFFECT = 0.05
+MEMORY_METHOD = "the same test of the fullest rank's peak, where both sides measured it in the same way"
+_SAME_MEMORY = 0.02
+"""Kernels of one machine differ in what they keep for themselves."""
+
+Kind = Literal[
+    "slower",
+    "missing",
+    "newly failing",
+    "newly diverged",
+    "newly unavailable",
+    "no longer verified",
+    "faster",
+    "mended",
+    "added",
+    "no difference seen",
+    "not compared",
+]
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+REGRESSIONS = KINDS[:6]
+MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What must be equal for times to be compared."""
+
+    host: str
+    cpu_model: str | None
+    cpu_cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    gpu_memory_bytes: float | None
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Hardware:
+        """From a run's row."""
+        gpus = () if run["gpus"] is None else tuple(run["gpus"])
+        memory, cores = int(run["memory_bytes"]), int(run["cpu_cores"])
+        return cls(run["host"], _text(run["cpu_model"]), cores, memory, gpus, known(run["gpu_memory_bytes"]))
+
+    def difference(self, other: Hardware, device: str) -> str:
+        """Why times on the two say nothing of each other; empty where they are equal. GPUs matter to cells on GPUs only."""
+        if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
+            return "other hosts, whose CPU models are unknown"
+        if self.cpu_model != other.cpu_model:
+            return f"other CPU: {self.cpu_model or 'unknown'}, then {other.cpu_model or 'unknown'}"
+        if self.cpu_cores != other.cpu_cores:
+            return f"other number of CPU cores: {self.cpu_cores}, then {other.cpu_cores}"
+        if _apart(self.memory_bytes, other.memory_bytes):
+            return f"other memory: {self.memory_bytes / 2**30:.1f} GiB, then {other.memory_bytes / 2**30:.1f} GiB"
+        if device == "cpu":
+            return ""
+        if self.gpus != other.gpus:
+            return f"other GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
+        if _apart(self.gpu_memory_bytes or 0, other.gpu_memory_bytes or 0):
+            return f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
+        return ""
+
+
+def _apart(one: float, two: float) -> bool:
+    return abs(one - two) > _SAME_MEMORY * max(one, two)
+
+
+def _gpu_words(gpus: Sequence[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in Counter(gpus).items()) or "none"
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run says of one cell; only the last attempt of each trial counts."""
+
+    run_id: str
+    started_at: datetime
+    hardware: Hardware
+    cell_id: str
+    cell_name: str
+    label: str
+    cell: str
+    """JSON."""
+    device: str
+    state: str
+    """`ok` (verified, may be compared by speed), `unverified`, or the status of the first trial that was not ok."""
+    reason: str
+    trials: int
+    """Recorded ones."""
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """Samples per second by round."""
+    peaks: Mapping[int, float] = field(default_factory=dict)
+    """Peak memory of the fullest rank in bytes by round, where it is known."""
+    memory_method: str | None = None
+    disturbed: tuple[str, ...] = ()
+    """Trials during which others used the machine, in words."""
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "ok"
+
+    @property
+    def speed(self) -> float | None:
+        """Median over trials, samples per second."""
+        return statistics.median(self.speeds.values()) if self.ok else None
+
+    @property
+    def peak(self) -> float | None:
+        """Median over trials, bytes."""
+        return statistics.median(self.peaks.values()) if self.peaks else None
+
+
+def measured(results: Results) -> list[Measured]:
+    """What each run says of each of its cells, oldest run first. Searches for the largest model are left out."""
+    runs = {r["run_id"]: r for r in results.runs.to_dict("records") if "search" not in json.loads(r["plan"])}
+    trials = results.trials[results.trials["run_id"].isin(list(runs))]
+    last = trials.sort_values(["run_id", "attempt"], kind="stable").drop_duplicates(["run_id", "cell_id", "trial"], keep="last")
+    found = []
+    for (run_id, _), group in last.groupby(["run_id", "cell_id"], sort=False):
+        found.append(_measured(runs[str(run_id)], group.sort_values("trial")))
+    return found
+
+
+_TRIAL = ("trial", "status", "reason", "parity_verdict", "parity_reason", "samples_per_second", "peak_memory_bytes", "memory_method")
+
+
+def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
+    first = group.iloc[0]
+    trials = group[[*_TRIAL, *LOAD]].to_dict("records")
+    bad = [t for t in trials if t["status"] != "ok"]
+    unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
+    state, reason = "ok", ""
+    if bad:
+        worst = min(bad, key=lambda t: (t["status"] == "interrupted", t["trial"]))
+        state, reason = worst["status"], worst["reason"]
+        if 1 < len(trials) != len(bad):
+            reason = f"{len(bad)} of {len(trials)} trials: {reason}"
+    elif unverified:
+        state, reason = "unverified", _text(unverified[0]["parity_reason"]) or "parity unknown"
+    good = [t for t in trials if t["status"] == "ok"]
+    return Measured(
+        run["run_id"],
+        run["started_at"],
+        Hardware.of(run),
+        first["cell_id"],
+        first["cell_name"],
+        first["label"],
+        first["cell"],
+        first["device"],
+        state,
+        reason,
+        len(trials),
+        _by_round(good, "samples_per_second"),
+        _by_round(good, "peak_memory_bytes"),
+        _text(good[0]["memory_method"]) if good else None,
+        tuple(said for t in trials if (said := _foreign(t))),
+    )
+
+
+def _by_round(trials: Iterable[Mapping[Any, Any]], column: str) -> dict[int, float]:
+    return {int(t["trial"]): value for t in trials if (value := known(t[column]))}
+
+
+def _foreign(trial: Mapping[Any, Any]) -> str:
+    """Who else was there, in words; empty where nobody was, and where the file is of a version that did not look."""
+    foreign, before, after = (known(trial[name]) for name in LOAD)
+    if not disturbed(foreign, before, after):
+        return ""
+    seen = [] if foreign is None else [f"{foreign:.2f} cores used by others"]
+    seen += [f"{share * 100:.0f} % idle {when}" for share, when in ((before, "before"), (after, "after")) if share is not None]
+    return f"trial {trial['trial']}: {', '.join(seen)}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a run, or the newest run of each cell and hardware of a folder."""
+
+    name: str
+    cells: tuple[Measured, ...]
+    software: Mapping[str, tuple[str, ...]]
+    """Versions by name; several where the runs differ."""
+
+
+def side(name: str, results: Results) -> Side:
+    """A side from the frames of its runs."""
+    newest: list[Measured] = []
+    for one in reversed(measured(results)):
+        if not any(one.cell_id == new.cell_id and not one.hardware.difference(new.hardware, one.device) for new in newest):
+            newest.append(one)
+    used = {one.run_id for one in newest}
+    runs = [row for row in results.runs.to_dict("records") if row["run_id"] in used]
+    names = dict.fromkeys(key for run in runs for key in _software(run))
+    versions = {key: tuple(dict.fromkeys(_software(run).get(key, "none") for run in runs)) for key in names}
+    return Side(name, tuple(reversed(newest)), versions)
+
+
+def _software(run: Mapping[Any, Any]) -> dict[str, str]:
+    commit = _text(run["git_commit"])
+    return {
+        "torch": run["torch_version"],
+        "Python": run["python_version"],
+        **json.loads(run["libraries"]),
+        "operating system": run["operating_system"],
+        "commit of the suite": commit[:12] + ("+" if commit.endswith("+") else "") if commit else "unknown",
+    }
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one cell."""
+
+    kind: Kind
+    cell_name: str
+    first: Measured | None
+    second: Measured | None
+    said: str = ""
+    """Reason, in words."""
+    throughput: Comparison | None = None
+    """B over A."""
+    memory: Comparison | None = None
+    """The same of peak memory. None: unknown, or measured in another way."""
+
+    @property
+    def memory_verdict(self) -> MemoryVerdict | None:
+        if self.memory is None:
+            return None
+        if self.memory.verdict == "no difference seen" or abs(self.memory.ratio - 1) < MEMORY_EFFECT:
+            return "no difference seen"
+        return "more memory" if self.memory.ratio > 1 else "less memory"
+
+    @property
+    def regression(self) -> bool:
+        return self.kind in REGRESSIONS or self.memory_verdict == "more memory"
+
+    @property
+    def verdict(self) -> str:
+        """All findings in words."""
+        alone = self.throughput is not None and self.throughput.low is None
+        said = f"{self.kind}{' (one trial: no interval)' if alone else ''}"
+        return said if self.memory_verdict in (None, "no difference seen") else f"{said}, {self.memory_verdict}"
+
+    @property
+    def disturbed(self) -> list[str]:
+        return [f"{name}, {said}" for name, one in (("A", self.first), ("B", self.second)) if one for said in one.disturbed]
+
+    def as_json(self) -> dict[str, Any]:
+        def figures(one: Measured | None) -> dict[str, Any] | None:
+            if one is None:
+                return None
+            facts = {"run_id": one.run_id, "cell_id": one.cell_id, "cell_name": one.cell_name, "state": one.state, "trials": one.trials}
+            return {**facts, "samples_per_second": one.speed, "peak_memory_bytes": one.peak}
+
+        speed, memory = self.throughput, self.memory
+        return {
+            "kind": self.kind,
+            "regression": self.regression,
+            "cell_name": self.cell_name,
+            "reason": self.said,
+            "a": figures(self.first),
+            "b": figures(self.second),
+            "ratio": speed and speed.ratio,
+            "ratio_low": speed and speed.low,
+            "ratio_high": speed and speed.high,
+            "trials": speed and speed.rounds,
+            "memory": self.memory_verdict,
+            "memory_ratio": memory and memory.ratio,
+            "memory_ratio_low": memory and memory.low,
+            "memory_ratio_high": memory and memory.high,
+            "disturbed": self.disturbed,
+        }
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison: B against A, regressions first."""
+
+    first: str
+    second: str
+    lines: tuple[Line, ...]
+    test: str
+    differences: tuple[str, ...] = ()
+    """Software that is not the same, in words."""
+
+    @property
+    def comparisons(self) -> int:
+        """Of throughput and of peak memory."""
+        return sum((line.throughput is not None) + (line.memory is not None) for line in self.lines)
+
+    @property
+    def regressions(self) -> list[Line]:
+        return [line for line in self.lines if line.regression]
+
+    @property
+    def headline(self) -> str:
+        """`2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen 12`; of cells of one run, what B is."""
+        if self.test == COMPARISON_METHOD:
+            memory = [line.memory_verdict for line in self.lines if line.memory_verdict not in (None, "no difference seen")]
+            return _counts(Counter([*(line.kind for line in self.lines), *map(str, memory)]))
+        bad, rest = self.regressions, Counter(line.kind for line in self.lines if not line.regression)
+        what = Counter(line.kind if line.kind in REGRESSIONS else "more memory" for line in bad)
+        number = f"{len(bad) or 'no'} regression{'' if len(bad) == 1 else 's'}"
+        said = number + (f": {_counts(what)}" if bad else "")
+        return said + (f". Besides: {_counts({kind: rest[kind] for kind in KINDS if rest[kind]})}" if rest else "")
+
+    @property
+    def method(self) -> dict[str, str]:
+        """How it was decided: every format says this."""
+        many, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
+        return {
+            "Test": self.test,
+            "Peak memory": MEMORY_METHOD,
+            "Smallest effect that counts": f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % in peak memory",
+            "False alarms": f"at most one in {one_in} comparisons between equals; {many} were made here, so up to"
+            f" {many * FALSE_ALARM_RATE:.2g} are to be expected",
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "a": self.first,
+            "b": self.second,
+            "headline": self.headline,
+            "regressions": len(self.regressions),
+            "comparisons": self.comparisons,
+            "test": self.test,
+            "smallest_effect": SMALLEST_EFFECT,
+            "false_alarm_rate": FALSE_ALARM_RATE,
+            "memory_test": MEMORY_METHOD,
+            "memory_smallest_effect": MEMORY_EFFECT,
+            "differences": list(self.differences),
+            "cells": [line.as_json() for line in self.lines],
+        }
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def compare_sides(first: Side, second: Side) -> Compared:
+    """B (second) against A (first), cell by cell. Raises Mistake where they have no cell in common."""
+    before, after = ({one.cell_id for one in one_side.cells} for one_side in (first, second))
+    if not before & after:
+        raise Mistake(f"{first.name} and {second.name} have no cell in common, so there is nothing to compare")
+    lines: list[Line] = []
+    for cell_id in dict.fromkeys(one.cell_id for one in (*first.cells, *second.cells)):
+        lines += _lines(*([one for one in one_side.cells if one.cell_id == cell_id] for one_side in (first, second)))
+    names = dict.fromkeys((*first.software, *second.software))
+    told = {name: [" or ".join(one.software.get(name, ("none",))) for one in (first, second)] for name in names}
+    differences = tuple(f"{name} {was} → {now}" for name, (was, now) in told.items() if was != now)
+    return Compared(first.name, second.name, _ordered(lines), RUNS_METHOD, differences)
+
+
+def compare_cells(run: str, pairs: Iterable[tuple[Measured, Measured]], names: tuple[str, str]) -> Compared:
+    """Cells of one run against each other, by the ratio within its rounds."""
+    lines = []
+    for one, two in pairs:
+        line = _line(one, two, compare_rounds)
+        if not (one.ok and two.ok):
+            said = "; ".join(f"{side.label} {side.state}: {side.reason}" for side in (one, two) if not side.ok)
+            line = Line("not compared", "", one, two, said)
+        lines.append(dataclasses.replace(line, cell_name=f"{two.cell_name} against {one.label}"))
+    return Compared(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), COMPARISON_METHOD)
+
+
+def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Regressions first, then by kind; of one kind the largest loss first."""
+    return tuple(sorted(lines, key=lambda x: (not x.regression, KINDS.index(x.kind), x.throughput.ratio if x.throughput else 0.0)))
+
+
+def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
+    """A cell's lines: one for each hardware that both sides have it on."""
+    if not after:
+        was = before[-1]
+        if was.ok:
+            return [Line("missing", was.cell_name, was, None, "not in B")]
+        return [Line("not compared", was.cell_name, was, None, f"{was.state} in A, not in B")]
+    now = after[-1]
+    if not before:
+        return [Line("added", now.cell_name, None, now, "not in A" if now.ok else f"not in A; {now.state}: {now.reason}")]
+    pairs = [(one, two) for two in after for one in before if not one.hardware.difference(two.hardware, two.device)]
+    if not pairs:
+        return [Line("not compared", now.cell_name, before[-1], now, before[-1].hardware.difference(now.hardware, now.device))]
+    return [_line(one, two, lambda b, a: compare_runs(list(b.values()), list(a.values()))) for one, two in pairs]
+
+
+def _line(was: Measured, now: Measured, ratio: Callable[[Mapping[int, float], Mapping[int, float]], Comparison | None]) -> Line:
+    """One cell on equal hardware. Parity and failures decide first, speed second. `ratio`: of the first to the second, by round."""
+    kind: Kind = "not compared"
+    if was.ok and now.ok:
+        speed = ratio(now.speeds, was.speeds)
+        if speed is None:
+            return Line(kind, now.cell_name, was, now, "no round in common")
+        memory = ratio(now.peaks, was.peaks) if was.memory_method == now.memory_method else None
+        return Line(speed.verdict, now.cell_name, was, now, "", speed, memory)
+    said = f"{now.state}: {now.reason}"
+    if now.ok:
+        kind, said = "mended", f"was {was.state}: {was.reason}"
+    elif now.state == was.state:
+        said = f"{now.state} in both: {now.reason}"
+    elif now.state == "diverged":
+        kind = "newly diverged"
+    elif now.state == "unverified":
+        if was.ok:
+            kind, said = "no longer verified", now.reason
+    elif now.state in NOT_LAUNCHED:
+        if was.state not in NOT_LAUNCHED:
+            kind = "newly unavailable"
+    elif was.ok or was.state == "unverified" or was.state in NOT_LAUNCHED:
+        kind = "newly failing"
+    if kind == "not compared" and now.state != was.state:
+        said = f"was {was.state}, now {said}"
+    return Line(kind, now.cell_name, was, now, said)
+
+
+def find_run(store: Store, word: str) -> str:
+    """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one before; raises Mistake."""
+    known = store.run_ids()
+    if not known:
+        store.load()  # says so
+    if word == "latest" or word.startswith("latest~"):
+        back = word.removeprefix("latest").removeprefix("~") or "0"
+        plans = store.load(steps=False).runs
+        ordinary = [r["run_id"] for r in plans.to_dict("records") if "search" not in json.loads(r["plan"])]
+        if not back.isdigit() or int(back) >= len(ordinary):
+            raise Mistake(f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest is latest, then latest~1")
+        return str(ordinary[-1 - int(back)])
+    found = [word] if word in known else [run_id for run_id in known if word and run_id.startswith(word)]
+    if len(found) > 1:
+        raise Mistake(f"run {word!r} is not clear: {', '.join(found[-5:])} begin with it")
+    if not found:
+        raise Mistake(f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(known[-5:])}")
+    return found[0]
+
+
+def two_sides(first: str, second: str, results: Path) -> tuple[Side, Side]:
+    """The runs or folders that are meant, A and B. A folder that holds the other side's run is taken without it. Raises Mistake."""
+    (one, first_id, was), (two, second_id, now) = (_resolve(word, results) for word in (first, second))
+    if one == two:
+        if first_id == second_id:
+            raise Mistake(f"{first!r} and {second!r} are the same {'run' if first_id else 'folder'}; a comparison needs two")
+        was, now = (was if first_id else _without(was, second_id)), (now if second_id else _without(now, first_id))
+    sides = side(first_id or f"folder {first}", was), side(second_id or f"folder {second}", now)
+    for found in sides:
+        if not found.cells:
+            raise Mistake(f"{found.name} has no recorded trial of a matrix to compare with")
+    return sides
+
+
+def _without(results: Results, run_id: str | None) -> Results:
+    runs, trials = (frame[frame["run_id"] != run_id] for frame in (results.runs, results.trials))
+    return dataclasses.replace(results, runs=runs, trials=trials)
+
+
+def _resolve(word: str, results: Path) -> tuple[Path, str | None, Results]:
+    """Folder, run (None: the whole folder) and frames of a word."""
+    store = Store(results)
+    if Path(word).is_dir() and word not in store.run_ids():
+        return Path(word).resolve(), None, Store(word).load(steps=False)
+    run_id = find_run(store, word)
+    return results.resolve(), run_id, store.load([run_id], steps=False)

@@ -1,0 +1,76 @@
+"""What else did the machine do?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DISTURBED_CORES = 0.25
+"""Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short trials see as up to 0.2 cores."""
+QUIET = 0.8
+"""Share of idle cores before and after a trial below which it is marked."""
+WINDOW_SECONDS = 0.03
+"""Three ticks of each core: enough to see one that is busy, too short to be felt."""
+
+
+def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
+    """Seconds since boot that all cores together were busy (time stolen by a hypervisor included) and idle; None where unknown."""
+    try:
+        user, nice, system, idle, iowait, irq, softirq, steal = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / tick, (idle + iowait) / tick
+
+
+def idle_share(sleep: Callable[[float], None] = time.sleep, read: Callable[[], tuple[float, float] | None] = cpu_seconds) -> float | None:
+    """Share of the cores' time that is idle, looked at for WINDOW_SECONDS; None where unknown."""
+    before = read()
+    sleep(WINDOW_SECONDS)
+    after = read()
+    if before is None or after is None:
+        return None
+    busy, idle = after[0] - before[0], after[1] - before[1]
+    return idle / (busy + idle) if busy + idle > 0 else None
+
+
+@dataclass
+class Load:
+    """CPU time of this rank and of the whole machine over several stretches of steps, read between steps."""
+
+    seconds: float = 0.0
+    own: float = 0.0
+    busy: float | None = 0.0
+    _start: tuple[float, float, float | None] | None = None
+
+    def _read(self) -> tuple[float, float, float | None]:
+        all_cores = cpu_seconds()
+        return time.perf_counter(), time.process_time(), all_cores and all_cores[0]
+
+    def start(self) -> None:
+        self._start = self._read()
+
+    def stop(self) -> None:
+        if self._start is None:
+            return
+        (began, own, busy), (ended, own_now, busy_now) = self._start, self._read()
+        self.seconds += ended - began
+        self.own += own_now - own
+        self.busy = None if self.busy is None or busy is None or busy_now is None else self.busy + busy_now - busy
+        self._start = None
+
+
+def foreign_load(ranks: Sequence[Load]) -> float | None:
+    """Cores that others than the ranks kept busy during the timed steps; None where unknown."""
+    if not ranks or ranks[0].busy is None or not ranks[0].seconds:
+        return None
+    return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)
+
+
+def disturbed(foreign_cores: float | None, idle_before: float | None, idle_after: float | None) -> bool:
+    """Whether somebody else used the machine before, during or after a trial; unknown is not held against it."""
+    idle = [share for share in (idle_before, idle_after) if share is not None]
+    return (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET

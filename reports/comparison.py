@@ -1,0 +1,80 @@
+"""A comparison of runs as text: the words of a table, Markdown for a pull request, one self-contained HTML page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from harness.stats import COMPARED_CONFIDENCE
+from reports.text import DASH, number, plural, size
+
+if TYPE_CHECKING:
+    from harness.compare import Compared, Line, Measured
+
+COLUMNS = ("cell", "A samples/s", "B samples/s", "B / A", f"{COMPARED_CONFIDENCE * 100:g} % interval", "verdict", "peak memory, A to B")
+FOLDED = ("added", "no difference seen", "not compared")
+
+
+def words(line: Line) -> list[str]:
+    """A compared cell's row of the table."""
+    speed = line.throughput
+    interval = f"{speed.low:.3f} to {speed.high:.3f}" if speed and speed.low is not None and speed.high is not None else DASH
+    speeds = [number(one.speed if one else None) for one in (line.first, line.second)]
+    return [line.cell_name, *speeds, f"{speed.ratio:.3f}" if speed else DASH, interval, line.verdict, memory(line)]
+
+
+def memory(line: Line) -> str:
+    """`96.1 MiB to 98.0 MiB, x 1.02`; a dash where it is unknown or was measured in another way."""
+    if line.first is None or line.second is None or line.memory is None:
+        return DASH
+    return f"{size(line.first.peak)} to {size(line.second.peak)}, x {line.memory.ratio:.2f}"
+
+
+def disturbed(compared: Compared) -> list[tuple[str, str]]:
+    """Cells some of whose trials others disturbed, with these trials."""
+    return [(line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed]
+
+
+def trials(one: Measured | None) -> str:
+    return "" if one is None else plural(one.trials, "trial")
+
+
+def markdown(compared: Compared) -> str:
+    """Fit for a comment on a pull request: findings first, the rest folded."""
+    shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
+    folded = [line for line in compared.lines if line not in shown]
+    parts = [f"### {_md(compared.first)} → {_md(compared.second)}", f"**{_md(compared.headline)}**"]
+    if compared.differences:
+        parts.append("Not the same software: " + _md(", ".join(compared.differences)))
+    parts += _md_lines(shown)
+    for kind in FOLDED:
+        if some := [line for line in folded if line.kind == kind]:
+            parts += [f"<details><summary>{kind}: {len(some)}</summary>", *_md_lines(some), "</details>"]
+    if found := disturbed(compared):
+        said = "\n".join(f"- {_md(name)}: {_md(told)}" for name, told in found)
+        parts += [f"<details><summary>others used the machine: {len(found)}</summary>", said, "</details>"]
+    method = "\n".join(f"- {name}: {_md(told)}" for name, told in compared.method.items())
+    parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _md_lines(lines: Sequence[Line]) -> list[str]:
+    measured = [line for line in lines if line.throughput]
+    rows = [f"| {' | '.join(COLUMNS)} |", "|---|--:|--:|--:|--:|---|--:|"]
+    rows += [f"| {' | '.join(_md(word) for word in words(line))} |" for line in measured]
+    others = [f"- **{line.kind}** {_md(line.cell_name)}: {_md(line.said)}" for line in lines if not line.throughput]
+    return (["\n".join(rows)] if measured else []) + (["\n".join(others)] if others else [])
+
+
+def _md(text: str) -> str:
+    """Text that Markdown takes for nothing else, and that calls nobody."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&commat;")
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
+
+
+def page(compared: Compared) -> str:
+    """One HTML page that loads nothing and runs nothing but its own script."""
+    from reports.page import fill
+
+    return fill("compare.html.j2", compared=compared, columns=COLUMNS, words=words, trials=trials, disturbed=disturbed(compared))

@@ -1,0 +1,55 @@
+"""DDP that loses time in a known place: what an explanation has to find."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from harness.strategy import Job, Strategy, TrainStep
+from harness.training import standard_step
+from harness.workloads import DataSource
+
+
+class Delayed(Strategy):
+    """DDP that sleeps somewhere in each step, on all ranks or on one."""
+
+    where: Literal["compute", "communication", "optimizer", "data", "nowhere"] = "nowhere"
+    """In forward, in the all-reduce's future, in the update, or in the data loader."""
+    only_rank: int = -1
+    """The rank that sleeps; -1: all."""
+    seconds: float = 0.05
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(job.model())
+        optimizer = job.optimizer(model.parameters())
+        sleeps = self.only_rank in (-1, job.rank)
+
+        def pause(*_: Any) -> None:
+            if sleeps:
+                time.sleep(self.seconds)
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, which are strings here
+            """A slow link: the sum is there, but comes late."""
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+            def late(done: Any) -> Any:
+                if bucket.is_last():
+                    pause()
+                return done.value()[0] / job.cell.devices
+
+            return future.then(late)
+
+        if self.where == "compute":
+            model.register_forward_pre_hook(pause)
+        if self.where == "communication":
+            model.register_comm_hook(None, hook)
+        if self.where == "optimizer":
+            optimizer.register_step_pre_hook(pause)
+        if self.where == "data":
+            batch = DataSource.batch
+            DataSource.batch = lambda *told: (pause(), batch(*told))[1]  # type: ignore[method-assign]
+        job.expose(model, optimizer)
+        return standard_step(job, model, optimizer)

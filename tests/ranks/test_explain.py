@@ -1,0 +1,167 @@
+"""Explanations of real ranks: components, injected delays, bytes against theory and algorithm, the peak's split, traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from harness.explained import explain_cell
+from harness.launch import Launcher
+from harness.measure.breakdown import COMPONENTS
+from harness.measure.split import SPLIT
+from harness.plan import Plan
+from harness.runner import Runner
+from harness.store import Store
+from tests.ranks.conftest import Silent, cell
+
+
+def explained(launcher: Launcher, strategy: str, devices: int = 2, **axes: Any) -> dict[str, Any]:
+    row = explain_cell(launcher, "run", cell(strategy, devices, **axes))
+    assert row["status"] == "ok", row["reason"]
+    return row
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+LARGE = {"bucket_elements": 2**20}
+CELLS = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "deepspeed", "options": {"stage": 1, **LARGE}},
+    "zero2": {"strategy": "deepspeed", "options": {"stage": 2, **LARGE}},
+    "zero3": {"strategy": "deepspeed", "options": {"stage": 3}},
+    "fsdp2": {"strategy": "fsdp2"},
+    "tensor": {"strategy": "tensor"},
+    "pipeline": {"strategy": "pipeline", "micro_batches": 4},
+    "horovod": {"strategy": "horovod"},
+}
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", CELLS)
+def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(launcher: Launcher, name: str, devices: int) -> None:
+    """Logical bytes within 2 % of the formula; bytes on the sockets within 5 % of the backend's algorithm (messages of up to 13 MiB).
+
+    Components within 3 % of each rank's step; the split within 5 % of the peak.
+    """
+    row = explained(launcher, devices=devices, workload="llama-mini", time_limit_seconds=120, **CELLS[name])
+    assert row["theory_bytes"] is not None
+    assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
+    assert mean(row["sent_bytes"]) == pytest.approx(mean(row["algorithm_bytes"]), rel=0.05)
+    for rank in range(devices):
+        known = sum(row[f"{name}_seconds"][rank] for name in COMPONENTS if name != "other")
+        assert known == pytest.approx(known + row["other_seconds"][rank], rel=0.03)
+    assert row["memory_reason"] == ""
+    for rank, peak in enumerate(row["peak_tracked_bytes"]):
+        assert sum(row[f"peak_{kind}_bytes"][rank] for kind in SPLIT) == pytest.approx(peak, rel=0.05)
+
+
+DELAY = 0.1
+
+
+@pytest.mark.parametrize(
+    ("where", "component"),
+    [("compute", "compute"), ("communication", "communication"), ("optimizer", "optimizer"), ("data", "data")],
+)
+def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, component: str) -> None:
+    """A tenth of a second of sleep in steps that take a few milliseconds."""
+    row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY})
+    for rank in range(2):
+        found = {name: row[f"{name}_seconds"][rank] for name in COMPONENTS}
+        assert found[component] >= 0.95 * DELAY, found
+        assert max(found, key=lambda name: found[name]) == component
+
+
+@pytest.mark.parametrize("where", ["compute", "data"])
+def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
+    """The other one waits for it: there the delay is communication."""
+    row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY, "only_rank": 1})
+    assert row["straggler"] == 1
+    assert row["straggler_excess"] > 1
+    assert row["communication_seconds"][0] >= 0.9 * DELAY
+    assert row["own_seconds"][1] >= 0.95 * DELAY
+    assert row[f"{where}_seconds"][1] >= 0.95 * DELAY
+
+
+def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
+    """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches more."""
+    row = explained(launcher, "vertical", workload="llama-micro", global_batch=16)
+    share = mean(row["bubble_seconds"]) / row["profiled_step_seconds"]
+    assert 0.25 < share < 0.75
+    assert mean(row["communication_seconds"]) < 0.1 * row["profiled_step_seconds"]
+
+
+def test_waits_that_the_profiler_cannot_see_are_named_by_the_strategy(launcher: Launcher) -> None:
+    """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not nought."""
+    row = explained(launcher, "parameter_server", workload="llama-micro")
+    assert row["communication_seconds"][2] > 0.3 * row["profiled_step_seconds"]
+    assert row["logical_bytes"] == []
+    assert row.get("collectives") is None
+
+
+def test_a_library_that_trains_in_its_own_thread_is_seen_too(launcher: Launcher) -> None:
+    row = explained(launcher, "trainer", workload="llama-micro")
+    assert mean(row["operators_seconds"]) > 0.3 * row["profiled_step_seconds"]
+    assert mean(row["optimizer_seconds"]) > 0
+    assert "thread" in row["memory_reason"]
+
+
+def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher) -> None:
+    """Where it fails on a rank, the others stop waiting for it, and the rest of the row is there."""
+    row = explained(launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro")
+    assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
+    assert len(row["compute_seconds"]) == 2
+    assert row["memory_reason"].startswith("torch's memory tracker")
+    assert row["peak_tracked_bytes"] == []
+
+
+def test_states_at_the_peak_are_those_of_the_formula(launcher: Launcher) -> None:
+    """DDP's parameters and moments, whole; its buckets, which live in C++, by their size."""
+    row = explained(launcher, "ddp", workload="llama-micro")
+    assert row["peak_parameters_bytes"][0] == pytest.approx(row["formula_parameter_bytes"], rel=0.01)
+    assert row["peak_optimizer_bytes"][0] >= 0.99 * row["formula_optimizer_bytes"]
+    assert row["peak_library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
+    assert "reducer" in row["unseen_buffers"]
+
+
+def test_a_run_explains_its_cells_once_and_writes_no_trial(launcher: Launcher, tmp_path: Path) -> None:
+    cells = (cell("ddp"), cell("faulty", options={"fault": "raises"}))
+    store = Store(tmp_path)
+    runner = Runner(store, Plan.new("test", cells, 1, []), launcher=lambda packages: launcher)
+    runner.begin()
+    assert runner.run(Silent())
+    for _ in range(2):
+        assert runner.explain(Silent())
+    loaded = store.load([runner.plan.run_id])
+    assert loaded.explained[["cell_id", "status", "attempt"]].to_numpy().tolist() == [[cells[0].id, "ok", 1]]
+    assert len(loaded.trials) == 2
+    assert len(loaded.explained.loc[0, "compute_seconds"]) == 2
+
+
+def test_bench_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:
+    told = ["profile", "ddp", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "t"), "--json"]
+    result = CliRunner().invoke(app, told)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert [Path(file).name for file in said["traces"]] == ["rank0.json.gz", "rank1.json.gz", "all.json.gz"]
+    for rank, file in enumerate(said["traces"][:2]):
+        events = json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
+        assert f"rank {rank}" in [e["args"]["name"] for e in events if e.get("name") == "process_name"]
+        assert any(e.get("name") == "gloo:all_reduce" and e.get("dur", 0) > 0 for e in events)
+    assert len(said["compute_seconds"]) == 2
+
+
+def test_bench_profile_says_where_the_traces_are(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["profile", "single", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "t")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "rank0.json.gz" in result.stdout
+    assert "https://ui.perfetto.dev" in result.stdout

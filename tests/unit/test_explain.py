@@ -1,0 +1,364 @@
+"""Where time, bytes and memory go: on events, calls and tensors made for it, worked by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cli.profile import find, name_ranks
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.explain import events_of, replaced, training_thread
+from harness.explained import explained_row
+from harness.launch import Outcome
+from harness.measure.breakdown import COMPONENTS, Event, breakdown, own_seconds, stacks, straggler
+from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
+from harness.measure.split import peak_split
+from harness.plan import Plan
+from harness.store import Store, load
+from harness.strategy import Exposed
+from tests.unit.test_store import run_row
+
+
+def parts(*events: Event, end: float = 10.0, pipeline: bool = False, alone: bool = False) -> dict[str, float]:
+    """What is not zero of a step of ten seconds on thread 1."""
+    found = breakdown(events, 1, 0.0, end, pipeline=pipeline, alone=alone)
+    assert sum(found[name] for name in COMPONENTS) == pytest.approx(end)
+    return {name: round(seconds, 9) for name, seconds in found.items() if seconds}
+
+
+def test_pieces_have_no_holes_and_the_innermost_comes_last() -> None:
+    inner, outer = Event("operator", 1, 3, 4), Event("optimizer", 1, 2, 6)
+    assert stacks([inner, outer], 0, 8) == [
+        (0, 2, ()),
+        (2, 3, ("optimizer",)),
+        (3, 4, ("optimizer", "operator")),
+        (4, 6, ("optimizer",)),
+        (6, 8, ()),
+    ]
+
+
+def test_an_event_that_ends_a_tick_late_ends_with_the_outer_one() -> None:
+    pieces = stacks([Event("optimizer", 1, 0, 4), Event("operator", 1, 1, 4.5), Event("wait", 1, 5, 6)], 0, 8)
+    assert [(a, b) for a, b, _ in pieces] == [(0, 1), (1, 4), (4, 5), (5, 6), (6, 8)]
+    assert pieces[2][2] == ()
+
+
+def test_operators_overlap_communication_and_gaps_expose_it() -> None:
+    """A collective from 2 to 8; operators until 5 and from 7; the gap from 5 to 7 is exposed, the rest of it overlapped."""
+    found = parts(Event("operator", 1, 0, 5), Event("flight", 2, 2, 8), Event("operator", 1, 7, 10))
+    assert found == {"compute": 8.0, "communication": 2.0, "overlapped": 4.0, "operators": 8.0}
+
+
+def test_each_component_by_hand() -> None:
+    """data 0-1, compute 1-4 (a gap of the interpreter in it), a wait 4-6, offload 6-7, the optimizer 7-10 with a wait of 1 in it."""
+    events = [
+        Event("data", 1, 0, 1),
+        Event("operator", 1, 1, 2),
+        Event("operator", 1, 3, 4),
+        Event("wait", 1, 4, 6),
+        Event("offload", 1, 6, 7),
+        Event("optimizer", 1, 7, 10),
+        Event("operator", 1, 7, 8),
+        Event("wait", 1, 8, 9),
+    ]
+    assert parts(*events) == {"data": 1.0, "compute": 3.0, "communication": 3.0, "offload": 1.0, "optimizer": 2.0, "operators": 3.0}
+
+
+def test_waiting_for_a_neighbour_is_the_bubble_and_only_in_a_pipeline() -> None:
+    """A message is on its way all the time, but only the wait for it is the bubble."""
+    events = [Event("transfer", 2, 0, 10), Event("operator", 1, 0, 4), Event("wait", 1, 6, 9)]
+    assert parts(*events, pipeline=True) == {"compute": 7.0, "bubble": 3.0, "operators": 4.0}
+    assert parts(*events) == {"compute": 7.0, "communication": 3.0, "operators": 4.0}
+
+
+def test_gradient_hooks_are_communication_where_there_are_others() -> None:
+    events = [Event("hook", 1, 2, 6), Event("operator", 1, 2, 3)]
+    assert parts(*events) == {"compute": 7.0, "communication": 3.0, "operators": 1.0}
+    assert parts(*events, alone=True) == {"compute": 10.0, "operators": 1.0}
+
+
+def test_a_device_decides_where_it_is_busy() -> None:
+    """The host waits all the time for kernels: compute 0-4, a collective 2-6 of which 4-6 is exposed, a copy 7-8."""
+    events = [
+        Event("device compute", 7, 0, 4),
+        Event("device communication", 8, 2, 6),
+        Event("device copy", 9, 7, 8),
+        Event("operator", 1, 0, 1),
+    ]
+    found = parts(*events)
+    assert found == {"compute": 7.0, "communication": 2.0, "offload": 1.0, "overlapped": 2.0, "operators": 4.0}
+
+
+def test_own_time_leaves_waiting_out_and_names_the_straggler() -> None:
+    step = dict.fromkeys(COMPONENTS, 1.0)
+    assert own_seconds(step) == len(COMPONENTS) - 2
+    assert straggler([[1.0, 1.0, 1.2, 1.0], [1.0, 1.0, 1.3, 1.0], [2.0, 2.0, 3.0, 1.0]]) == (2, pytest.approx(0.3))
+    assert straggler([[1.0, 1.1], [1.0, 1.1]]) is None
+    assert straggler([[1.0, 2.0], [2.0, 1.0]]) is None, "once each is noise"
+    assert straggler([[1.0], [1.0]]) is None
+
+
+def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any:
+    """An event of the profiler on the host."""
+    return SimpleNamespace(
+        name=lambda: name,
+        start_ns=lambda: begin,
+        end_ns=lambda: end,
+        start_thread_id=lambda: thread,
+        device_type=lambda: SimpleNamespace(name="CPU"),
+        activity_type=lambda: "cpu_op",
+        scope=lambda: scope,
+    )
+
+
+def test_the_end_of_backward_is_a_hook() -> None:
+    """From the last operator's end, 60, to the end of backward, 90: there wrappers wait for what is in flight."""
+    node = "autograd::engine::evaluate_function: AddmmBackward0"
+    found = events_of(
+        [raw("bench:backward", 10, 90), raw(node, 20, 40), raw(node, 40, 60), raw(node, 50, 80, thread=2), raw("python", 0, 9)], 10
+    )
+    assert found == [Event("hook", 1, pytest.approx(50e-9), pytest.approx(80e-9))]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "operator"),
+        ("gloo:all_reduce", "flight"),
+        ("gloo:recv", "transfer"),
+        ("c10d::allreduce_", "launch"),
+        ("_c10d_functional::wait_tensor", "wait"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", "hook"),
+        ("bench:communication", "wait"),
+        ("bench:offload", "offload"),
+    ],
+)
+def test_what_names_of_the_profiler_mean(name: str, kind: str) -> None:
+    assert [event.kind for event in events_of([raw(name, 0, 1)], 0)] == [kind]
+
+
+def test_annotations_and_the_engine_compute_nothing() -> None:
+    events = [
+        raw("FSDP::pre_forward (0)", 0, 1, scope=7),
+        raw("autograd::engine::evaluate_function: AddmmBackward0", 0, 1),
+        raw("AddmmBackward0", 0, 1),
+    ]
+    assert events_of(events, 0) == []
+
+
+def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
+    """Thread 2 computes; the calling thread's batches go with it. Threads that share the work change nothing."""
+    events = [Event("data", 1, 0, 1), Event("operator", 2, 1, 9), Event("operator", 1, 0, 0.1)]
+    assert training_thread(events, 1) == 2
+    assert Event("data", 2, 0, 1) in events
+    assert training_thread([Event("operator", 1, 0, 2), Event("operator", 2, 0, 9)], 1) == 1
+
+
+def test_bytes_of_collectives_by_hand() -> None:
+    """1200 bytes over 4 ranks: an all-reduce 2 x 3/4, a reduce-scatter or an all-gather 3/4; gloo reduces all to scatter."""
+    cases = {
+        "all_reduce": (1800, 1800, 1800),
+        "reduce_scatter": (900, 1800, 900),
+        "all_gather": (900, 900, 900),
+        "reduce": (900, 1125, 900),
+    }
+    for operation, expected in cases.items():
+        calls = [(Call(operation, 1200, 4), 1.0)]
+        assert (logical_bytes(calls), algorithm_bytes(calls, "gloo"), algorithm_bytes(calls, "ring")) == expected
+    assert logical_bytes([(Call("send", 100, 2), 3.0), (Call("receive", 100, 2), 3.0), (Call("all_reduce", 8, 1), 1.0)]) == 300
+
+
+def test_zero_moves_what_its_paper_says() -> None:
+    """ZeRO, section 7, in elements for P parameters and many ranks: 2P for stages 1 and 2, 3P for stage 3."""
+    p, n = 4_000_000, 1000
+    stage_2 = [(Call("reduce_scatter", p, n), 1.0), (Call("all_gather", p, n), 1.0)]
+    assert logical_bytes(stage_2) == pytest.approx(2 * p, rel=2 / n)
+    assert logical_bytes([*stage_2, (Call("all_gather", p, n), 1.0)]) == pytest.approx(3 * p, rel=2 / n)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # libraries call the old names
+def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
+    """On torch's fake process group of 4, which moves nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        calls: Counter[Call] = Counter()
+        seen = [0]
+        with counting(calls, seen):
+            dist.all_reduce(torch.zeros(10))
+            dist.all_gather_into_tensor(torch.zeros(8), torch.zeros(2))
+            dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(8))
+            dist.broadcast(torch.zeros(3, dtype=torch.bfloat16), 0)
+            dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
+            torch.distributed._functional_collectives.all_gather_tensor(torch.zeros(2), 0, dist.group.WORLD).wait()
+            torch.zeros(3) + 1
+    finally:
+        dist.destroy_process_group()
+    assert calls == {
+        Call("all_reduce", 40, 4): 1,
+        Call("all_gather", 32, 4): 2,
+        Call("reduce_scatter", 32, 4): 1,
+        Call("broadcast", 6, 4): 1,
+        Call("all_gather", 80, 4): 1,
+    }
+    assert seen[0] > 6
+
+
+def test_the_peak_of_a_step_by_hand() -> None:
+    """Linear layers of 64 x 64 without bias: parameters 16 KiB each, two AdamW moments of each, gradients, and a bucket of a kilobyte."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(32, 64)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    bucket = torch.zeros(256)
+    shown = Exposed(model, [optimizer], library=lambda: iter([("library", "bucket", bucket), ("library", "in C++", 500)]))
+    split = peak_split(shown, "cpu", step)
+    assert split["parameters"] == 2 * 64 * 64 * 4
+    assert split["gradients"] == 2 * 64 * 64 * 4
+    assert split["optimizer"] >= 4 * 64 * 64 * 4
+    assert split["library"] == 1024 + 500
+    assert split["unseen"] == {"in C++": 500}
+    assert split["peak"] == sum(split[kind] for kind in ("parameters", "gradients", "optimizer", "activations", "library", "other"))
+
+
+def test_what_was_replaced_comes_back() -> None:
+    class Owner:
+        def say(self) -> str:
+            return "own"
+
+    one = Owner()
+    with replaced(one, "say", lambda method: lambda: method() + " wrapped"), replaced(Owner, "say", lambda method: lambda self: "class"):
+        assert (one.say(), Owner().say()) == ("own wrapped", "class")
+    assert vars(one) == {}
+    assert Owner().say() == "own"
+
+
+def answer(rank: int, own: float, wait: float) -> dict[str, Any]:
+    def step(scale: float) -> dict[str, float]:
+        zero = dict.fromkeys((*COMPONENTS, "overlapped", "operators"), 0.0)
+        return {**zero, "step": (own + wait) * scale, "compute": own * scale, "communication": wait * scale, "operators": own * scale}
+
+    return {
+        "rank": rank,
+        "plain_seconds": [0.9, 1.0, 5.0],
+        "profiled": [step(2), step(1), step(9)],
+        "calls": [["all_reduce", 100, 2, 3]],
+        "wire": "gloo",
+        "sent_bytes_per_step": 310.0,
+        "memory": {"parameters": 1, "gradients": 2, "optimizer": 3, "activations": 4, "library": 5, "other": 6, "peak": 21, "unseen": {}},
+        "memory_reason": "",
+        "private_bytes": 30,
+    }
+
+
+def test_a_row_by_hand(tmp_path: Path) -> None:
+    """Three profiled steps of 2, 4 and 18 s: the one of 4 s is broken down; rank 1 works 1.5 s of 2 s, rank 0 waits for it."""
+    outcome = Outcome("ok", "", 0.0, 1.0, answers=[answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)])
+    row = explained_row("run-1", Cell(strategy="ddp", devices=2), 1, outcome, 301.0, None, 7.0)
+    assert (row["profiled_step_seconds"], row["plain_step_seconds"]) == (4.0, 1.0)
+    assert row["compute_seconds"] == [2.0, 3.0]
+    assert row["own_seconds"] == [2.0, 3.0]
+    assert (row["straggler"], row["straggler_excess"]) == (1, pytest.approx(0.5))
+    assert row["logical_bytes"] == row["algorithm_bytes"] == [300.0, 300.0]
+    assert row["peak_activations_bytes"] == [4, 4]
+    store = Store(tmp_path)
+    store.write_run(run_row())
+    store.write_explained(row)
+    loaded = load(tmp_path).explained
+    assert loaded.loc[0, "compute_seconds"].tolist() == [2.0, 3.0]
+    assert loaded.loc[0, "theory_bytes"] == 301.0
+
+
+def test_a_launch_that_failed_is_a_row_with_its_reason() -> None:
+    row = explained_row("run-1", Cell(strategy="ddp"), 2, Outcome("timeout", "too long", 0.0, 1.0), 3.0, None, None)
+    assert (row["status"], row["reason"], row["attempt"], row["compute_seconds"]) == ("timeout", "too long", 2, [])
+
+
+def test_what_cannot_be_seen_is_unknown() -> None:
+    """RPC's messages are no collectives; a library's own thread is not the tracker's."""
+    blind = {**answer(0, 1.0, 1.0), "calls": None, "memory": None, "memory_reason": "why", "sent_bytes_per_step": None}
+    row = explained_row("r", Cell(strategy="x"), 1, Outcome("ok", "", 0.0, 1.0, answers=[blind]), None, None, None)
+    assert (row["logical_bytes"], row["sent_bytes"], row["peak_tracked_bytes"]) == ([], [], [])
+    assert row["memory_reason"] == "why"
+
+
+def test_results_without_explanations_have_an_empty_table(tmp_path: Path) -> None:
+    Store(tmp_path).write_run(run_row())
+    assert load(tmp_path).explained.empty
+
+
+def trace(pid: int) -> bytes:
+    events = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "python"}},
+        {"ph": "X", "name": "bench:step", "pid": pid, "ts": 1, "dur": 2},
+    ]
+    return gzip.compress(json.dumps({"traceEvents": events}).encode())
+
+
+def test_ranks_are_named_in_traces_and_shown_together(tmp_path: Path) -> None:
+    for rank, pid in ((0, 70), (1, 60)):
+        (tmp_path / f"rank{rank}.json.gz").write_bytes(trace(pid))
+    assert [file.name for file in name_ranks(tmp_path)] == ["rank0.json.gz", "rank1.json.gz", "all.json.gz"]
+    together = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in together if e["name"] == "process_name"}
+    assert names == {70: "rank 0", 60: "rank 1"}
+
+
+def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
+    cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
+    store = Store(tmp_path)
+    store.write_run({**run_row(), "plan": Plan("run-1", "m", (cell,), 1).to_json()})
+    assert find(cell.id, "smoke", [], tmp_path) == [cell]
+    assert find(cell.name, "smoke", [], tmp_path) == [cell]
+    found = find("ddp:bucket_cap_mb=3", "smoke", [], tmp_path)
+    assert {json.dumps(one.options) for one in found} == {'{"bucket_cap_mb": 3}'}
+    with pytest.raises(Mistake, match="no option 'speed'"):
+        find("ddp:speed=3", "smoke", [], tmp_path)
+    with pytest.raises(Mistake, match="name=value"):
+        find("ddp:fast", "smoke", [], tmp_path)
+
+
+def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_path: Path) -> None:
+    """Mean of two ranks: compute 2 and 3 of a step of 4 s, so 2.5 s; 310 bytes sent of 300."""
+    import pandas as pd
+
+    from harness.store import Results
+    from reports import explained, write_report
+    from reports.groups import records
+    from tests.unit.test_report import run_row as report_run
+    from tests.unit.test_report import trial_rows
+
+    cell = Cell(strategy="ddp", devices=2)
+    outcome = Outcome("ok", "", 0.0, 1.0, answers=[answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)])
+    store = Store(tmp_path / "results")
+    store.write_run(report_run())
+    for row in trial_rows(cell, [10.0, 11.0]):
+        store.write_trial(row, [])
+    bare = write_report(store.load(), tmp_path / "bare.html").read_text()
+    store.write_explained(explained_row("20260101T000000-abcd", cell, 1, outcome, 400.0, None, None))
+    results: Results = store.load()
+    page = write_report(results, tmp_path / "page.html").read_text()
+    assert "Where the time goes" not in bare
+    assert page.count("Where the time goes") == 2, "in the list of sections and above its own"
+    (row,) = explained.known(records(pd.DataFrame([{"cell_id": cell.id}])), results.explained)
+    assert row["compute_ms"] == pytest.approx(2500)
+    assert row["off_theory"] == pytest.approx(-0.25)
+    assert row["off_algorithm"] == pytest.approx(310 / 300 - 1)
+    assert (row["straggler"], row["peak_tracked"], row["private"]) == (1, 21, 30)

@@ -1,0 +1,182 @@
+"""A cell's figure over runs: change points by hand and by simulation, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from typer.testing import CliRunner
+
+from bench.cli.history import history, sparkline
+from harness.cell import Cell
+from harness.compare import measured
+from harness.errors import Mistake
+from harness.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
+from harness.store import Store
+from tests.unit.test_report import MIB, left_out, run_row, trial_rows
+
+CELL = Cell(strategy="ddp", devices=2)
+OTHER = Cell(strategy="fsdp2", devices=2)
+ALTERNATING = [100.0, 101.0] * 6
+
+
+def noisy(rng: random.Random, runs: int, noise: float, outlying: float = 0.0) -> list[float]:
+    """Throughputs around 100; one in 1/`outlying` runs is 40 % slower."""
+    return [100 * math.exp(rng.gauss(0, noise)) * (0.6 if rng.random() < outlying else 1) for _ in range(runs)]
+
+
+def test_a_step_by_hand() -> None:
+    assert change_points([*ALTERNATING, *(0.9 * v for v in ALTERNATING)], 0.01) == [12]
+    assert change_points([*ALTERNATING, *(1.2 * v for v in ALTERNATING), *(0.9 * v for v in ALTERNATING)], 0.01) == [12, 24]
+
+
+def test_a_passing_change_has_a_beginning_and_an_end() -> None:
+    values = [*ALTERNATING, *(0.9 * v for v in ALTERNATING[:6]), *ALTERNATING]
+    assert change_points(values, 0.01) == [12, 18]
+
+
+def test_a_step_below_the_smallest_effect_does_not_count() -> None:
+    small = [*(100 + i / 1000 for i in range(12)), *(100.5 + i / 1000 for i in range(12))]
+    assert change_points(small, 0.01) == []
+    assert change_points(small, 0.001) == [12]
+
+
+@settings(deadline=None)
+@given(place=some.integers(0, 23), size=some.floats(0.1, 10.0))
+def test_an_outlying_run_is_no_change(place: int, size: float) -> None:
+    values = [*ALTERNATING, *ALTERNATING]
+    values[place] *= size
+    assert change_points(values, 0.01) == []
+
+
+@settings(deadline=None)
+@given(some.lists(some.floats(1e-3, 1e9), max_size=14))
+def test_change_points_are_ordered_and_apart(values: list[float]) -> None:
+    found = change_points(values, 0.01)
+    cuts = [0, *found, len(values)]
+    assert not found or all(b - a >= MIN_RUNS for a, b in itertools.pairwise(cuts))
+    assert change_points([1000 * value for value in values], 0.01) == found
+
+
+@pytest.mark.parametrize("value", [1.0, 100.0])
+def test_equal_runs_have_no_change(value: float) -> None:
+    for runs in (0, 1, 5, 6, 30):
+        assert change_points([value] * runs, 0.01) == []
+
+
+def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None:
+    """Lengths from the shortest on, noise of 1 and 5 %, with and without outlying runs: 2000 series in all."""
+    rng = random.Random(7)
+    settings = [(runs, noise, outlying) for runs in (6, 9, 15, 30, 60) for noise in (0.01, 0.05) for outlying in (0.0, 0.1)]
+    alarms = {setting: sum(bool(change_points(noisy(rng, *setting), 0.01)) for _ in range(100)) for setting in settings}
+    assert sum(alarms.values()) <= FALSE_ALARM_RATE * 100 * len(settings), alarms
+    assert max(alarms.values()) <= 5, alarms
+
+
+@pytest.mark.parametrize(("outlying", "after", "least"), [(0.0, 8, 90), (0.05, 12, 80)])
+def test_a_step_of_3_percent_in_noise_of_1_percent_is_found(outlying: float, after: int, least: int) -> None:
+    """After 20 runs before it, 8 runs later (12 where one in twenty is outlying), and within a run of its place."""
+    rng = random.Random(11)
+    found = 0
+    for _ in range(100):
+        values = noisy(rng, 20 + after, 0.01, outlying)
+        values[20:] = [0.97 * value for value in values[20:]]
+        found += any(abs(place - 20) <= 1 for place in change_points(values, 0.01))
+    assert found >= least
+
+
+def stored(folder: Path, speeds: list[float], cell: Cell = CELL, **changes: Any) -> Store:
+    """A run a day, of three trials each."""
+    store = Store(folder)
+    for day, speed in enumerate(speeds):
+        began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)
+        run_id = f"{began:%Y%m%dT%H%M%S}-{cell.strategy[:1]}00{changes.get('cpu_cores', 2)}"
+        store.write_run(run_row(run_id=run_id, started_at=began, **changes))
+        for row in trial_rows(cell, [0.999 * speed, speed, 1.001 * speed]):
+            store.write_trial(row | {"run_id": run_id}, [])
+    return store
+
+
+def test_a_series_is_of_equal_hardware_and_verified_runs(tmp_path: Path) -> None:
+    store = stored(tmp_path, [100.0] * 7 + [90.0] * 7)
+    stored(tmp_path, [500.0] * 2, cpu_cores=64)
+    store.write_run(run_row(run_id="20260201T000000-bad0"))
+    store.write_trial(left_out(CELL, "failed", "the reason")[0] | {"run_id": "20260201T000000-bad0"}, [])
+    (series,) = histories(measured(store.load(steps=False)), "throughput")
+    assert [point.value.value for point in series.points] == [100.0] * 7 + [90.0] * 7
+    assert (series.elsewhere, series.failed) == (2, 1)
+    assert [point.change is None for point in series.points] == [True] * 7 + [False] + [True] * 6
+    assert series.last_change is not None
+    assert series.last_change.change == pytest.approx(-0.1)
+    assert series.last_change.run_id.startswith("20260108")
+    assert series.newest.value.low is not None
+
+
+def test_memory_is_followed_by_its_median(tmp_path: Path) -> None:
+    (series,) = histories(measured(stored(tmp_path, [100.0] * 3).load(steps=False)), "memory")
+    assert [point.value.value for point in series.points] == [101 * MIB] * 3
+
+
+def ask(folder: Path, *words: str) -> str:
+    app = typer.Typer()
+    app.command()(history)
+    done = CliRunner().invoke(app, [*words, "--results", str(folder)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    stored(tmp_path, [100.0] * 7 + [90.0] * 7)
+    stored(tmp_path, [50.0] * 2, OTHER)
+    return tmp_path
+
+
+def test_one_cell_has_a_line_for_each_run(folder: Path) -> None:
+    told = ask(folder, "ddp")
+    lines = [line for line in told.splitlines() if "T000000-" in line]
+    assert len(lines) == 14
+    assert [("▼ 10.0 % slower" in line) for line in lines] == [False] * 7 + [True] + [False] * 6
+    assert "100.0 samples/s" in lines[0]
+    assert "2026-01-01" in lines[0]
+    for word in ("Mann-Whitney", "Smallest effect that counts: 1 %", "at most 1 %"):
+        assert word in told
+
+
+def test_without_a_cell_there_is_a_line_for_each(folder: Path) -> None:
+    told = ask(folder)
+    (ddp,) = [line for line in told.splitlines() if CELL.name in line]
+    (fsdp2,) = [line for line in told.splitlines() if OTHER.name in line]
+    assert "90.0 samples/s" in ddp
+    assert "▼ 10.0 % slower since 2026-01-08" in ddp
+    assert "50.0 samples/s" in fsdp2
+    assert "slower" not in fsdp2
+
+
+def test_json_has_every_run(folder: Path) -> None:
+    found = json.loads(ask(folder, "--json"))
+    ddp, fsdp2 = found["cells"]
+    assert (len(ddp["points"]), len(fsdp2["points"])) == (14, 2)
+    assert ddp["last_change"] == pytest.approx(-0.1)
+    assert ddp["points"][7]["change"] == pytest.approx(-0.1)
+    assert ddp["points"][0]["started_at"].startswith("2026-01-01")
+    assert "False alarms" in found["method"]
+
+
+def test_a_cell_that_is_not_there_is_a_mistake(folder: Path) -> None:
+    with pytest.raises(Mistake, match=r"'dpp' is no label.*it has ddp, fsdp2"):
+        ask(folder, "dpp")
+
+
+def test_sparkline() -> None:
+    assert sparkline([1.0, 2.0, 8.0, 8.0]) == "▁▂██"
+    assert sparkline([5.0, 5.0]) == "▄▄"
