@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.launch import Launcher
-from harness.workloads import make_workload, prepare_data
-from tests.ranks.conftest import cell
+from harness.plan import Plan
+from harness.runner import Runner
+from harness.store import Store
+from tests.benchmarks.conftest import Ratio
+from tests.ranks.conftest import Silent, cell
 from tests.unit.test_store import step, trial_row
 
-ROOT = Path(__file__).parents[2]
+ROOT, PLAIN = Path(__file__).parents[2], Path(__file__).with_name("plain.py")
 
 
 @pytest.mark.benchmark(group="start of the command line")
@@ -23,44 +28,48 @@ def test_start(benchmark: BenchmarkFixture, words: list[str]) -> None:
     benchmark.pedantic(subprocess.run, ([sys.executable, *words],), {"cwd": ROOT, "capture_output": True, "check": True}, rounds=10)
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    return Launcher()
+CELLS = 30
+SCRIPTS = 5
 
 
-@pytest.mark.benchmark(group="a two-rank cell of 8 nano steps, from launch to answer")
-def test_warm_cell(benchmark: BenchmarkFixture, launcher: Launcher) -> None:
-    """`extra_info` holds what the cell cost beyond its own steps."""
-    one = cell("ddp")
-    data = prepare_data(one.data, make_workload(one.workload), one.sequence_length)
-    launcher.run(one, data, 2)
-    beyond = []
+@pytest.mark.benchmark(group="turnaround: a matrix of 30 two-rank cells, and a script under torchrun for some of them")
+def test_turnaround(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path) -> None:
+    """Seconds of a cell beyond its steps, recording and looking for foreign load included; a script per cell beside it."""
+    wanted = [cell("ddp", options={"bucket_cap_mb": float(1 + n)}) for n in range(CELLS)]
+    store, by_script = Store(tmp_path / "results"), []
+    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PLAIN), "ddp", str(tmp_path)]
 
-    def launch() -> None:
-        outcome = launcher.run(one, data, 2)
-        assert outcome.status == "ok"
-        beyond.append(outcome.wall_seconds - sum(s["step_seconds"] for s in outcome.answers[0]["steps"]))
+    def matrix() -> float:
+        plan = Plan.new("turnaround", wanted, 1, [])
+        runner = Runner(store, plan, launcher=lambda packages: launcher)
+        runner.begin()
+        began = time.perf_counter()
+        assert runner.run(Silent())
+        whole = time.perf_counter() - began
+        taken = store.load([plan.run_id])
+        assert set(taken.trials["status"]) == {"ok"}
+        return (whole - float(taken.steps[taken.steps["rank"] == 0]["step_seconds"].sum())) / CELLS
 
-    benchmark.pedantic(launch, rounds=10)
-    benchmark.extra_info["median seconds beyond its steps"] = round(sorted(beyond)[len(beyond) // 2], 3)
-
-
-@pytest.mark.benchmark(group="a two-rank cell of 8 nano steps, from launch to answer")
-def test_torchrun_alone(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """torchrun with a script that only imports the same libraries and all-reduces once."""
-    script = tmp_path / "plain.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\nfrom transformers import LlamaForCausalLM\n"
-        "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(1))\ndist.destroy_process_group()\n"
+    matrix()  # warm: the reference run is kept from here on
+    beyond = [benchmark.pedantic(matrix, rounds=1)]
+    for _ in range(SCRIPTS):
+        began = time.perf_counter()
+        subprocess.run(script, capture_output=True, check=True)
+        steps = json.loads((tmp_path / "0.json").read_text())
+        by_script.append(time.perf_counter() - began - sum(steps))
+        beyond.append(matrix())
+    ratio("seconds of a warm two-rank cell beyond its steps", beyond, "at most 0.5")
+    ratio(
+        "a script under torchrun costs beyond its steps, times a cell",
+        [s / b for s, b in zip(by_script, beyond[1:], strict=True)],
+        "at least 8",
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    benchmark.pedantic(subprocess.run, (command,), {"capture_output": True, "check": True}, rounds=3)
 
 
 @pytest.mark.benchmark(group="recording a trial of 1,000 step rows")
 def test_recording(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     from harness.cell import Cell
-    from harness.store import Store, TrialKey
+    from harness.store import TrialKey
 
     store, one = Store(tmp_path), Cell(strategy="ddp", devices=2)
     row, steps = trial_row(one), [step(TrialKey(one.id, 0), n) for n in range(1000)]
