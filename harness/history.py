@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.compare import MEMORY_EFFECT, Measured
+from harness.compare import MEMORY_EFFECT
+from harness.sides import Measured
 from harness.stats import Estimate, estimate
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from harness.stats import COMPARED_CONFIDENCE
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
-    from harness.compare import Compared, Line, Measured
+    from harness.compare import Compared, Line
+    from harness.sides import Measured
 
 COLUMNS = ("cell", "A samples/s", "B samples/s", "B / A", f"{COMPARED_CONFIDENCE * 100:g} % interval", "verdict", "peak memory, A to B")
 FOLDED = ("added", "no difference seen", "not compared")

@@ -19,6 +19,11 @@ from harness.strategy import strategies
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """After the unit tests every strategy once, then each in depth: what most changes break is seen first."""
+    items.sort(key=lambda item: (item.path.parent.name != "unit", item.path.name != "test_strategies.py"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Data and references of the tests are made by the tests."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from harness.compare import Compared, Measured
+    from harness.compare import Compared
+    from harness.sides import Measured
 
 REFERENCES = "reference"
 """Folder of named baselines, below the results."""
@@ -56,8 +57,9 @@ def compare(
 
 
 def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
-    from harness.compare import compare_sides, two_sides
+    from harness.compare import compare_sides
     from harness.errors import Mistake
+    from harness.sides import two_sides
 
     if baseline is not None:
         kept = results / REFERENCES / baseline
@@ -70,8 +72,9 @@ def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
 
 def _within(sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path) -> Compared:
     """Cells that differ in nothing but what the patterns name, each of the first with each of the second."""
-    from harness.compare import compare_cells, find_run, measured
+    from harness.compare import compare_cells
     from harness.errors import Mistake
+    from harness.sides import find_run, measured
     from harness.store import Store
 
     if baseline is not None or len(sides) > 1:

@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.compare import Measured
     from harness.history import Series
+    from harness.sides import Measured
 
 WIDTH = 28
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -52,8 +52,8 @@ def _measured(results: Path, pattern: str | None) -> list[Measured]:
     """What every run says of the cells that are meant."""
     from bench.matrix import matches
     from harness.cell import Cell
-    from harness.compare import measured
     from harness.errors import Mistake
+    from harness.sides import measured
     from harness.store import Store
 
     known = measured(Store(results).load(steps=False))

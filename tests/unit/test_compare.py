@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 from bench.cli.compare import compare
 from harness.cell import Cell
-from harness.compare import REGRESSIONS, Compared, Line, compare_cells, compare_sides, find_run, measured, side, two_sides
+from harness.compare import REGRESSIONS, Compared, Line, compare_cells, compare_sides
 from harness.errors import Mistake
 from harness.schema import RUNS, TRIALS
+from harness.sides import find_run, measured, side, two_sides
 from harness.stats import COMPARISON_METHOD
 from harness.store import Results, Store
 from reports.comparison import markdown, page

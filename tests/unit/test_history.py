@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from bench.cli.history import history, sparkline
 from harness.cell import Cell
-from harness.compare import measured
 from harness.errors import Mistake
 from harness.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
+from harness.sides import measured
 from harness.store import Store
 from tests.unit.test_report import MIB, left_out, run_row, trial_rows
 

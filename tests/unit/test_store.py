@@ -142,6 +142,7 @@ def test_golden_files_of_every_version_are_read(version: int) -> None:
     results = load(GOLDEN / f"v{version}")
     assert len(results.trials) == 3
     assert set(results.trials["status"]) == {"ok", "refused"}
+    assert len(results.explained) == (1 if version >= 3 else 0)
     table = cells(results.trials)
     assert table.loc[table["strategy"] == "ddp", "samples_per_second"].iloc[0] == 15.0
 
