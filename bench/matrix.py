@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
 from harness.plan import LeftOut
-from harness.strategy import admit
+from harness.registry import admit
 from harness.workloads import make_workload, prepare_data
 
 HOME = Path(__file__).parent / "matrices"

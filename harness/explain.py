@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.cell import Cell
 from harness.measure.breakdown import COMPONENTS, Event, Kind, breakdown
 from harness.measure.collectives import Call, counting, tensor_bytes
+from harness.measure.replaced import replaced
 from harness.measure.split import STEPS as TRACKED_STEPS
 from harness.measure.split import peak_split
 from harness.trial import answer_file, write_json
@@ -206,22 +207,6 @@ def _device_kind(event: Any, name: str) -> Kind | None:
     if activity == "gpu_memcpy":
         return "device compute" if "DtoD" in name else "device copy"
     return "device compute" if activity in ("kernel", "gpu_memset") else None
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """`owner.name` wrapped by `make` for as long as the context lasts."""
-    own = vars(owner) if hasattr(owner, "__dict__") else {}
-    missing = name not in own
-    before = getattr(owner, name)
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        if missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _marked(component: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,12 +11,14 @@ from typing import Any
 
 from harness.cell import Cell
 from harness.explain import explained_cell
-from harness.launch import Launcher, Outcome
+from harness.launch import Launcher
 from harness.measure.activations import activation_bytes
 from harness.measure.breakdown import COMPONENTS, own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
 from harness.measure.split import SPLIT
-from harness.strategy import Layout, States, admit
+from harness.outcome import Outcome
+from harness.registry import admit
+from harness.strategy import Layout, States
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.facts import model_facts
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from harness.cell import Cell
 from harness.environment import version_of
-from harness.launch import Outcome
+from harness.outcome import Outcome
 from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, loss_deviations, widest
 from harness.record import mean_losses
-from harness.strategy import EXACT, Deviation, Layout, Strategy, batch_norm_is_split
+from harness.registry import batch_norm_is_split
+from harness.strategy import EXACT, Deviation, Layout, Strategy
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.data import cache_folder
 from harness.workloads.facts import model_facts

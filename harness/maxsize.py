@@ -19,9 +19,9 @@ from harness.launch import Launcher
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row
+from harness.registry import make_strategy
 from harness.runner import Runner, Watcher
 from harness.store import TrialKey
-from harness.strategy import make_strategy
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.data import cache_folder
 from harness.workloads.facts import model_facts

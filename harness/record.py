@@ -8,10 +8,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from harness.cell import Cell
-from harness.launch import Outcome, oversubscribed
+from harness.launch import oversubscribed
 from harness.measure.flops import mfu
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
+from harness.outcome import Outcome
 from harness.parity import Verdict, as_row
 from harness.schema import VERSION
 from harness.stats import percentile, slowest, trend

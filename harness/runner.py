@@ -20,9 +20,9 @@ from harness.measure.load import idle_share
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row, step_rows, trial_row
+from harness.registry import admit, make_strategy
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
-from harness.strategy import admit, make_strategy
 from harness.summary import too_wide
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.facts import model_facts
@@ -91,12 +91,16 @@ class Runner:
         for left in self.plan.left_out:
             if TrialKey(left.cell.id, 0) not in recorded:
                 self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])
-        began, launcher = self.now(), None
-        while todo := self.open_trials() or self.another_round(self.now() - began, watcher):
-            launcher = launcher or self.start([cell for _, cell, _ in todo])
-            references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
+        began = self.now()
+        todo = self.open_trials() or self.another_round(0.0, watcher)
+        if not todo:
+            return True
+        launcher = self.start([cell for _, cell, _ in todo])
+        references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
+        while todo:
             if not self._trials(launcher, references, todo, watcher):
                 return False
+            todo = self.another_round(self.now() - began, watcher)
         return True
 
     def another_round(self, spent_seconds: float, watcher: Watcher) -> list[tuple[int, Cell, TrialKey]]:
@@ -144,8 +148,8 @@ class Runner:
         fine = set(loaded.trials[loaded.trials["status"] == "ok"]["cell_id"])
         todo = [cell for cell in self.plan.cells if cell.id in fine - done]
         launcher = self.start(todo) if todo else None
-        for cell in todo:
-            watcher.preparing(f"explaining {cell.name}")
+        for number, cell in enumerate(todo, 1):
+            watcher.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
             assert launcher is not None
             row = explain_cell(launcher, self.plan.run_id, cell, int(last.get(cell.id, 0)) + 1)
             self.store.write_explained(row)

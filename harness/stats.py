@@ -13,6 +13,8 @@ INTERVAL_METHOD = (
     "median over trials (independent launches, each counted once, by the median of its steps) with an interval of 95 %: Student's t"
     " times the standard error of a median (Hojo, Biometrika 23, 1931), which assumes that launches spread about normally"
 )
+LEAST_TRIALS = 5
+"""Below these no interval is taken for narrow: two launches may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
 SMALLEST_EFFECT = 0.005
 COMPARISON_METHOD = (

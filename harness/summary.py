@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.load import disturbed
-from harness.stats import Comparison, compare_rounds, compare_runs, efficiency, estimate
+from harness.stats import LEAST_TRIALS, Comparison, Estimate, compare_rounds, compare_runs, efficiency, estimate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,7 +95,7 @@ def _cell(group: pd.DataFrame) -> dict[str, Any]:
         row[figure] = found.value if found else None
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
     row["by_round"] = {int(trial): float(value) for trial, value in zip(good["trial"], good["samples_per_second"], strict=True)}
-    row["disturbed"] = int(sum(disturbed(*(known(trial[name]) for name in LOAD)) for trial in good.to_dict("records")))
+    row["disturbed"] = int(sum(disturbed(*(known(trial[name]) for name in LOAD)) for trial in good[list(LOAD)].to_dict("records")))
     for figure in [
         "step_seconds_p50",
         "step_seconds_p95",
@@ -137,15 +138,13 @@ def known(value: Any) -> float | None:
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Cell id -> half width of the interval over the throughput, of cells in which that is above `precision`.
-
-    Below five trials none is taken for narrow: two launches may agree by chance.
-    """
+    """Ranked cell's id -> half width of the interval over the throughput, where that is above `precision` or trials are too few."""
     found = {}
     for row in cells(trials).to_dict("records"):
         if row["ranked"]:
-            reached = estimate(list(row["by_round"].values())).precision
-            if reached is None or reached > precision or row["trials"] < 5:
+            low, high = (known(row[f"samples_per_second_{end}"]) for end in ("low", "high"))
+            reached = Estimate(row["samples_per_second"], low, high, row["trials"]).precision
+            if reached is None or reached > precision or row["trials"] < LEAST_TRIALS:
                 found[str(row["cell_id"])] = math.inf if reached is None else reached
     return found
 
@@ -162,9 +161,9 @@ def _by_rank(good: pd.DataFrame) -> Row:
     """What each rank kept, sent and needed, as the figures of one rank."""
     row: Row = dict.fromkeys([*_KEPT, "state_bytes", "host_state_bytes", "library_buffers", "sent_bytes_per_step"])
     row |= dict.fromkeys(["formula_bytes", "formula_transient_bytes", "formula_deviation"]) | {"peak_memory_bytes_by_rank": []}
-    sent = sorted(max(ranks) for value in good["sent_bytes_per_step"] if (ranks := _numbers(value)))
+    sent = [max(ranks) for value in good["sent_bytes_per_step"] if (ranks := _numbers(value))]
     if sent:
-        row["sent_bytes_per_step"] = (sent[(len(sent) - 1) // 2] + sent[len(sent) // 2]) / 2
+        row["sent_bytes_per_step"] = statistics.median(sent)
     by_rank = [ranks for value in good["peak_memory_bytes_by_rank"] if (ranks := _numbers(value))]
     row["peak_memory_bytes_by_rank"] = max(by_rank, key=max, default=[])
     fullest: tuple[float, Row, dict[str, float]] | None = None
@@ -204,8 +203,8 @@ def _scale(rows: Sequence[Row]) -> None:
         batch = row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
         key = (*(row[name] for name in _SETTING), batch)
         for column, base in (("own", own.get((*key, *(row[name] for name in _SERIES)))), ("single", single.get(key))):
-            known = row["ranked"] and base is not None
-            row[f"efficiency_{column}"] = efficiency(row["samples_per_second"], row["devices"], base) if known and base else None
+            compared_with = base if row["ranked"] else None
+            row[f"efficiency_{column}"] = efficiency(row["samples_per_second"], row["devices"], compared_with) if compared_with else None
 
 
 def indistinguishable(table: pd.DataFrame) -> list[bool]:

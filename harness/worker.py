@@ -18,7 +18,8 @@ from typing import Any
 from harness.loop import Loop, busy_share
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import shortage
-from harness.strategy import Job, make_strategy
+from harness.registry import make_strategy
+from harness.strategy import Job
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
 from harness.workloads import make_workload
 

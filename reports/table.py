@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports.groups import Group, Row, unit
-from reports.text import DASH, MIB, deviation, exact, missing, number, percent, plain, scaled
+from reports.text import DASH, MIB, deviation, exact, missing, number, percent, plain, plural, scaled
 
 STATUS = {
     "failed": "failed",
@@ -84,6 +84,8 @@ def flags(row: Row) -> tuple[Flag, ...]:
         found.append(Flag("stand-in", str(row["stand_in"])))
     if row["oversubscribed"] and not missing(row["samples_per_second"]):
         found.append(Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware"))
+    if row["disturbed"]:
+        found.append(Flag("disturbed", f"something else used the machine during {row['disturbed']} of {plural(row['trials'], 'trial')}"))
     if not missing(row["trend"]) and row["trend"] != 0:
         found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
     if row["trials"] == 1 and row["status"] == "ok":

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.strategy import strategies
+from harness.registry import strategies
 
 ROOT = Path(__file__).parents[1]
 

@@ -121,7 +121,7 @@ def _compiled_ops() -> dict[str, str]:
 
     import torch
 
-    from harness.strategy import strategies
+    from harness.registry import strategies
 
     built = torch.distributed
     installed = [cls for cls in strategies().values() if all(map(find_spec, cls.requires))]
@@ -151,7 +151,7 @@ def _strategies() -> dict[str, str]:
     from harness.cell import Cell
     from harness.environment import device_type
     from harness.errors import Mistake, Refused, Unavailable
-    from harness.strategy import admit, strategies
+    from harness.registry import admit, strategies
     from harness.workloads import make_workload
 
     rows = {}

@@ -37,7 +37,7 @@ def _text(value: Any) -> str:
 
 
 def _strategies() -> list[dict[str, Any]]:
-    from harness.strategy import strategies
+    from harness.registry import strategies
 
     rows: list[dict[str, Any]] = []
     for name, cls in strategies().items():

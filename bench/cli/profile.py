@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +33,8 @@ def profile(
     from harness.errors import Mistake, Refused, Unavailable
     from harness.explained import explain_cell
     from harness.launch import Launcher
+    from harness.registry import admit
     from harness.runner import packages
-    from harness.strategy import admit
     from harness.workloads import make_workload
 
     cell = plainest(find(which, matrix, settings or [], results))
@@ -46,10 +47,9 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
-    for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
-        old.unlink(missing_ok=True)
-    row = explain_cell(Launcher(packages([cell])), "", cell, traces=str(folder.resolve()))
-    files = name_ranks(folder) if row["status"] == "ok" else []
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:  # earlier traces stay where this launch fails
+        row = explain_cell(Launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve()))
+        files = replace_traces(name_ranks(Path(fresh)), folder) if row["status"] == "ok" else []
     if json_output:
         shown = {k: v for k, v in row.items() if k not in ("run_id", "attempt", "started_at") and not _nan(v)}
         shown |= {name: json.loads(shown[name]) for name in ("collectives", "unseen_buffers") if shown.get(name)}
@@ -86,7 +86,7 @@ def _with(cell: Cell, options: str) -> Cell:
     import yaml
 
     from harness.errors import Mistake
-    from harness.strategy import make_strategy
+    from harness.registry import make_strategy
 
     pairs = [one.partition("=") for one in options.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
@@ -94,6 +94,13 @@ def _with(cell: Cell, options: str) -> Cell:
     changed = cell.model_copy(update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}})
     make_strategy(changed)
     return changed
+
+
+def replace_traces(files: list[Path], folder: Path) -> list[Path]:
+    """Moves these traces to the folder, in place of those of an earlier launch; returns where they are."""
+    for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
+        old.unlink(missing_ok=True)
+    return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:

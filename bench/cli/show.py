@@ -184,7 +184,10 @@ def _known(value: Any) -> bool:
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:
-    out.print(f"parquet: {store.folder}/{{runs,trials,steps}}  run {planned.run_id}")
+    from harness.schema import TABLES
+
+    tables = ",".join(table for table in TABLES if (store.folder / table).is_dir())
+    out.print(f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}")
     if page:
         out.print(f"report:  {page}")
     if not finished:

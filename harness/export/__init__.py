@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from harness.cell import Cell
 from harness.environment import version_of
 from harness.errors import Mistake, Refused, Unavailable
-from harness.strategy import Export, Job, Strategy, admit, make_strategy, strategies
+from harness.registry import admit, make_strategy, strategies
+from harness.strategy import Export, Job, Strategy
 from harness.training import LOSS_SCALE
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.model import has_weights

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from harness.measure.replaced import replaced
 
 
 def busy_fraction(
@@ -34,17 +37,14 @@ def busy_fraction(
 
         return call
 
-    for owner, name in compute:
-        setattr(owner, name, wrapped(getattr(owner, name)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name in compute:
+            stack.enter_context(replaced(owner, name, wrapped))
         begin = now()
         for _ in range(repeats):
             step()
         synchronize()
         total = now() - begin
-    finally:
-        for owner, name in compute:
-            delattr(owner, name)
     return busy / total
 
 

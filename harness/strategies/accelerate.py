@@ -14,7 +14,6 @@ from harness.cell import Cell
 from harness.errors import Refused, Unavailable
 from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings, launch_config
-from harness.strategies._deepspeed_states import engine_waits, held_by_engine
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets, model_states, own_precision, whole_model_states
@@ -118,13 +117,7 @@ class Accelerate(Strategy):
         whole = job.model()
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         if zero := self.zero:
-            job.expose(
-                model.module,
-                model.basic_optimizer,
-                gather=lambda: zero.whole(model),
-                states=lambda: held_by_engine(model),
-                waits=engine_waits(model),
-            )
+            zero.expose(job, model)
         else:
             job.expose(model, optimizer, library=(lambda: ddp_buckets(model)) if self.engine == "ddp" else None)
         plain, parts = own_precision(job), job.cell.micro_batches

@@ -111,6 +111,11 @@ class Deepspeed(Strategy):
         file = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
         return Export("deepspeed.py.j2", {"autocast": False, **more}, file, deepspeed_variables(cell))
 
+    def expose(self, job: Job, engine: Any, **more: Any) -> None:
+        """Shows an engine to the harness, also one that another library made."""
+        named = {"states": lambda: held_by_engine(engine), "waits": engine_waits(engine)}
+        job.expose(engine.module, engine.basic_optimizer, gather=lambda: self.whole(engine), **named, **more)
+
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.layout.processes)
         import deepspeed
@@ -121,14 +126,7 @@ class Deepspeed(Strategy):
         config = self.config(job.cell, job.layout, [p.numel() for p in model.parameters() if p.requires_grad], folder)
         engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer(job, model), config=config)
         self.undo_first_step(engine)
-        job.expose(
-            engine.module,
-            engine.basic_optimizer,
-            gather=lambda: self.whole(engine),
-            states=lambda: held_by_engine(engine),
-            waits=engine_waits(engine),
-            offload_folder=folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None,
-        )
+        self.expose(job, engine, offload_folder=folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None)
         plain, parts = own_precision(job), job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:

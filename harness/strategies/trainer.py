@@ -10,7 +10,6 @@ from harness.errors import Refused
 from harness.strategies._accelerate import pretend_gpus, verify
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._deepspeed import settle
-from harness.strategies._deepspeed_states import engine_waits, held_by_engine
 from harness.strategies.accelerate import Accelerate
 from harness.strategy import Batch, Deviation, Job, Layout, States, Strategy, TrainStep
 from harness.training import ddp_buckets
@@ -107,10 +106,7 @@ class TransformersTrainer(Strategy):
         wrapped: Any = trainer.model_wrapped
         optimizer: Any = trainer.optimizer
         if zero := self.beneath.zero:
-            states = functools.partial(held_by_engine, wrapped)
-            job.expose(
-                wrapped.module, wrapped.basic_optimizer, gather=lambda: zero.whole(wrapped), states=states, waits=engine_waits(wrapped)
-            )
+            zero.expose(job, wrapped)
         else:
             ddp = hasattr(wrapped, "reducer")  # a single rank's model is not wrapped
             job.expose(wrapped, optimizer, library=functools.partial(ddp_buckets, wrapped) if ddp else None)

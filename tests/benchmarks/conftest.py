@@ -10,8 +10,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.cell import Cell
 from harness.launch import Launcher
+from harness.registry import admit, strategies
 from harness.stats import estimate, percentile, slowest
-from harness.strategy import admit, strategies
 from harness.workloads import make_workload, prepare_data
 
 Ratio = Callable[[str, Sequence[float], str], None]

@@ -19,12 +19,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from bench.matrix import DEFAULT_TRIALS
 from harness.cell import Cell
 from harness.launch import Launcher
-from harness.stats import compare_rounds, estimate
+from harness.stats import LEAST_TRIALS, compare_rounds, estimate
 from tests.benchmarks.conftest import Ratio, step_seconds
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
-LEAST = 5
-"""Trials below which `--precision` takes no interval for narrow."""
 
 
 def cell_of(percent: float) -> Cell:
@@ -90,7 +88,7 @@ def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Lau
 
     def compare() -> None:
         names, taken = ["one", "slower by 1.5 %"], []
-        while len(taken) < LEAST or any((estimate([one[n] for one in taken]).precision or 1.0) > 0.005 for n in names):
+        while len(taken) < LEAST_TRIALS or any((estimate([one[n] for one in taken]).precision or 1.0) > 0.005 for n in names):
             taken += rounds(launcher, names, 1, False, rng)
         seen.append(verdict(taken, "slower by 1.5 %") == "slower")
         trials.append(float(len(taken)))

@@ -12,9 +12,9 @@ import pytest
 from harness.cell import Cell
 from harness.launch import Launcher
 from harness.plan import Plan
+from harness.registry import strategies
 from harness.runner import Runner
 from harness.store import Results, Store
-from harness.strategy import strategies
 
 RunCells = Callable[..., Results]
 

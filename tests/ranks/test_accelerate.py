@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from harness.errors import Refused, Unavailable
+from harness.registry import admit
 from harness.strategies.accelerate import Accelerate
-from harness.strategy import admit
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 

@@ -12,8 +12,8 @@ import pytest
 
 import harness.strategies._deepspeed
 from harness.errors import Refused, Unavailable
+from harness.registry import admit
 from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
-from harness.strategy import admit
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 from tests.ranks.test_strategies import states_follow_the_formula

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from bench.matrix import HOME, matrix_names, read_matrix
+from harness.registry import strategies
 from harness.schema import TABLES
-from harness.strategy import strategies
 
 ROOT = Path(__file__).parents[2]
 

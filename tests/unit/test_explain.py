@@ -17,10 +17,10 @@ from harness.cell import Cell
 from harness.errors import Mistake
 from harness.explain import events_of, replaced, training_thread
 from harness.explained import explained_row
-from harness.launch import Outcome
 from harness.measure.breakdown import COMPONENTS, Event, breakdown, own_seconds, stacks, straggler
 from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
 from harness.measure.split import peak_split
+from harness.outcome import Outcome
 from harness.plan import Plan
 from harness.store import Store, load
 from harness.strategy import Exposed

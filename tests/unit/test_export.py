@@ -20,9 +20,9 @@ from harness.cell import Cell
 from harness.errors import Mistake
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
 from harness.plan import Plan
+from harness.registry import make_strategy
 from harness.runner import Runner
 from harness.store import Store
-from harness.strategy import make_strategy
 from harness.workloads import make_workload
 from tests.unit.test_cli import bench
 

@@ -137,7 +137,7 @@ def test_every_matrix_of_the_suite_expands(name: str) -> None:
 
 
 def test_full_names_every_strategy_of_the_suite() -> None:
-    from harness.strategy import strategies
+    from harness.registry import strategies
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}

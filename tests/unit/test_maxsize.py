@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from harness.cell import Cell
 from harness.found import Found, found, limits, order_notes
-from harness.launch import _outcome
 from harness.maxsize import Search, family, formula, hidden_size, largest, parameters_of, plan_of, predict, sized, wide_size
 from harness.measure.activations import activation_bytes
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import phase, shortage
+from harness.outcome import read_outcome
 from harness.plan import Plan, resumable
 from harness.record import left_out_row
 from harness.runner import Runner
@@ -326,11 +326,11 @@ def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:
 
 def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
     log_file(tmp_path, 1).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-    said = _outcome(base(), str(tmp_path), 2, False, False, {1: -6})
+    said = read_outcome(base(), str(tmp_path), 2, False, False, {1: -6})
     assert said["status"] == "out_of_memory"
     assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said["reason"])
     log_file(tmp_path, 1).write_text("something else")
-    assert _outcome(base(), str(tmp_path), 2, False, False, {1: -6})["status"] == "failed"
+    assert read_outcome(base(), str(tmp_path), 2, False, False, {1: -6})["status"] == "failed"
 
 
 @pytest.mark.parametrize(

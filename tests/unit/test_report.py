@@ -23,10 +23,10 @@ from bench.cli.report import report
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.record import left_out_row
+from harness.registry import strategies
 from harness.schema import TRIALS
 from harness.stats import median_error
 from harness.store import Results, Store
-from harness.strategy import strategies
 from harness.summary import cells as summarise
 from harness.summary import systems
 from reports import states as kept

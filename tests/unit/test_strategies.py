@@ -12,7 +12,8 @@ import pytest
 
 from harness.cell import Cell
 from harness.errors import Mistake, Unavailable
-from harness.strategy import Layout, Strategy, admit, make_strategy, strategies
+from harness.registry import admit, make_strategy, strategies
+from harness.strategy import Layout, Strategy
 from harness.workloads import make_workload
 
 HOME = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def test_no_strategy_is_named_outside_its_file() -> None:
 
 
 def test_listing_strategies_imports_no_torch() -> None:
-    code = "import sys; from harness.strategy import strategies; strategies(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from harness.registry import strategies; strategies(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME).returncode == 0
 
 

@@ -12,8 +12,8 @@ import pytest
 from bench.matrix import Host, Matrix, expand
 from harness.cell import Cell
 from harness.errors import Mistake, Refused
+from harness.registry import admit
 from harness.runner import _more_of_the_same
-from harness.strategy import admit
 from harness.workloads import make_workload, prepare_data, workload_names
 from harness.workloads.facts import model_facts
 from harness.workloads.model import split_name

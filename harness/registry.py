@@ -1,0 +1,97 @@
+"""Which strategies there are, and whether a cell can run here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from harness.cell import Cell
+from harness.errors import Mistake, Refused, Unavailable, complaint
+from harness.strategy import Layout, Strategy
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+ENTRY_POINTS = "parallelism_bench.strategies"
+# What provides a package that has an extra of its own name but is not installed by it alone.
+INSTALL = {"horovod": "make setup builds it from its source release (needs g++ and make)"}
+
+
+def _load(module_name: str, name: str) -> type[Strategy]:
+    module = importlib.import_module(module_name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise Mistake(f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for {name!r})")
+    return found[0]
+
+
+@cache
+def strategies() -> dict[str, type[Strategy]]:
+    """All strategies by name: files of harness/strategies/, then other packages' entry points."""
+    import harness.strategies as home
+
+    names = sorted(info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_"))
+    found = {name: _load(f"{home.__name__}.{name}", name) for name in names}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        loaded = point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+            raise Mistake(f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class, it names {point.value!r}")
+        found[point.name] = loaded
+    return found
+
+
+def make_strategy(cell: Cell) -> Strategy:
+    """The cell's strategy with its options; raises Mistake for an unknown name or option."""
+    known = strategies()
+    if cell.strategy not in known:
+        raise Mistake(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
+    cls = known[cell.strategy]
+    for option in cell.options:
+        if option not in cls.model_fields:
+            options = ", ".join(cls.model_fields) or "none"
+            raise Mistake(f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}")
+    try:
+        return cls(**cell.options)
+    except ValidationError as error:
+        raise Mistake(f"strategy {cell.strategy!r}, option {complaint(error)}") from None
+
+
+def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
+    """Whether BatchNorm sees only a part of the global batch, which is another training."""
+    parts = layout.data * cell.micro_batches
+    return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
+
+
+def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
+    """The strategy and its layout, if the cell can run here; raises Mistake, Refused or Unavailable."""
+    strategy = make_strategy(cell)
+    for package in (*strategy.requires, *workload.requires):
+        if importlib.util.find_spec(package) is None:
+            how = INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
+            raise Unavailable(f"package {package} is not installed: {how}")
+    if strategy.max_devices is not None and cell.devices > strategy.max_devices:
+        raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
+    layout = strategy.layout(cell.devices)
+    if cell.precision not in strategy.precisions:
+        raise Refused(f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}")
+    pieces = layout.data * cell.micro_batches
+    if cell.global_batch % pieces:
+        raise Refused(
+            f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel ranks"
+            f" x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
+        )
+    if layout.pipeline > 1 or layout.tensor > 1:
+        workload.check_split(layout)
+    workload.check(cell, strategy)
+    strategy.check(cell, workload)
+    return strategy, layout
