@@ -4,6 +4,7 @@ results/runs/RUN.parquet                        one row, written before the firs
 results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
 results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
 results/explained/RUN/CELL-aATTEMPT.parquet     one row, of a launch that explains a cell
+results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, only to be read faster
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = Mapping[str, Any]
+_COPIED = "files"
+"""Key in the metadata of a run's copy: how many files it holds."""
+_AT_ONCE = 200
+"""Files copied at a time, which bounds the memory that it takes."""
 
 
 @dataclass(frozen=True)
@@ -98,26 +103,61 @@ class Store:
             if run_id not in known:
                 raise Mistake(f"no run {run_id!r} in {str(self.folder)!r}; its runs are: {', '.join(known[-5:])}")
         runs = _read("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
-        files = [path for r in wanted for path in sorted((self.folder / "trials" / r).glob("*.parquet"))]
-        trials = _read("trials", files)
-        step_files = [f for path in files if (f := self.folder / "steps" / path.parent.name / path.name).exists()]
+        trials = _read("trials", [path for r in wanted for path in self._files("trials", r)])
+        step_files = [path for r in wanted for path in self._files("steps", r)] if steps else []
         explained = [path for r in wanted for path in sorted((self.folder / "explained" / r).glob("*.parquet"))]
-        return Results(runs, trials, _read("steps", step_files if steps else []), _read("explained", explained))
+        return Results(runs, trials, _read("steps", step_files), _read("explained", explained))
+
+    def gather(self, run_id: str) -> None:
+        """Copies a run's rows into one file per table: thousands of small files take long to read. Adds nothing to what is recorded."""
+        import pyarrow as pa
+
+        for table in ("trials", "steps"):
+            files = self._single(table, run_id)
+            schema = _nullable(table).with_metadata({_COPIED: str(len(files))})
+            parts = (pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks() for i in range(0, len(files), _AT_ONCE))
+            self._whole(self._copy(table, run_id), schema, parts)
+
+    def _copy(self, table: str, run_id: str) -> Path:
+        return self.folder / "gathered" / run_id / f"{table}.parquet"
+
+    def _single(self, table: str, run_id: str) -> list[Path]:
+        """The files of the trials that count."""
+        stems = [key.stem for key in self.recorded(run_id)]
+        files = [self.folder / table / run_id / f"{stem}.parquet" for stem in stems]
+        return files if table == "trials" else [file for file in files if file.exists()]
+
+    def _files(self, table: str, run_id: str) -> list[Path]:
+        """Where the rows of a run are: in the copy, if that is as new as they are, else each in its own file."""
+        single, copy = self._single(table, run_id), self._copy(table, run_id)
+        if not copy.exists():
+            return single
+        import pyarrow.parquet as pq
+
+        copied = pq.read_schema(copy).metadata.get(_COPIED.encode())
+        return [copy] if copied == str(len(single)).encode() else single
 
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa
+
+        names = {name for name, _, _ in TABLES[table]}
+        for row in rows:
+            if unknown := row.keys() - names:
+                raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
+        columns = [pa.array([row.get(field.name) for row in rows], field.type) for field in arrow_schema(table)]
+        return self._whole(path, arrow_schema(table), [pa.table(columns, schema=arrow_schema(table))])
+
+    def _whole(self, path: Path, schema: Any, parts: Iterable[Any]) -> Path:
+        """Writes a file whole or not at all."""
         import pyarrow.parquet as pq
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        names = [name for name, _, _ in TABLES[table]]
-        for row in rows:
-            if unknown := set(row) - set(names):
-                raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
-        data = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows], schema=arrow_schema(table))
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as sink:
-                pq.write_table(data, sink)
+                with pq.ParquetWriter(sink, schema) as writer:
+                    for part in parts:
+                        writer.write_table(part.cast(schema))
                 sink.flush()
                 os.fsync(sink.fileno())
             temporary.replace(path)
@@ -140,20 +180,26 @@ def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -
 def _read(table: str, files: Sequence[Path]) -> pd.DataFrame:
     """Files of any schema version; columns that a file's version did not have are null."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    schema = arrow_schema(table)
-    loose = pa.schema([field.with_nullable(True) for field in schema])
-    tables = [pq.ParquetFile(file).read() for file in files]
-    fitted = [_fit(one, loose) for one in tables]
-    whole = pa.concat_tables(fitted) if fitted else loose.empty_table()
-    frame: pd.DataFrame = whole.to_pandas()
+    whole = pa.concat_tables(_tables(table, files)) if files else _nullable(table).empty_table()
+    frame: pd.DataFrame = whole.combine_chunks().to_pandas()
     return frame
 
 
-def _fit(table: Any, schema: Any) -> Any:
+def _nullable(table: str) -> Any:
     import pyarrow as pa
 
-    present = set(table.column_names)
-    columns = [table.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(table), f.type) for f in schema]
-    return pa.table(columns, schema=schema)
+    return pa.schema([field.with_nullable(True) for field in arrow_schema(table)])
+
+
+def _tables(table: str, files: Sequence[Path]) -> list[Any]:
+    """Each file's rows in the columns of today's schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema, found = _nullable(table), []
+    for one in (pq.ParquetFile(file).read() for file in files):
+        present = set(one.column_names)
+        columns = [one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type) for f in schema]
+        found.append(pa.table(columns, schema=schema))
+    return found

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,10 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    rows = [_cell(group) for _, group in trials.groupby(["run_id", "cell_id"], sort=False)]
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in _plain(trials):
+        found.setdefault((row["run_id"], row["cell_id"]), []).append(row)
+    rows = [_cell(group) for group in found.values()]
     if not rows:
         return pd.DataFrame(rows)
     _scale(rows)
@@ -81,52 +84,65 @@ _SAME = [
 _WORST = ("failed", "timeout", "out_of_memory", "diverged", "interrupted", "unavailable", "refused", "ok")
 
 
-def _cell(group: pd.DataFrame) -> dict[str, Any]:
+def _plain(trials: pd.DataFrame) -> Iterator[Row]:
+    """The trials as dictionaries in which what is null is None: thousands of small frames would take ten times as long."""
+    columns = {str(name): column.astype(object).where(column.notna(), None).tolist() for name, column in trials.items()}
+    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
+
+def _cell(group: Sequence[Row]) -> Row:
     """One cell's row. Only the last attempt of each trial counts."""
-    last = group.sort_values("attempt").groupby("trial", sort=True).tail(1)
-    row = {name: None if last[name].isna().iloc[0] else last[name].iloc[0] for name in _SAME}
-    worst = min(last.index, key=lambda i: _WORST.index(last.loc[i, "status"]))
-    row |= {"status": last.loc[worst, "status"], "reason": last.loc[worst, "reason"], "expected": bool(last.loc[worst, "expected"])}
-    good = last[last["samples_per_second"].notna()]
+    attempts = {row["trial"]: row for row in sorted(group, key=lambda row: row["attempt"])}
+    last = [attempts[trial] for trial in sorted(attempts)]
+    row = {name: last[0][name] for name in _SAME}
+    worst = min(last, key=lambda one: _WORST.index(one["status"]))
+    row |= {"status": worst["status"], "reason": worst["reason"], "expected": bool(worst["expected"])}
+    good = [one for one in last if one["samples_per_second"] is not None]
     row["trials"] = len(good)
     for figure in ("samples_per_second", "tokens_per_second"):
-        values = good[figure].dropna().tolist()
+        values = _known(good, figure)
         found = estimate(values) if values else None
         row[figure] = found.value if found else None
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
-    row["by_round"] = {int(trial): float(value) for trial, value in zip(good["trial"], good["samples_per_second"], strict=True)}
-    row["disturbed"] = int(sum(disturbed(*(known(trial[name]) for name in LOAD)) for trial in good[list(LOAD)].to_dict("records")))
-    for figure in [
-        "step_seconds_p50",
-        "step_seconds_p95",
-        "data_seconds_p50",
-        "setup_seconds",
-        "startup_seconds",
-        "first_step_seconds",
-        "mfu",
-        "bubble_fraction",
-        "memory_imbalance",
-        "wall_seconds",
-        "energy_joules_per_sample",
-        "offload_read_bytes_per_step",
-        "offload_written_bytes_per_step",
-    ]:
-        row[figure] = good[figure].median() if len(good) else None
-    row["trend"] = good["trend"].abs().max() if len(good) else None
+    row["by_round"] = {int(one["trial"]): float(one["samples_per_second"]) for one in good}
+    row["disturbed"] = sum(disturbed(*(one[name] for name in LOAD)) for one in good)
+    for figure in _TYPICAL:
+        row[figure] = statistics.median(values) if (values := _known(good, figure)) else None
+    row["trend"] = max(map(abs, _known(good, "trend")), default=None)
     for figure in ("peak_memory_bytes", "offload_kept_bytes", "fp32_loss_deviation"):
-        row[figure] = good[figure].max() if len(good) else None
+        row[figure] = max(_known(good, figure), default=None)
     row |= _by_rank(good)
-    judged = last[last["parity_verdict"].notna()]
-    order = ("diverged", "unknown", "within tolerance", "exact")
-    if len(judged):
-        chosen = min(judged.index, key=lambda i: order.index(judged.loc[i, "parity_verdict"]))
-        for name in [c for c in last.columns if c.startswith("parity_") and c != "parity_steps"]:
-            row[name] = judged.loc[chosen, name]
-        row["losses"], row["reference_losses"] = judged.loc[chosen, "losses"], judged.loc[chosen, "reference_losses"]
-    else:
-        row |= {"parity_verdict": None}
+    judged = [one for one in last if one["parity_verdict"] is not None]
+    row["parity_verdict"] = None
+    if judged:
+        order = ("diverged", "unknown", "within tolerance", "exact")
+        chosen = min(judged, key=lambda one: order.index(one["parity_verdict"]))
+        row |= {name: value for name, value in chosen.items() if name.startswith("parity_") and name != "parity_steps"}
+        row |= {"losses": chosen["losses"], "reference_losses": chosen["reference_losses"]}
     row["ranked"] = row["parity_verdict"] in RANKED and row["status"] == "ok"
     return row
+
+
+_TYPICAL = (
+    "step_seconds_p50",
+    "step_seconds_p95",
+    "data_seconds_p50",
+    "setup_seconds",
+    "startup_seconds",
+    "first_step_seconds",
+    "mfu",
+    "bubble_fraction",
+    "memory_imbalance",
+    "wall_seconds",
+    "energy_joules_per_sample",
+    "offload_read_bytes_per_step",
+    "offload_written_bytes_per_step",
+)
+"""Figures of which a cell shows the median over its trials."""
+
+
+def _known(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row[name] is not None]
 
 
 LOAD = ("foreign_load_cores", "idle_before", "idle_after")
@@ -151,25 +167,23 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
 
 def _numbers(value: Any) -> list[float]:
     """A list column's value; empty where the file's version did not have it."""
-    return [] if value is None or isinstance(value, float) else [float(x) for x in value]
+    return [] if value is None else [float(x) for x in value]
 
 
 _KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
 
 
-def _by_rank(good: pd.DataFrame) -> Row:
+def _by_rank(good: Sequence[Row]) -> Row:
     """What each rank kept, sent and needed, as the figures of one rank."""
     row: Row = dict.fromkeys([*_KEPT, "state_bytes", "host_state_bytes", "library_buffers", "sent_bytes_per_step"])
     row |= dict.fromkeys(["formula_bytes", "formula_transient_bytes", "formula_deviation"]) | {"peak_memory_bytes_by_rank": []}
-    sent = [max(ranks) for value in good["sent_bytes_per_step"] if (ranks := _numbers(value))]
+    sent = [max(ranks) for one in good if (ranks := _numbers(one["sent_bytes_per_step"]))]
     if sent:
         row["sent_bytes_per_step"] = statistics.median(sent)
-    by_rank = [ranks for value in good["peak_memory_bytes_by_rank"] if (ranks := _numbers(value))]
+    by_rank = [ranks for one in good if (ranks := _numbers(one["peak_memory_bytes_by_rank"]))]
     row["peak_memory_bytes_by_rank"] = max(by_rank, key=max, default=[])
     fullest: tuple[float, Row, dict[str, float]] | None = None
-    columns = [*_KEPT, *(f"formula_{name}" for name in (*_KEPT, "transient_bytes")), "library_buffers", "host_state_bytes"]
-    for record in good[columns].to_dict("records"):
-        trial = {str(name): value for name, value in record.items()}
+    for trial in good:
         for kept in zip(*(_numbers(trial[name]) for name in _KEPT), strict=True):
             if fullest is None or sum(kept) > fullest[0]:
                 fullest = sum(kept), trial, dict(zip(_KEPT, kept, strict=True))
@@ -179,7 +193,7 @@ def _by_rank(good: pd.DataFrame) -> Row:
     row |= {**kinds, "state_bytes": total, "library_buffers": trial["library_buffers"]}
     row["host_state_bytes"] = max(_numbers(trial["host_state_bytes"]), default=None)
     formula = [trial[f"formula_{name}"] for name in _KEPT]
-    if all(value is not None and value == value for value in formula):
+    if all(value is not None for value in formula):
         row |= {"formula_bytes": sum(formula), "formula_transient_bytes": trial["formula_transient_bytes"]}
         row["formula_deviation"] = total / row["formula_bytes"] - 1 if row["formula_bytes"] else None
     return row

@@ -101,6 +101,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from harness.summary import cells, too_wide
 
     console = show.console(quiet=json_output)
+    store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
         console.print("nothing was recorded")

@@ -91,7 +91,7 @@ def test_pandas_duckdb_and_polars_read_one_dataset(tmp_path: Path) -> None:
     import pandas as pd
     import polars as pl
 
-    filled(tmp_path)
+    filled(tmp_path).gather("run-1")
     assert len(pd.read_parquet(tmp_path / "trials")) == 4
     assert duckdb.sql(f"select sum(step_seconds) from '{tmp_path}/steps/**/*.parquet'").fetchall() == [(12.0,)]
     assert pl.read_parquet(f"{tmp_path}/trials/**/*.parquet").height == 4
@@ -109,6 +109,21 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
+
+
+def test_a_copy_of_a_run_is_read_instead_only_while_it_holds_all(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    before = load(tmp_path)
+    store.gather("run-1")
+    after = load(tmp_path)
+    for table in ("trials", "steps"):
+        assert getattr(after, table).equals(getattr(before, table))
+    store.write_trial(trial_row(Cell(strategy="fsdp2")), [])
+    assert len(load(tmp_path).trials) == 5
+    store.gather("run-1")
+    for file in (tmp_path / "trials").rglob("*.parquet"):
+        file.write_bytes(b"")  # what the copy holds is not read again
+    assert (len(load(tmp_path).trials), len(load(tmp_path).steps)) == (5, 12)
 
 
 def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What a million recorded steps cost: writing them, reading and summarising them, and how that grows. Run by `make bench`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from harness.cell import Cell
+from harness.store import Store, TrialKey
+from tests.benchmarks.conftest import Ratio
+from tests.unit.test_store import run_row, step, trial_row
+
+MILLIONS = float(os.environ.get("BENCH_MILLIONS", "1"))
+STEPS = 10_000
+"""Of each trial: 8 ranks by 1,250 steps."""
+_SUMMARISE = """
+import resource, sys, time
+began = time.perf_counter()
+from harness.store import load
+from harness.summary import cells
+results = load(sys.argv[1])
+assert len(cells(results.trials)) == len(results.trials) // 10 or len(results.trials) < 10
+print(len(results.steps), time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def written(store: Store, rows: int) -> float:
+    """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run makes at its end."""
+    seconds = 0.0
+    store.write_run(run_row())
+    for number in range(rows // STEPS):
+        one = Cell(strategy="ddp", devices=8, options={"bucket_cap_mb": float(1 + number // 10)})
+        key = TrialKey(one.id, number % 10)
+        row = {**trial_row(one), "trial": key.trial}
+        steps = [{**step(key, n // 8), "rank": n % 8} for n in range(STEPS)]
+        began = time.perf_counter()
+        store.write_trial(row, steps)
+        seconds += time.perf_counter() - began
+    began = time.perf_counter()
+    store.gather("run-1")
+    return seconds + time.perf_counter() - began
+
+
+def summarised(folder: Path) -> tuple[float, float]:
+    """Seconds from the first import to the summary, and the largest memory in MiB, of a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _SUMMARISE, str(folder)], capture_output=True, text=True, check=True)
+    _, seconds, mebibytes = done.stdout.split()
+    return float(seconds), float(mebibytes)
+
+
+@pytest.mark.benchmark(group="storing a million step rows, and ten times as many")
+def test_a_million_steps(benchmark: BenchmarkFixture, ratio: Ratio, tmp_path: Path) -> None:
+    rows = int(MILLIONS * 1e6)
+    writing = [benchmark.pedantic(written, (Store(tmp_path / "one"), rows), rounds=1)]
+    ratio(f"seconds to write {rows:,} step rows", writing, "at most 5")
+    seconds, memory = zip(*(summarised(tmp_path / "one") for _ in range(5)), strict=True)
+    ratio("seconds to read and summarise them", seconds, "at most 3")
+    ratio("MiB that took", memory, "at most 1024")
+    ratio("writing ten times as many, over ten times the time", [written(Store(tmp_path / "ten"), 10 * rows) / (10 * writing[0])], "1.0")
+    ten = [summarised(tmp_path / "ten")[0] for _ in range(3)]
+    ratio("summarising ten times as many, over ten times the time", [many / (10 * min(seconds)) for many in ten], "at most 1.0")
