@@ -36,6 +36,8 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
+        (["report", "--section", "verdit", "--results", GOLDEN], ["'verdit' is no section", "verdict"]),
+        (["report", "--format", "pdf", "--results", GOLDEN], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["two runs or folders, not of 0", "latest~1 latest"]),
         (["compare", "latest~1", "latest"], ["no runs", "results"]),
