@@ -104,6 +104,11 @@ class Store:
         explained = [path for r in wanted for path in sorted((self.folder / "explained" / r).glob("*.parquet"))]
         return Results(runs, trials, _read("steps", step_files if steps else []), _read("explained", explained))
 
+    def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
+        """Table `steps` of one cell of a run, without reading that of the others."""
+        found = sorted((self.folder / "steps" / run_id).glob(f"{cell_id}-t*.parquet"))
+        return _read("steps", [path for path in found if (self.folder / "trials" / run_id / path.name).exists()])
+
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa
         import pyarrow.parquet as pq

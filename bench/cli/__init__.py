@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from bench.cli.cell import cell
 from bench.cli.compare import compare
 from bench.cli.doctor import doctor
 from bench.cli.export import export
@@ -30,6 +31,7 @@ app.command("run")(run)
 app.command("list")(listing)
 app.command("doctor")(doctor)
 app.command("report")(report)
+app.command("show")(cell)
 app.command("maxsize")(maxsize)
 app.command("export")(export)
 app.command("profile")(profile)
