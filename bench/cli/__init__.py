@@ -14,6 +14,7 @@ from bench.cli.history import history
 from bench.cli.listing import listing
 from bench.cli.maxsize import maxsize
 from bench.cli.profile import profile
+from bench.cli.publish import publish
 from bench.cli.report import report
 from bench.cli.run import run
 from harness.errors import Mistake
@@ -34,6 +35,7 @@ app.command("report")(report)
 app.command("show")(cell)
 app.command("maxsize")(maxsize)
 app.command("export")(export)
+app.command("publish")(publish)
 app.command("profile")(profile)
 app.command("compare")(compare)
 app.command("history")(history)

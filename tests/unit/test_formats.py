@@ -10,13 +10,13 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.cli.report import report
+from bench.cli.report import Format, report
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.schema import RUNS, TRIALS
@@ -193,6 +193,11 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
         tags = [tag for tag, _ in Page(page).tags]
         assert not {"img", "iframe", "object"} & set(tags)
         assert tags.count("script") <= 1
+
+
+def test_the_document_names_every_format() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", document, re.MULTILINE)) == {*get_args(Format), "--format"}
 
 
 def ask(*words: str) -> tuple[int, str]:
