@@ -8,14 +8,15 @@ from collections.abc import Collection, Sequence
 from harness.errors import Mistake
 from reports.page import TEMPLATES, digest
 
-_SECTION = re.compile(r'<section aria-labelledby="([\w-]+)">.*?</section>\n*', re.DOTALL)
+_TAG = r'<section (?:[^<>]* )?aria-labelledby="([\w-]+)"[^<>]*>'
+_SECTION = re.compile(_TAG + r".*?</section>\n*", re.DOTALL)
 
 
 def known(template: str) -> list[str]:
     """Names of all sections that a template has, those of what it includes among them, in the order of the page."""
     source = (TEMPLATES / template).read_text(encoding="utf-8")
     whole = re.sub(r'{% include "([\w.]+)" %}', lambda found: (TEMPLATES / found[1]).read_text(encoding="utf-8"), source)
-    return re.findall(r'<section aria-labelledby="([\w-]+)">', whole)
+    return re.findall(_TAG, whole)
 
 
 def require_known(wanted: Sequence[str], names: Sequence[str]) -> None:
