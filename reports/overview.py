@@ -43,16 +43,14 @@ class Entry:
 
 def entries(store: Store, folder: Path) -> list[Entry]:
     """Every run of the store, newest first; `folder`: where the index and the reports lie."""
-    sides: dict[str, Side] = {}
     found: list[Entry] = []
-    runs: list[tuple[Row, Side]] = []
+    earlier: list[tuple[Row, Side]] = []
     whole = store.load(steps=False)
     for run_id in whole.runs["run_id"]:
         one = ran(only(whole, [run_id]))
-        sides[run_id] = side(run_id, one.results)
-        before, change = _against(runs, one, sides[run_id])
-        runs.append((one.run, sides[run_id]))
-        found.append(_entry(one, folder, before, change))
+        now = side(run_id, one.results)
+        found.append(_entry(one, folder, *_against(earlier, one, now)))
+        earlier.append((one.run, now))
     return found[::-1]
 
 
