@@ -137,6 +137,11 @@ class Store:
         copied = pq.read_schema(copy).metadata.get(_COPIED.encode())
         return [copy] if copied == str(len(single)).encode() else single
 
+    def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
+        """Table `steps` of one cell of a run, without reading that of the others."""
+        found = sorted((self.folder / "steps" / run_id).glob(f"{cell_id}-t*.parquet"))
+        return _read("steps", [path for path in found if (self.folder / "trials" / run_id / path.name).exists()])
+
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa
 

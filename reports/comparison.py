@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.stats import COMPARED_CONFIDENCE
+from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from harness.sides import Measured
 
 COLUMNS = ("cell", "A samples/s", "B samples/s", "B / A", f"{COMPARED_CONFIDENCE * 100:g} % interval", "verdict", "peak memory, A to B")
+NUMBERS = [column for column in COLUMNS if column not in ("cell", "verdict")]
 FOLDED = ("added", "no difference seen", "not compared")
 
 
@@ -45,33 +46,25 @@ def markdown(compared: Compared) -> str:
     """Fit for a comment on a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
-    parts = [f"### {_md(compared.first)} → {_md(compared.second)}", f"**{_md(compared.headline)}**"]
+    parts = [f"### {escaped(compared.first)} → {escaped(compared.second)}", f"**{escaped(compared.headline)}**"]
     if compared.differences:
-        parts.append("Not the same software: " + _md(", ".join(compared.differences)))
+        parts.append("Not the same software: " + escaped(", ".join(compared.differences)))
     parts += _md_lines(shown)
     for kind in FOLDED:
         if some := [line for line in folded if line.kind == kind]:
             parts += [f"<details><summary>{kind}: {len(some)}</summary>", *_md_lines(some), "</details>"]
     if found := disturbed(compared):
-        said = "\n".join(f"- {_md(name)}: {_md(told)}" for name, told in found)
+        said = "\n".join(f"- {escaped(name)}: {escaped(told)}" for name, told in found)
         parts += [f"<details><summary>others used the machine: {len(found)}</summary>", said, "</details>"]
-    method = "\n".join(f"- {name}: {_md(told)}" for name, told in compared.method.items())
+    method = "\n".join(f"- {name}: {escaped(told)}" for name, told in compared.method.items())
     parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
     return "\n\n".join(parts) + "\n"
 
 
 def _md_lines(lines: Sequence[Line]) -> list[str]:
     measured = [line for line in lines if line.throughput]
-    rows = [f"| {' | '.join(COLUMNS)} |", "|---|--:|--:|--:|--:|---|--:|"]
-    rows += [f"| {' | '.join(_md(word) for word in words(line))} |" for line in measured]
-    others = [f"- **{line.kind}** {_md(line.cell_name)}: {_md(line.said)}" for line in lines if not line.throughput]
-    return (["\n".join(rows)] if measured else []) + (["\n".join(others)] if others else [])
-
-
-def _md(text: str) -> str:
-    """Text that Markdown takes for nothing else, and that calls nobody."""
-    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&commat;")
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
+    others = [f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.said)}" for line in lines if not line.throughput]
+    return ([table(COLUMNS, NUMBERS, [words(line) for line in measured])] if measured else []) + (["\n".join(others)] if others else [])
 
 
 def page(compared: Compared) -> str:

@@ -106,7 +106,7 @@ def environment(run: Row) -> list[tuple[str, str]]:
         ("Python", run["python_version"]),
         ("PyTorch", run["torch_version"]),
         ("Libraries", ", ".join(f"{name} {version}" for name, version in libraries.items())),
-        ("Suite", f"{run['suite_version']}, commit {run['git_commit'] or 'unknown'}"),
+        ("Suite", f"{run['suite_version']}, commit {'unknown' if missing(run['git_commit']) else run['git_commit']}"),
         ("Schema of the record", f"version {run['schema_version']}"),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]

@@ -21,7 +21,7 @@ _PIXEL = 1 / 72
 _MARKERS = "osD^vP"
 
 
-def _canvas(height: float, left: float, right: float, bottom: float, top: float) -> tuple[Figure, Axes]:
+def canvas(height: float, left: float, right: float, bottom: float, top: float) -> tuple[Figure, Axes]:
     """A figure of WIDTH x height with one axes between these margins."""
     from matplotlib.figure import Figure
 
@@ -139,7 +139,7 @@ def ranks(data: Ranks) -> Figure:
 
 def _lines(count: int, axis: str, bottom: float, right: float) -> tuple[Figure, Axes]:
     """A figure of `count` lines of 34 pixels, first on top."""
-    figure, axes = _canvas(count * 34 + bottom + 4, 8, right, bottom, 4)
+    figure, axes = canvas(count * 34 + bottom + 4, 8, right, bottom, 4)
     axes.set_ylim(count - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(axis="x")
@@ -155,7 +155,7 @@ def _words(axes: Axes, index: int, label: str, text: str, colour: str) -> None:
 
 def scatter(data: Scatter) -> Figure:
     """Memory (x) against throughput (y) with intervals; the front is a numbered step line."""
-    figure, axes = _canvas(310, 58, 14, 44, 16)
+    figure, axes = canvas(310, 58, 14, 44, 16)
     front = data.front
     for point in data.points:
         colour = BEST if point.place else REST
@@ -193,7 +193,7 @@ def scaling(data: Scaling) -> Figure:
     """Throughput over devices, the ideal dashed; the fastest coloured, the others grey."""
     coloured = data.lines[:COLOURED]
     legend = 17 * (len(coloured) + 1 + (len(data.lines) > COLOURED))
-    figure, axes = _canvas(290 + legend, 58, 14, 44 + legend, 22)
+    figure, axes = canvas(290 + legend, 58, 14, 44 + legend, 22)
     counts = [n for n, _ in data.ideal]
     handles: list[Artist] = []
     for index, line in reversed(list(enumerate(data.lines))):
@@ -234,7 +234,7 @@ def _legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
 def losses(data: Losses) -> Figure:
     """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and named."""
     legend = 17 * (2 + len(data.diverged[:3]))
-    figure, axes = _canvas(250 + legend, 50, 14, 44 + legend, 22)
+    figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
     axes.plot(range(len(data.reference)), data.reference, color=REST, alpha=0.6, linewidth=9, solid_capstyle="round", label="reference")
     for index, curve in enumerate(data.kept):
         label = f"{len(data.kept)} cells that agree with it" if index == 0 else None

@@ -43,12 +43,12 @@ def fill(template: str, more_style: str = "", **values: Any) -> str:
         **values,
         style=Markup(style),
         script=Markup(script),
-        style_hash=_digest(style),
-        script_hash=_digest(script),
+        style_hash=digest(style),
+        script_hash=digest(script),
     )
     return text.printable(page)
 
 
-def _digest(content: str) -> str:
+def digest(content: str) -> str:
     """A source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from bench.cli.cell import cell
 from bench.cli.compare import compare
 from bench.cli.doctor import doctor
 from bench.cli.export import export
@@ -13,6 +14,7 @@ from bench.cli.history import history
 from bench.cli.listing import listing
 from bench.cli.maxsize import maxsize
 from bench.cli.profile import profile
+from bench.cli.publish import publish
 from bench.cli.report import report
 from bench.cli.run import run
 from harness.errors import Mistake
@@ -30,8 +32,10 @@ app.command("run")(run)
 app.command("list")(listing)
 app.command("doctor")(doctor)
 app.command("report")(report)
+app.command("show")(cell)
 app.command("maxsize")(maxsize)
 app.command("export")(export)
+app.command("publish")(publish)
 app.command("profile")(profile)
 app.command("compare")(compare)
 app.command("history")(history)

@@ -1,43 +1,140 @@
-"""bench report: the HTML page of a run."""
+"""bench report: what a run found, as a page, as text or for other programs; several runs against each other; the index of all."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+if TYPE_CHECKING:
+    from harness.store import Results, Store
+
+Format = Literal["html", "md", "csv", "json", "pdf-ready"]
+PAGES = Path("reports") / "html"
+SECTIONED = ("html", "md", "pdf-ready")
+_USAGE = "python -m bench report --out FILE"
+
 
 def report(
-    run: Annotated[list[str] | None, typer.Argument(help="Run ids, one page each; the newest run where none is given.")] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Runs: id, its first letters, latest, latest~1; by default the newest. Several make one page that compares them."
+        ),
+    ] = None,
     results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write (of one run); else reports/html/RUN.html.")] = None,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All runs of the folder against each other.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="A report of its own for each of several runs instead.")] = False,
+    format_name: Annotated[Format | None, typer.Option("--format", help="By default as --out ends, else html.")] = None,
+    section: Annotated[
+        list[str] | None, typer.Option("--section", help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.")
+    ] = None,
+    index: Annotated[bool, typer.Option("--index", help="Write reports/html/index.html: all runs, newest first, with links.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="File; else pages go to reports/html/, text and data to the terminal.")] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open what was written in the browser.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object that says what was written.")] = False,
 ) -> None:
-    """Writes the HTML report of a run. Example: [bold]python -m bench report --open[/bold]"""
-    import json
+    """Writes the report of a run, of several against each other, or the index of all.
 
+    Example: [bold]python -m bench report --open[/bold]
+    """
     from harness.errors import Mistake
     from harness.store import Store
-    from reports import write_report
 
-    store = Store(results)
-    wanted = list(dict.fromkeys(run or store.run_ids()[-1:]))
-    if out is not None and len(wanted) > 1:
-        raise Mistake(f"--out names one file, but {len(wanted)} runs were given; leave it out to write reports/html/RUN.html for each")
     if out is not None and out.is_dir():
-        raise Mistake(f"--out {str(out)!r} is a folder; name the HTML file, such as {str(out / 'report.html')!r}")
-    loaded = [store.load([run_id], steps=False) for run_id in wanted] or [store.load()]
-    pages = []
-    for run_id, one in zip(wanted, loaded, strict=True):
-        path = out or Path("reports") / "html" / f"{run_id}.html"
-        pages.append(write_report(one, path))
-    if json_output:
-        print(json.dumps({"report": str(pages[0]), "reports": [str(page) for page in pages], "runs": wanted}))
+        raise Mistake(f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}")
+    store, chosen = Store(results), format_name or _by_suffix(out)
+    if chosen not in SECTIONED and section:
+        raise Mistake(f"--section cuts a page or a text; {chosen} has every cell: leave --section out, or use --format html or md")
+    if open_browser and out is None and chosen not in ("html", "pdf-ready") and not index:
+        raise Mistake(f"--open shows a file, but --format {chosen} goes to the terminal: name a file with --out")
+    if index:
+        if run or every or each or section or format_name not in (None, "html"):
+            raise Mistake("--index writes the index of all runs and nothing else: give it with --results, --out, --open and --json alone")
+        written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
-        for page in pages:
-            print(page)
+        run_ids = wanted(store, run or [], every)
+        if each and out is not None and len(run_ids) > 1:
+            raise Mistake(f"--out names one file, but --each writes one for each of {len(run_ids)} runs; leave one of the two out")
+        groups = [[run_id] for run_id in run_ids] if each else [run_ids]
+        written = [path for group in groups if (path := _one(store, group, chosen, section or [], out, json_output)) is not None]
+    if json_output:
+        print(json.dumps({"report": str(written[0]), "reports": [str(path) for path in written], "runs": run_ids}))
+    else:
+        for path in written:
+            print(path)
     if open_browser:
-        for page in pages:
-            typer.launch(page.resolve().as_uri())
+        for path in written:
+            typer.launch(path.resolve().as_uri())
+
+
+def _by_suffix(out: Path | None) -> Format:
+    suffix = out.suffix.lstrip(".") if out else ""
+    return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
+
+
+def wanted(store: Store, words: list[str], every: bool) -> list[str]:
+    """Ids of the runs that are meant, oldest first; without words the newest. Raises Mistake."""
+    from harness.errors import Mistake
+    from harness.sides import find_run
+
+    if every and words:
+        raise Mistake("--all means every run of the folder: leave the names of runs out, or --all")
+    if every or not words:
+        known = store.run_ids()
+        if not known:
+            store.load()  # says so
+        return known if every else known[-1:]
+    return sorted({find_run(store, word) for word in words})
+
+
+def _one(store: Store, wanted: list[str], chosen: Format, sections: list[str], out: Path | None, told_as_json: bool) -> Path | None:
+    """Writes one report, or prints it; the file, if one was written."""
+    from harness.errors import Mistake
+    from reports import write_whole
+
+    if out is None and chosen not in ("html", "pdf-ready"):
+        if told_as_json:
+            raise Mistake(f"--json says which files were written, but --format {chosen} goes to the terminal: name a file with --out")
+        print(_text(store.load(wanted, steps=False), chosen, sections), end="")
+        return None
+    name = wanted[0] if len(wanted) == 1 else f"{wanted[0]}-to-{wanted[-1]}"
+    path = out or PAGES / f"{name}{'.print' if chosen == 'pdf-ready' else ''}.html"
+    return write_whole(_text(store.load(wanted, steps=False), chosen, sections), path, _USAGE)
+
+
+def _text(results: Results, chosen: Format, sections: list[str]) -> str:
+    """The report of these runs."""
+    from reports import machine, runs, runs_markdown
+    from reports.brief import SECTIONS, markdown
+    from reports.page import render
+    from reports.ran import each, ran
+    from reports.sections import chosen as cut
+    from reports.sections import for_print, known, require_known
+
+    several = len(results.runs) > 1
+    if chosen == "csv":
+        return machine.as_csv(each(results))
+    if chosen == "json":
+        return machine.as_json(each(results), **(runs.as_json(runs.compare_all(results)) if several else {}))
+    if chosen == "md":
+        require_known(sections, list(runs_markdown.SECTIONS if several else SECTIONS))
+        text, absent = runs_markdown.markdown(runs.compare_all(results), sections) if several else markdown(ran(results), sections)
+    else:
+        require_known(sections, known("runs.html.j2" if several else "report.html.j2"))
+        text, absent = runs.page(runs.compare_all(results)) if several else render(results), []
+        if sections:
+            text, absent = cut(text, sections)
+        if chosen == "pdf-ready":
+            text = for_print(text)
+    if absent:
+        typer.echo(f"without data, so left out: {', '.join(absent)}", err=True)
+    return text
+
+
+def _index(store: Store, path: Path) -> Path:
+    from reports import overview, write_whole
+
+    return write_whole(overview.page(store, path.parent), path, "python -m bench report --index --out FILE")

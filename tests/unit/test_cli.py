@@ -36,6 +36,8 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
+        (["report", "--section", "verdit", "--results", GOLDEN], ["'verdit' is no section", "verdict"]),
+        (["report", "--format", "pdf", "--results", GOLDEN], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["two runs or folders, not of 0", "latest~1 latest"]),
         (["compare", "latest~1", "latest"], ["no runs", "results"]),
@@ -45,6 +47,10 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["compare", "run-1", "--cells", "dpp", "ddp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
         (["compare", "latest~1", "latest", "--fail-on", "slowness"], ["--fail-on", "regression"]),
         (["history"], ["no runs", "results"]),
+        (["show", "ddp"], ["no runs", "results"]),
+        (["show", "dpp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
+        (["publish", "wandb", "folder"], ["wandb", "tensorboard"]),
+        (["publish", "prometheus", "folder", "nope", "--results", GOLDEN], ["no run 'nope'", "run-1"]),
         (["history", "dpp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
         (["profile", "dpp"], ["'dpp' is no strategy", "ddp"]),
         (["profile", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
@@ -103,7 +109,7 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     assert bench("doctor").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["run", "list", "doctor", "report", "compare", "history"])
+@pytest.mark.parametrize("command", ["run", "list", "doctor", "report", "show", "publish", "compare", "history"])
 def test_help_has_an_example(command: str) -> None:
     assert "python -m bench" in bench(command, "--help").stdout
 

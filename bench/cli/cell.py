@@ -1,0 +1,240 @@
+"""bench show: one cell in the terminal, with small charts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.store import Results, Store
+
+MOST_NAMED = 12
+BAR = 20
+STEPS = 32
+
+
+def cell(
+    which: Annotated[str, typer.Argument(metavar="CELL", help="Id, label or name of a cell, or a pattern over labels or names.")],
+    run: Annotated[
+        str | None, typer.Option("--run", help="Run: id, its first letters, latest; by default the newest with the cell.")
+    ] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
+    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+) -> None:
+    """Shows one cell: its trials and steps, its place, its memory against the formula, where its time goes, its parity.
+
+    Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
+    """
+    from harness.sides import find_run
+    from harness.store import Store
+    from reports.onecell import in_full
+
+    store = Store(results)
+    found, cell_id = find(store, which, find_run(store, run) if run else None)
+    told = in_full(found, store.steps_of(str(found.runs["run_id"].iloc[0]), cell_id), cell_id)
+    if json_output:
+        print(json.dumps(told, allow_nan=False))
+        return
+    from bench.cli import show
+
+    draw(show.console(), told)
+
+
+def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
+    """Frames (without steps) of the run that is meant, or of the newest that has the cell, and the cell's id.
+
+    Raises Mistake where the pattern means none or several.
+    """
+    from harness.errors import Mistake
+
+    if not store.run_ids():
+        store.load()  # says so
+    labels: dict[str, None] = {}
+    for one in [run_id] if run_id else store.run_ids()[::-1]:
+        found = store.load([one], steps=False)
+        cells = found.trials.drop_duplicates("cell_id")[["cell_id", "cell_name", "label", "cell"]].to_dict("records")
+        labels |= dict.fromkeys(str(known["label"]) for known in cells)
+        meant = _meant(cells, pattern)
+        if len(meant) > 1:
+            named = ", ".join(f"{known['cell_id']} ({known['cell_name']})" for known in meant[:MOST_NAMED])
+            more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
+            raise Mistake(f"{pattern!r} means {len(meant)} cells of run {one}; name one by its id or name: {named}{more}")
+        if meant:
+            return found, str(meant[0]["cell_id"])
+    where = f"run {run_id}" if run_id else repr(str(store.folder))
+    raise Mistake(
+        f"{pattern!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has {', '.join(labels) or 'none'}"
+    )
+
+
+def _meant(cells: Sequence[dict[Any, Any]], pattern: str) -> list[dict[Any, Any]]:
+    """What is named exactly comes before what a strategy's name or a pattern means."""
+    from bench.matrix import matches
+    from harness.cell import Cell
+
+    for column in ("cell_id", "cell_name", "label"):
+        if found := [known for known in cells if known[column] == pattern]:
+            return found
+    return [known for known in cells if matches(Cell(**json.loads(known["cell"])), pattern)]
+
+
+def draw(out: Console, told: dict[str, Any]) -> None:
+    """The cell in words, tables and charts."""
+    from rich.markup import escape
+
+    from reports.text import printable
+
+    def said(text: Any) -> str:
+        return escape(" ".join(printable(str(text)).split()))
+
+    one = told["cell"]
+    out.print(f"[bold]{said(one['cell_name'])}[/bold]  {one['cell_id']}")
+    out.print(f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC; {said(told['hardware'])}")
+    if one["status"] != "ok":
+        colour = "yellow" if one["expected"] or one["status"] in ("unavailable", "refused") else "red"
+        out.print(f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]: {said(one['reason'])}")
+    for caution in told["cautions"]:
+        out.print(f"[yellow]{caution['word']}[/yellow]: {said(caution['meaning'])}")
+    _throughput(out, told, said)
+    _ranks(out, told)
+    _memory(out, told)
+    _time(out, told)
+    _parity(out, one, said)
+    if told["log_tail"]:
+        out.print("[bold]end of the log[/bold]")
+        for line in told["log_tail"].splitlines()[-8:]:
+            out.print(f"  {said(line)}")
+
+
+def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
+    from reports.text import DASH, MIB, number, scaled
+
+    one, place = told["cell"], told["ranking"]
+    speeds = [trial["samples_per_second"] for trial in told["trials"]]
+    most = max((speed for speed in speeds if speed), default=0.0)
+    table = _table("trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB")
+    for trial, speed in zip(told["trials"], speeds, strict=True):
+        name = str(trial["trial"]) + (f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else "")
+        line = sparkline_of(trial["slowest_rank_step_seconds"]) or (DASH if trial["status"] == "ok" else trial["status"])
+        times = [scaled(trial[column], 1e3) for column in ("step_seconds_p50", "step_seconds_p95")]
+        table.add_row(name, number(speed), bar(speed, most), line, *times, scaled(trial["peak_memory_bytes"], 1 / MIB))
+    out.print("[bold]throughput[/bold]")
+    out.print(table)
+    if one["samples_per_second"] is not None:
+        low, high = one["samples_per_second_low"], one["samples_per_second_high"]
+        interval = "1 trial: no interval" if low is None else f"95 % interval {number(low)} to {number(high)}"
+        tokens = "" if one["tokens_per_second"] is None else f", {number(one['tokens_per_second'])} tokens/s"
+        out.print(f"  median {number(one['samples_per_second'])} samples/s{tokens}, {interval}")
+    if place:
+        alike = f", cannot be told apart from place {place['place'] - 1}" if place["same_as_above"] else ""
+        out.print(f"  place {place['place']} of {place['of']}{alike}: {said(place['setting'])}")
+        if place["ratio_to_fastest"] is not None:
+            ends = "" if place["ratio_low"] is None else f" ({number(place['ratio_low'])} to {number(place['ratio_high'])})"
+            out.print(f"  {number(place['ratio_to_fastest'])} x the fastest{ends}, {said(place['fastest'])}: {place['verdict']}")
+
+
+def _ranks(out: Console, told: dict[str, Any]) -> None:
+    from reports.text import MIB, scaled
+
+    if len(told["ranks"]) < 2:
+        return
+    most = max((rank["peak_memory_bytes"] or 0 for rank in told["ranks"]), default=0)
+    table = _table("rank", "step p50 ms", "peak MiB", "")
+    for rank in told["ranks"]:
+        peak = rank["peak_memory_bytes"]
+        table.add_row(str(rank["rank"]), scaled(rank["step_seconds_p50"], 1e3), scaled(peak, 1 / MIB), bar(peak, most))
+    out.print("[bold]ranks[/bold]")
+    out.print(table)
+
+
+def _memory(out: Console, told: dict[str, Any]) -> None:
+    from reports.text import MIB, scaled, signed
+
+    memory = told["memory"]
+    if memory is None:
+        return
+    most = max(memory["peak_memory_bytes"] or 0, memory["state_bytes"])
+    table = _table("kept by the fullest rank between steps", "MiB", "formula MiB", "")
+    for kind in memory["kinds"]:
+        table.add_row(kind["kind"], scaled(kind["bytes"], 1 / MIB), scaled(kind["formula_bytes"], 1 / MIB), bar(kind["bytes"], most))
+    off = "" if memory["formula_deviation"] is None else f" ({signed(memory['formula_deviation'])})"
+    whole = scaled(memory["state_bytes"], 1 / MIB) + off
+    table.add_row("together", whole, scaled(memory["formula_bytes"], 1 / MIB), bar(memory["state_bytes"], most))
+    table.add_row("peak of a step", scaled(memory["peak_memory_bytes"], 1 / MIB), "", bar(memory["peak_memory_bytes"], most))
+    out.print("[bold]memory[/bold]")
+    out.print(table)
+
+
+def _time(out: Console, told: dict[str, Any]) -> None:
+    from harness.measure.breakdown import COMPONENTS
+    from reports.explained import WORDS
+    from reports.text import percent, scaled
+
+    time = told["time"]
+    out.print("[bold]where the time goes[/bold]")
+    if time is None:
+        out.print("  not explained in this run; a run with --explain, or: python -m bench profile, says it")
+        return
+    whole = sum(time.get(f"{name}_seconds", 0.0) for name in COMPONENTS)
+    table = _table("part of a profiled step", "ms", "share", "")
+    for name in COMPONENTS:
+        seconds = time.get(f"{name}_seconds")
+        if seconds:
+            table.add_row(WORDS.get(name, name), scaled(seconds, 1e3), percent(seconds / whole), bar(seconds, whole))
+    out.print(table)
+    slow = "" if time["straggler_rank"] is None else f"; rank {time['straggler_rank']} is slow"
+    plain = scaled(time["plain_step_seconds"], 1e3)
+    out.print(f"  step {scaled(time['profiled_step_seconds'], 1e3)} ms under the profiler, {plain} ms without{slow}")
+
+
+def _parity(out: Console, one: dict[str, Any], said: Any) -> None:
+    from reports.text import deviation
+
+    if one["parity_verdict"] is None:
+        return
+    colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(one["parity_verdict"], "yellow")
+    reason = f": {said(one['parity_reason'])}" if one["parity_reason"] else ""
+    out.print(f"[bold]parity[/bold]  [{colour}]{one['parity_verdict']}[/{colour}]{reason}")
+    loss = f"{deviation(one['parity_max_loss_deviation'])} of {deviation(one['parity_loss_tolerance'])} allowed"
+    update = f"{deviation(one['parity_max_update_deviation'])} of {deviation(one['parity_update_tolerance'])} allowed"
+    out.print(f"  over {one['parity_steps']} steps: largest deviation in loss {loss}, in parameters {update}")
+    if losses := [loss for loss in one["losses"] or [] if loss is not None]:
+        out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
+
+
+def _table(*columns: str) -> Any:
+    """A table that folds where the terminal is narrower; the first column and charts stand to the left, numbers to the right."""
+    from rich.table import Table
+
+    table = Table()
+    for place, column in enumerate(columns):
+        left = place == 0 or column == "" or column.startswith("steps")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def bar(value: float | None, most: float) -> str:
+    """A bar of at most BAR characters, by eighths of one."""
+    if not value or not most:
+        return ""
+    whole, rest = divmod(int(BAR * 8 * value / most + 0.5), 8)
+    return "█" * whole + ("▏▎▍▌▋▊▉"[rest - 1] if rest else "")
+
+
+def sparkline_of(values: Sequence[float | None]) -> str:
+    """A block per value; of more than STEPS the largest of each of STEPS stretches."""
+    from bench.cli.history import sparkline
+
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(STEPS, len(known))
+    edges = [i * len(known) // count for i in range(count + 1)]
+    return sparkline([max(known[a:b]) for a, b in itertools.pairwise(edges)])

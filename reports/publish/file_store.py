@@ -1,0 +1,94 @@
+"""An MLflow file store: a run of MLflow's for each cell of each run, with its axes, figures, trials and losses. No server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reports import facts
+from reports.machine import known, records
+from reports.publish import AXES, Published, figures, loss_curve, quiet
+from reports.ran import Ran, each
+from reports.text import printable
+
+if TYPE_CHECKING:
+    from harness.store import Results
+
+EXPERIMENT = "parallelism-bench"
+MOST_PARAM, MOST_TAG = 500, 5000
+"""Characters that every version of MLflow takes."""
+RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
+_TRIAL = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
+
+
+def write(results: Results, folder: Path) -> Published:
+    """A cell that is there already, and finished, is left as it is."""
+    with quiet():
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=folder.resolve().as_uri())
+        found = client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT)
+        there = _there(client, experiment)
+        cells = already = 0
+        for one in each(results):
+            for record in records(one):
+                if (one.run_id, record["cell_id"]) in there:
+                    already += 1
+                else:
+                    _cell(client, experiment, one, record)
+                    cells += 1
+    return Published(folder, cells, already)
+
+
+def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
+    """Run and cell of everything whose writing was finished."""
+    found: set[tuple[str, str]] = set()
+    token = None
+    while True:
+        page = client.search_runs([experiment], max_results=1000, page_token=token)
+        tags = [run.data.tags for run in page if run.info.status in ("FINISHED", "FAILED")]
+        found |= {(one[RUN_TAG], one[CELL_TAG]) for one in tags if RUN_TAG in one and CELL_TAG in one}
+        token = page.token
+        if not token:
+            return found
+
+
+def _cell(client: Any, experiment: str, one: Ran, record: dict[str, Any]) -> None:
+    from mlflow.entities import Metric, Param, RunTag
+
+    own = one.results.trials[one.results.trials["cell_id"] == record["cell_id"]].to_dict("records")
+    began = _milliseconds(own[0]["started_at"])
+    tags = {
+        RUN_TAG: one.run_id,
+        CELL_TAG: record["cell_id"],
+        "bench.status": record["status"],
+        "bench.reason": record["reason"],
+        "bench.parity": record["parity_verdict"] or "",
+        "bench.matrix": one.run["matrix"],
+        "bench.hardware": facts.hardware(one.run),
+        "bench.commit": known(one.run["git_commit"]) or "",
+    }
+    name = printable(record["cell_name"])[:MOST_PARAM] or record["cell_id"]
+    run = client.create_run(experiment, start_time=began, run_name=name)
+    metrics = [Metric(key, value, began, 0) for key, value in figures(record).items()]
+    for trial in own:
+        at = _milliseconds(trial["started_at"])
+        there = {key: value for key in _TRIAL if (value := known(trial[key])) is not None}
+        metrics += [Metric(f"trial_{key}", float(value), at, int(trial["trial"])) for key, value in there.items()]
+    metrics += [Metric("loss", loss, began, step) for step, loss in enumerate(loss_curve(record)) if loss is not None]
+    params = [Param(key, _text(record[key], MOST_PARAM)) for key in AXES]
+    client.log_batch(run.info.run_id, params=params, tags=[RunTag(key, _text(value, MOST_TAG)) for key, value in tags.items()])
+    for begin in range(0, len(metrics), 1000):  # MLflow takes no more at once
+        client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])
+    ended = max(_milliseconds(trial["started_at"]) + int(1000 * (known(trial["wall_seconds"]) or 0)) for trial in own)
+    client.set_terminated(run.info.run_id, "FINISHED" if record["status"] == "ok" else "FAILED", end_time=ended)
+
+
+def _milliseconds(time: Any) -> int:
+    return int(time.timestamp() * 1000)
+
+
+def _text(value: Any, most: int) -> str:
+    """Text that a file store keeps on one line and within its limits."""
+    return " ".join(printable(str(value)).split())[:most]

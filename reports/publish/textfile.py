@@ -1,0 +1,46 @@
+"""A Prometheus textfile of one run, for the node exporter's textfile collector: gauges with their unit in the name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import Mistake
+from reports.machine import records
+from reports.publish import FIGURES, Published, figures
+from reports.ran import ran
+
+if TYPE_CHECKING:
+    from harness.store import Results
+
+FILE = "parallelism_bench.prom"
+PREFIX = "parallelism_bench_"
+LABELS = ("cell_id", "cell", "strategy", "workload", "devices", "precision", "global_batch", "regime", "matrix", "host")
+
+
+def write(results: Results, folder: Path) -> Published:
+    """The file, whole or not at all; what the last run wrote is replaced."""
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    if len(results.runs) != 1:
+        raise Mistake(f"a Prometheus textfile has the figures of one run, not of {len(results.runs)}: name one, by default the newest")
+    one = ran(results)
+    registry = CollectorRegistry()
+    where = {"matrix": str(one.run["matrix"]), "host": str(one.run["host"])}
+    about_run = {
+        "run_started_timestamp_seconds": ("When the run started.", one.run["started_at"].timestamp()),
+        "run_cells": ("Cells of the run that have a record.", len(one.cells)),
+        "run_failures": ("Launched cells that failed or diverged though the matrix does not expect it.", len(one.failures)),
+    }
+    for name, (said, value) in about_run.items():
+        Gauge(PREFIX + name, said, list(where), registry=registry).labels(**where).set(value)
+    gauges = {name: Gauge(f"{PREFIX}cell_{name}", f"Of a cell, as its record's {name}.", LABELS, registry=registry) for name in FIGURES}
+    good = Gauge(f"{PREFIX}cell_ok", "1 where every trial finished and parity passed, else 0.", LABELS, registry=registry)
+    found = records(one)
+    for record in found:
+        labels = {name: str(record[name]) for name in LABELS if name in record} | where | {"cell": record["cell_name"]}
+        good.labels(**labels).set(int(record["ranked"]))
+        for name, value in figures(record).items():
+            gauges[name].labels(**labels).set(value)
+    write_to_textfile(str(folder / FILE), registry)
+    return Published(folder / FILE, len(found), 0)

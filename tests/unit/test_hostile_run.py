@@ -1,0 +1,95 @@
+"""A run of which nothing is known, or of which every number is no number, through every format, page and tool."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cell import Cell
+from harness.record import left_out_row
+from harness.schema import RUNS, TRIALS
+from harness.store import Store
+from reports import overview, runs, runs_markdown
+from reports.brief import markdown
+from reports.machine import as_csv, as_json
+from reports.onecell import in_full
+from reports.page import render
+from reports.publish import LIBRARIES, publish
+from reports.ran import each
+from reports.sections import for_print
+from tests.unit.test_report import Page, run_row, trial_rows
+
+FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
+OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
+NAME = '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd ' + "n" * 500
+
+
+def without(columns: tuple[tuple[str, str, str], ...], number: float | None) -> dict[str, Any]:
+    """Every column that may be unknown, unknown; numbers as `number`."""
+    return {name: number if kind == "double?" else None for name, kind, _ in columns if kind.endswith("?")}
+
+
+@pytest.fixture(params=[None, math.nan], ids=["null", "nan"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """Two runs: a cell in full, one that is said to be ok and of which nothing is known, one that was refused, with odd names."""
+    found = Store(tmp_path / "results")
+    for run_id in (OLD, NEW):
+        found.write_run(run_row(run_id=run_id) | without(RUNS, None) | {"run_id": run_id, "host": NAME, "matrix": NAME})
+        bare = left_out_row(run_id, BARE, "ok", "") | without(TRIALS, request.param) | {"label": NAME, "cell_name": NAME}
+        refused = left_out_row(run_id, OTHER, "refused", NAME) | {"label": "", "cell_name": "", "workload": ""}
+        for row in [*trial_rows(FULL, [10.0, 11.0]), bare, refused]:
+            found.write_trial(row | {"run_id": run_id}, [])
+    return found
+
+
+def harmless(page: Page) -> None:
+    assert [tag for tag, _ in page.tags].count("script") <= 1
+    assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"\b(nan|NaT|None|inf)\b", page.text)
+    assert "\u202e" not in page.text
+
+
+def test_pages(store: Store, tmp_path: Path) -> None:
+    whole = store.load(steps=False)
+    newest = render(store.load([NEW], steps=False))
+    compared = runs.page(runs.compare_all(whole))
+    for text in (newest, for_print(newest), compared, for_print(compared), overview.page(store, tmp_path)):
+        harmless(Page(text))
+        assert "&lt;script&gt;alert(" in text.replace("<wbr>", "")
+
+
+def test_text_and_data(store: Store) -> None:
+    whole = store.load(steps=False)
+    ran = each(whole)
+    for text, _ in (markdown(ran[-1]), runs_markdown.markdown(runs.compare_all(whole))):
+        assert "<script>" not in text
+        assert "\u202e" not in text
+        assert not re.search(r"\b(nan|NaT|None|inf)\b", text)
+    told = json.loads(as_json(ran, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail)
+    bare = next(cell for cell in told["cells"] if cell["cell_id"] == BARE.id)
+    assert bare["label"] == NAME
+    assert {bare[name] for name in ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")} == {None}
+    assert not bare["ranked"]
+    lines = list(csv.DictReader(io.StringIO(as_csv(ran))))
+    assert len(lines) == 6
+    assert not {"nan", "None", "inf", "NaT"} & {value for line in lines for value in line.values()}
+
+
+def test_one_cell(store: Store) -> None:
+    results = store.load([NEW], steps=False)
+    for cell in (FULL, BARE, OTHER):
+        told = json.dumps(in_full(results, store.steps_of(NEW, cell.id), cell.id), allow_nan=False)
+        assert json.loads(told)["cell"]["cell_id"] == cell.id
+
+
+@pytest.mark.parametrize("target", list(LIBRARIES))
+def test_tools(store: Store, target: str, tmp_path: Path) -> None:
+    done = publish(target, store.load([NEW]), tmp_path / "out")
+    assert done.cells == 3

@@ -1,0 +1,66 @@
+"""The code of docs/notebook.md runs as it stands, in order, in a folder with results, and says what the store has."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cell import Cell
+from harness.stats import compare_rounds
+from harness.store import Store
+from tests.unit.test_report import left_out, run_row, trial_rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
+DDP, FSDP = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2"))
+SPEEDS = [(DDP, [100.0, 104.0, 96.0]), (FSDP, [50.0, 52.5, 47.5])]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two runs of two strategies, one cell that is not there, steps of each trial."""
+    store = Store(tmp_path / "results")
+    for run_id in ("20260101T000000-aaaa", "20260102T000000-bbbb"):
+        store.write_run(run_row(run_id=run_id))
+        for cell, speeds in SPEEDS:
+            for row in trial_rows(cell, speeds):
+                same = {"run_id": run_id, "cell_id": cell.id, "trial": row["trial"], "attempt": 1, "data_seconds": 0.0, "loss": None}
+                steps = [
+                    same | {"rank": rank, "step": step, "phase": "timed", "step_seconds": 0.08 + 0.01 * rank}
+                    for rank in range(2)
+                    for step in range(3)
+                ]
+                store.write_trial(row | {"run_id": run_id}, steps)
+        for row in left_out(Cell(strategy="absent"), "unavailable", "package absent is not installed"):
+            store.write_trial(row | {"run_id": run_id}, [])
+    return tmp_path
+
+
+def test_every_block_runs_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) >= 7
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    matplotlib.use("agg")
+    names: dict[str, Any] = {}
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
+    assert names["fast"]["label"].tolist() == ["ddp", "fsdp2"]
+    expected = compare_rounds(*(dict(enumerate(speeds)) for _, speeds in SPEEDS))
+    assert names["found_ratio"] == expected
+    told = out.getvalue()
+    assert f"ddp over fsdp2: {expected.ratio:.3f}, " in told if expected else False
+    assert "faster" in told
+    assert "package absent is not installed" in told
+    assert "90.0" in told, "the slowest rank's step in ms"
+    assert "[100.0, 100.0] []" in told, "the history of ddp"
+    assert (folder / "throughput.svg").read_text().count("<svg") == 1

@@ -1,0 +1,221 @@
+"""bench publish: what each tool's own client reads back is what the parquet says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.cli.publish import publish
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.store import Results, Store
+from harness.summary import cells as summarise
+from reports.publish import FIGURES, LIBRARIES, quiet
+from reports.publish import publish as write
+from reports.publish.event_files import cell_folder
+from reports.publish.file_store import CELL_TAG, EXPERIMENT, RUN_TAG
+from reports.publish.textfile import FILE, PREFIX
+from tests.unit.test_report import HOSTILE, REFERENCE, diverged_rows, left_out, run_row, trial_rows
+
+DDP, FSDP, WRONG = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "wrong"))
+ABSENT = Cell(strategy="absent", devices=2)
+OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
+SPEEDS = [100.0, 104.5, 96.25]
+
+
+def steps(run_id: str, cell_id: str, trial: int) -> list[dict[str, Any]]:
+    same = {"run_id": run_id, "cell_id": cell_id, "trial": trial, "attempt": 1, "data_seconds": 0.001, "loss": None, "phase": "timed"}
+    return [same | {"rank": rank, "step": step, "step_seconds": 0.1 + 0.01 * step + 0.001 * rank} for rank in range(2) for step in range(3)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    found = Store(tmp_path_factory.mktemp("publish") / "results")
+    for run_id in (OLD, NEW):
+        found.write_run(run_row(run_id=run_id))
+        rows = trial_rows(DDP, SPEEDS) + trial_rows(FSDP, [50.0], peak_memory_bytes=None)
+        for row in rows + diverged_rows(WRONG) + left_out(ABSENT, "unavailable", "package absent is not installed"):
+            found.write_trial(row | {"run_id": run_id}, steps(run_id, row["cell_id"], row["trial"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(store: Store) -> Results:
+    return store.load([NEW])
+
+
+def known(row: Any) -> dict[str, float]:
+    """The published figures of a cell's row of the frame, as the parquet has them."""
+    return {name: float(row[name]) for name in FIGURES if row[name] is not None and math.isfinite(row[name])}
+
+
+def frame(results: Results) -> dict[str, Any]:
+    return {str(cell_id): row for cell_id, row in summarise(results.trials).set_index("cell_id", drop=False).iterrows()}
+
+
+def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = write("tensorboard", results, tmp_path / "tb")
+    assert (done.cells, done.already) == (4, 0)
+    for cell_id, row in frame(results).items():
+        (folder,) = (tmp_path / "tb" / NEW).glob(f"*-{cell_id}")
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        tags = set(events.Tags()["scalars"])
+        for name, value in known(row).items():
+            (point,) = events.Scalars(f"cell/{name}")
+            assert point.value == np.float32(value), "TensorBoard keeps 32 bits"
+        assert {tag for tag in tags if tag.startswith("cell/")} == {f"cell/{name}" for name in known(row)}
+        trials = results.trials[(results.trials["cell_id"] == cell_id) & (results.trials["status"] == "ok")]
+        if len(trials):
+            points = events.Scalars("trials/samples_per_second")
+            assert [(p.step, p.value) for p in points] == [(i, np.float32(v)) for i, v in enumerate(trials["samples_per_second"])]
+            first = events.Scalars("step_seconds/trial_0")
+            assert [p.value for p in first] == [np.float32(0.101 + 0.01 * step) for step in range(3)], "the slowest rank's"
+            assert [p.value for p in events.Scalars("loss")] == [np.float32(loss * (1 + 1e-7)) for loss in REFERENCE]
+        status = events.Tensors("status/text_summary")[0].tensor_proto.string_val[0].decode()
+        assert status.startswith(row["status"])
+    assert not list((tmp_path / "tb").glob(".*"))
+    again = write("tensorboard", results, tmp_path / "tb")
+    assert (again.cells, again.already) == (0, 4)
+
+
+def test_mlflow_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
+    done = write("mlflow", results, tmp_path / "ml runs")
+    assert (done.cells, done.already) == (4, 0)
+    with quiet():
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=(tmp_path / "ml runs").as_uri())
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        assert experiment is not None
+        runs = {run.data.tags[CELL_TAG]: run for run in client.search_runs([experiment.experiment_id])}
+        rows = frame(results)
+        assert set(runs) == set(rows)
+        for cell_id, row in rows.items():
+            run = runs[cell_id]
+            own = {key: value for key, value in run.data.metrics.items() if key != "loss" and not key.startswith("trial_")}
+            assert own == known(row), "64 bits, exactly"
+            assert run.info.run_name == row["cell_name"]
+            assert run.info.status == ("FINISHED" if row["status"] == "ok" else "FAILED")
+            assert (run.data.tags[RUN_TAG], run.data.tags["bench.status"]) == (NEW, row["status"])
+            assert (run.data.params["strategy"], run.data.params["devices"]) == (row["strategy"], "2")
+        history = client.get_metric_history(runs[DDP.id].info.run_id, "trial_samples_per_second")
+        assert [(point.step, point.value) for point in history] == list(enumerate(SPEEDS))
+        losses = client.get_metric_history(runs[DDP.id].info.run_id, "loss")
+        assert [point.value for point in losses] == [loss * (1 + 1e-7) for loss in REFERENCE]
+    again = write("mlflow", results, tmp_path / "ml runs")
+    assert (again.cells, again.already) == (0, 4)
+
+
+def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    done = write("prometheus", results, tmp_path)
+    assert done.path == tmp_path / FILE
+    samples = [one for family in text_string_to_metric_families(done.path.read_text()) for one in family.samples]
+    found: dict[str, dict[str, float]] = {}
+    for one in samples:
+        if one.name.startswith(f"{PREFIX}cell_"):
+            found.setdefault(one.labels["cell_id"], {})[one.name.removeprefix(f"{PREFIX}cell_")] = one.value
+    rows = frame(results)
+    assert found == {cell_id: known(row) | {"ok": float(row["ranked"])} for cell_id, row in rows.items()}
+    about = {one.name: one.value for one in samples if "cell_id" not in one.labels}
+    assert about[f"{PREFIX}run_cells"] == 4
+    assert about[f"{PREFIX}run_failures"] == 1
+    assert about[f"{PREFIX}run_started_timestamp_seconds"] == results.runs["started_at"].iloc[0].timestamp()
+    (one,) = [one for one in samples if one.name == f"{PREFIX}cell_samples_per_second" and one.labels["cell_id"] == DDP.id]
+    assert one.labels == {
+        "cell_id": DDP.id,
+        "cell": DDP.name,
+        "strategy": "ddp",
+        "workload": "llama-mini",
+        "devices": "2",
+        "precision": "fp32",
+        "global_batch": "8",
+        "regime": "strong",
+        "matrix": "full",
+        "host": "bench-host",
+    }
+    units = re.compile(r"(seconds|bytes|per_second|ratio|deviation|_ok|mfu|joules_per_sample|efficiency_\w+|bytes_per_step)(_\w+)?$")
+    assert not [one.name for one in samples if not units.search(one.name) and "_run_" not in one.name], "units are in the names"
+
+
+def ask(*words: str) -> str:
+    app = typer.Typer()
+    app.command()(publish)
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_command(store: Store, tmp_path: Path) -> None:
+    folder = ("--results", str(store.folder))
+    assert ask("tensorboard", str(tmp_path / "tb"), *folder) == f"{tmp_path / 'tb'}: 4 cells written\n"
+    assert ask("tensorboard", str(tmp_path / "tb"), "--all", *folder) == f"{tmp_path / 'tb'}: 4 cells written, 4 were there already\n"
+    told = json.loads(ask("prometheus", str(tmp_path / "prom"), "latest~1", "--json", *folder))
+    assert told == {"target": "prometheus", "path": str(tmp_path / "prom" / FILE), "runs": [OLD], "cells": 4, "already_there": 0}
+    (tmp_path / "file").write_text("")
+    for words, said in (
+        (["prometheus", str(tmp_path / "prom"), "--all"], "figures of one run, not of 2"),
+        (["mlflow", str(tmp_path / "file")], "is a file; name the folder"),
+        (["mlflow", str(tmp_path / "file" / "below")], "cannot be written"),
+        (["tensorboard", str(tmp_path / "tb"), "nope"], "no run 'nope'"),
+    ):
+        with pytest.raises(Mistake, match=said):
+            ask(*words, *folder)
+
+
+@pytest.mark.parametrize("target", list(LIBRARIES))
+def test_a_missing_library_is_a_sentence_that_names_the_extra(
+    target: str, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = LIBRARIES[target]
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(Mistake, match=rf"needs the package {library}, .*pip install 'parallelism-bench\[{target}\]'"):
+        write(target, results, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_environment_is_as_it_was() -> None:
+    before = dict(os.environ)
+    with quiet():
+        assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "", "../../escaped", "a/b\\c\nd"])
+def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
+    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "parity_reason", "workload", "memory_method"), text)
+    store = Store(tmp_path / "results")
+    store.write_run(run_row(run_id=NEW, host=text, matrix=text, cpu_model=text, git_commit=text))
+    rows = trial_rows(DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan})
+    for row in rows + left_out(ABSENT, "failed", text, **odd):
+        store.write_trial(row | {"run_id": NEW}, steps(NEW, row["cell_id"], row["trial"]))
+    results = store.load()
+    before = time.time()
+    for target in LIBRARIES:
+        write(target, results, tmp_path / "out" / target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "results"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(LIBRARIES)
+    folders = [path.name for path in (tmp_path / "out" / "tensorboard" / NEW).iterdir()]
+    assert sorted(folders) == sorted(cell_folder({"cell_name": text, "cell_id": cell.id}) for cell in (DDP, ABSENT))
+    assert all(re.fullmatch(r"[A-Za-z0-9._=-]{1,110}", name) for name in folders)
+    from prometheus_client.parser import text_string_to_metric_families
+
+    told = (tmp_path / "out" / "prometheus" / FILE).read_text()
+    labels = {one.labels.get("cell", text) for family in text_string_to_metric_families(told) for one in family.samples}
+    assert labels == {text}
+    assert time.time() - before < 60

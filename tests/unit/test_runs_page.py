@@ -1,0 +1,249 @@
+"""Several runs on one page, and the index of all: numbers as compared, changes marked, hostile text only text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.cli.report import report
+from harness.cell import Cell
+from harness.compare import compare_sides
+from harness.errors import Mistake
+from harness.sides import side
+from harness.store import Results, Store
+from reports import overview, runs, trends
+from reports.ran import only
+from reports.runs_markdown import SECTIONS, markdown
+from reports.sections import known
+from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, trial_rows
+
+DDP, FSDP, LATE = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
+DAYS = 14
+
+
+def run_id(day: int) -> str:
+    return f"{datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day):%Y%m%dT%H%M%S}-d{day:03d}"
+
+
+def add(store: Store, day: int, rows: Sequence[dict[str, Any]], **changes: Any) -> None:
+    began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)
+    store.write_run(run_row(run_id=run_id(day), started_at=began, **changes))
+    for row in rows:
+        store.write_trial(row | {"run_id": run_id(day)}, [])
+
+
+def trials(cell: Cell, speed: float, **changes: Any) -> list[dict[str, Any]]:
+    return trial_rows(cell, [0.999 * speed, speed, 1.001 * speed], **changes)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A fortnight: ddp loses a tenth in the middle, fsdp2 needs more memory then; on the last day tensor fails."""
+    found = Store(tmp_path_factory.mktemp("nightly") / "results")
+    for day in range(DAYS):
+        rows = trials(DDP, 90.0 if day >= 7 else 100.0) + trials(FSDP, 50.0, peak_memory_bytes=(120 if day >= 7 else 100) * MIB)
+        rows += trials(LATE, 30.0) if day < DAYS - 1 else left_out(LATE, "failed", "rank 1: it broke")
+        add(found, day, rows)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(store: Store) -> Results:
+    return store.load(steps=False)
+
+
+@pytest.fixture(scope="module")
+def view(results: Results) -> runs.Runs:
+    return runs.compare_all(results)
+
+
+class Numbers(Page):
+    """The numbers of a page by what their row and their cell are of."""
+
+    def __init__(self, text: str) -> None:
+        self.numbers: list[tuple[dict[str, str | None], dict[str, str | None], str, float]] = []
+        self._tr: dict[str, str | None] = {}
+        self._td: dict[str, str | None] = {}
+        super().__init__(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
+        found = dict(attrs)
+        if tag == "tr":
+            self._tr = found
+        if tag in ("td", "th"):
+            self._td = found
+        if found.get("data-field"):
+            self.numbers.append((self._tr, self._td, str(found["data-field"]), float(found["data-value"] or "nan")))
+
+
+def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(results: Results, view: runs.Runs) -> None:
+    page = Numbers(runs.page(view))
+    newest = side("newest", only(results, [run_id(DAYS - 1)]))
+    ratios = newer = 0
+    for row, td, field, value in page.numbers:
+        if field == "ratio":
+            other = side("other", only(results, [str(td["data-run"])]))
+            (line,) = [x for x in compare_sides(other, newest).lines if x.second and x.second.cell_id == row["data-cell"]]
+            assert line.throughput is not None
+            assert value == line.throughput.ratio
+            ratios += 1
+        elif field == "newest":
+            column = "samples_per_second" if row["data-figure"] == "throughput" else "peak_memory_bytes"
+            of_cell = results.trials[(results.trials["cell_id"] == row["data-cell"]) & (results.trials["status"] == "ok")]
+            assert value == of_cell[of_cell["run_id"] == of_cell["run_id"].max()][column].median()
+            newer += 1
+    assert (ratios, newer) == (2 * runs.MOST_COLUMNS, 6)
+
+
+def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
+    page = Page(runs.page(view))
+    assert page.headings == ["verdict", "cells", "others", "history", "changes", "method"] == known("runs.html.j2")
+    assert f"Against the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly failing 1." in page.text
+    assert "the level changed for good in 2 of 6 series" in page.text
+    assert re.search(r"ddp .{0,80}▼ 10\.0 % slower since 2026-01-08", page.text)
+    assert re.search(r"fsdp2 .{0,80}▲ 20\.0 % more since 2026-01-08", page.text)
+    assert "newly failing failed: rank 1: it broke" in page.text
+    assert f"{DAYS - 1 - runs.MOST_COLUMNS} older runs, in the history only" in page.text
+    charts = [str(a["aria-label"]) for tag, a in page.tags if tag == "svg"]
+    assert len(charts) == 4, "throughput of three cells, memory of the one that changed"
+    assert any("▼ 10.0 % slower from 2026-01-08 on" in label for label in charts)
+
+
+def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
+    (series,) = [one for one in view.throughput if one.cell_id == DDP.id]
+    data = trends.trend(series, "x")
+    assert data.values == (100.0,) * 7 + (90.0,) * 7
+    assert data.levels == ((0, 6, 100.0), (7, 13, 90.0))
+    assert data.changes == ((7, "▼ 10.0 % slower"),)
+    (axes,) = trends.draw(data).axes
+    assert [round(line.get_xdata()[0], 1) for line in axes.lines if line.get_linestyle() == "--"] == [6.5]
+    (memory,) = [one for one in view.memory if one.cell_id == FSDP.id]
+    assert trends.trend(memory, "y").values[-1] == 120.0
+
+
+def test_nothing_is_loaded_and_only_the_own_script_runs(view: runs.Runs, store: Store, tmp_path: Path) -> None:
+    for text in (runs.page(view), overview.page(store, tmp_path)):
+        page = Page(text)
+        assert not re.search(r"https?://|url\((?!#)|@import", text)
+        assert [tag for tag, _ in page.tags].count("script") == 1
+        assert not [a for _, a in page.tags if "style" in a or any(name.startswith("on") for name in a)]
+        (policy,) = [str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv")]
+        assert policy.startswith("default-src 'none'; ")
+        assert "unsafe" not in policy
+
+
+def test_markdown_of_several_runs(view: runs.Runs) -> None:
+    text, _ = markdown(view)
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [title for title, _ in SECTIONS.values()]
+    assert "1 regression: newly failing 1" in text
+    assert "▼ 10.0 % slower since 2026-01-08" in text
+    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
+    few, _ = markdown(view, ["verdict"])
+    assert few.count("\n## ") == 1
+
+
+def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    add(store, 0, trials(DDP, 100.0) + trials(FSDP, 50.0))
+    add(store, 1, trials(DDP, 80.0), matrix="quick")
+    found = runs.compare_all(store.load(steps=False))
+    (other,) = found.shown
+    assert other.against is not None
+    assert other.against.headline == "1 regression: slower 1"
+    assert other.why_not == "of another matrix: 1 cells are in one of the two only"
+
+
+def test_runs_without_anything_in_common(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    add(store, 0, trials(DDP, 100.0))
+    add(store, 1, trials(FSDP, 80.0))
+    page = Page(runs.page(runs.compare_all(store.load(steps=False))))
+    assert "have no cell in common" in page.text
+    assert page.headings == ["verdict", "changes", "method"]
+
+
+def test_searches_are_no_runs_to_compare(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    add(store, 0, trials(DDP, 100.0))
+    add(store, 1, trials(DDP, 1.0), plan=json.dumps({"cells": [], "search": {"budget": 1}}))
+    with pytest.raises(Mistake, match="comparing takes two runs"):
+        runs.compare_all(store.load(steps=False))
+
+
+def ask(*words: str) -> str:
+    app = typer.Typer()
+    app.command()(report)
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_command_for_several_runs_and_the_index(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = ("--results", str(store.folder))
+    one = f"reports/html/{run_id(0)}-to-{run_id(DAYS - 1)}.html"
+    assert ask("--all", *folder).strip() == one
+    assert ask("latest", run_id(0), *folder).strip() == one, "the order of the names does not matter"
+    assert Path(one).read_text().count("<h1>How do these runs compare?</h1>") == 1
+    found = json.loads(ask("latest~1", "latest", "--format", "json", *folder))
+    assert {cell["run_id"] for cell in found["cells"]} == {run_id(DAYS - 2), run_id(DAYS - 1)}
+    assert (found["comparisons"][0]["regressions"], len(found["history"])) == (1, 6)
+    assert ask("latest~1", "latest", "--each", *folder).split() == [f"reports/html/{run_id(day)}.html" for day in (DAYS - 2, DAYS - 1)]
+    assert ask("--index", *folder).strip() == "reports/html/index.html"
+    page = Numbers(Path("reports/html/index.html").read_text())
+    links = [str(a["href"]) for tag, a in page.tags if tag == "a" and a.get("class") == "name"]
+    assert links == [f"{run_id(DAYS - 1)}.html", f"{run_id(DAYS - 2)}.html", Path(one).name], "newest first, then what is of no run"
+    assert all((Path("reports/html") / link).is_file() for link in links)
+    assert [value for _, _, field, value in page.numbers if field == "failures"] == [1.0] + [0.0] * (DAYS - 1)
+    assert [row["data-run"] for row, _, field, _ in page.numbers if field == "failures"] == [run_id(day) for day in reversed(range(DAYS))]
+    assert "failures in 1 run" in page.text
+    assert re.search("fastest: ddp ?5,760 tokens/s, 95 % interval", page.text)
+    assert re.search(f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}", page.text)
+    with pytest.raises(Mistake, match="--out names one file"):
+        ask("latest~1", "latest", "--each", "--out", "x.html", *folder)
+
+
+def test_the_run_before_is_of_the_same_matrix_and_hardware(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    add(store, 0, trials(DDP, 100.0))
+    add(store, 1, trials(DDP, 10.0), cpu_cores=64)
+    add(store, 2, trials(DDP, 10.0), matrix="quick")
+    add(store, 3, trials(DDP, 80.0))
+    found = overview.entries(store, tmp_path)
+    assert [one.before for one in found] == [run_id(0), "", "", ""]
+    assert (found[0].change, found[0].regressions) == ("1 regression: slower 1", 1)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, ""])
+def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
+    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "parity_reason", "memory_method"), text)
+    store = Store(tmp_path / "results")
+    for day in range(2):
+        rows = trials(DDP, 100.0 + day, **odd) + trials(LATE, 10.0, **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan})
+        rows += diverged_rows(FSDP, **odd, reason=text) if day else trials(FSDP, 50.0, **odd)
+        add(store, day, rows, host=text, matrix=text, cpu_model=text, torch_version=f"{text}{day}", libraries=json.dumps({text: str(day)}))
+    (tmp_path / "<b>&'.html").write_text("")
+    view = runs.compare_all(store.load(steps=False))
+    for page in (Page(runs.page(view)), Page(overview.page(store, tmp_path))):
+        assert [tag for tag, _ in page.tags].count("script") == 1
+        assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
+        assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
+        assert "1337" not in page.text
+        assert not set(page.text) & set("\x00\x08\x1b\u202e")
+        if text.isprintable():
+            assert " ".join(text.split())[:200] in page.text
+    told, _ = markdown(view)
+    assert "<script>" not in told
+    assert "<img" not in told
+    assert "\u202e" not in told
+    json.dumps(runs.as_json(view), allow_nan=False)
