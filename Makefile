@@ -3,7 +3,7 @@ MATRIX ?= full
 ARGS ?=
 PY := .venv/bin/python
 
-.PHONY: help setup run smoke test lint bench
+.PHONY: help setup run smoke test lint bench screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv
@@ -26,3 +26,6 @@ lint: setup
 ## make bench   the suite's own performance, as ratios
 bench: setup
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
+## make screenshots   pictures of the report for docs/, in headless Chromium
+screenshots: setup
+	$(PY) scripts/screenshots.py

@@ -128,14 +128,14 @@ class Store:
         return files if table == "trials" else [file for file in files if file.exists()]
 
     def _files(self, table: str, run_id: str) -> list[Path]:
-        """Where the rows of a run are: in the copy, if that is as new as they are, else each in its own file."""
+        """Where the rows of a run are: in the copy, if that is as new as they are or all that was kept, else each in its own file."""
         single, copy = self._single(table, run_id), self._copy(table, run_id)
         if not copy.exists():
             return single
         import pyarrow.parquet as pq
 
         copied = pq.read_schema(copy).metadata.get(_COPIED.encode())
-        return [copy] if copied == str(len(single)).encode() else single
+        return [copy] if not single or copied == str(len(single)).encode() else single
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""

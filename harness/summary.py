@@ -37,15 +37,17 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
+    return pd.DataFrame(cell_rows(trials))
+
+
+def cell_rows(trials: pd.DataFrame) -> list[Row]:
+    """The rows of `cells`, what is null being None: ranked ones first, fastest first."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in _plain(trials):
         found.setdefault((row["run_id"], row["cell_id"]), []).append(row)
     rows = [_cell(group) for group in found.values()]
-    if not rows:
-        return pd.DataFrame(rows)
     _scale(rows)
-    table = pd.DataFrame(rows)
-    return table.sort_values(["ranked", "samples_per_second"], ascending=[False, False], na_position="last", ignore_index=True)
+    return sorted(rows, key=lambda row: (not row["ranked"], -(row["samples_per_second"] or 0.0)))
 
 
 _SAME = [
@@ -119,7 +121,7 @@ def _cell(group: Sequence[Row]) -> Row:
         chosen = min(judged, key=lambda one: order.index(one["parity_verdict"]))
         row |= {name: value for name, value in chosen.items() if name.startswith("parity_") and name != "parity_steps"}
         row |= {"losses": chosen["losses"], "reference_losses": chosen["reference_losses"]}
-    row["ranked"] = row["parity_verdict"] in RANKED and row["status"] == "ok"
+    row["ranked"] = row["parity_verdict"] in RANKED and row["status"] == "ok" and row["samples_per_second"] is not None
     return row
 
 
@@ -221,13 +223,8 @@ def _scale(rows: Sequence[Row]) -> None:
             row[f"efficiency_{column}"] = efficiency(row["samples_per_second"], row["devices"], compared_with) if compared_with else None
 
 
-def indistinguishable(table: pd.DataFrame) -> list[bool]:
-    """For a table in ranking order: whether each row cannot be told apart from the row above it."""
-    return alike(table.to_dict("records"))
-
-
 def alike(rows: Sequence[Any]) -> list[bool]:
-    """`indistinguishable` of rows."""
+    """For rows in ranking order: whether each cannot be told apart from the row above it."""
     return [False, *(same(row, above) for above, row in itertools.pairwise(rows))][: len(rows)]
 
 

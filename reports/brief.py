@@ -51,6 +51,9 @@ def _verdict(one: Ran) -> list[str]:
     if found.frugal:
         then = f" {found.frugal.then}." if found.frugal.then else ""
         picks.append(f"- **Least memory: {_pick(found.frugal)}{then}")
+    if found.balanced:
+        then = f" {found.balanced.then}." if found.balanced.then else ""
+        picks.append(f"- **Most throughput for its memory: {_pick(found.balanced)}{then}")
     lines.append("\n".join(picks))
     others = [verdict(other) for other in biggest(list(one.groups)) if len(other.rows) > 1]
     if len(others) > 1:

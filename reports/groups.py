@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.summary import alike, indistinguishable, same
+from harness.summary import alike, same
 from reports.text import MIB, missing, number, percent, plural
 
 if TYPE_CHECKING:
@@ -92,18 +92,10 @@ def device_words(setting: Row) -> str:
     return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device")
 
 
-def find_groups(cells: pd.DataFrame) -> list[Group]:
-    """All groups: the workload with most cells first, then by number of devices, then the largest group first."""
-    if cells.empty:
-        return []
-    sizes = cells.groupby("workload", sort=False).size().to_dict()
-    found = []
-    for _, table in cells[cells["ranked"].astype(bool)].groupby(SETTING, sort=False):
-        table = table.sort_values("samples_per_second", ascending=False, ignore_index=True)
-        rows = records(table)
-        for place, (row, tied) in enumerate(zip(rows, indistinguishable(table), strict=True), 1):
-            row |= {"place": place, "same_as_above": tied}
-        found.append(Group({name: rows[0][name] for name in SETTING}, tuple(rows)))
+def find_groups(cells: Sequence[Row]) -> list[Group]:
+    """All groups of ranked cells: the workload with most cells first, then by number of devices, then the largest group first."""
+    sizes = Counter(str(row["workload"]) for row in cells)
+    found = [ranking(group) for group in by_setting([row for row in cells if row["ranked"]])]
     return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
@@ -165,6 +157,8 @@ class Verdict:
     group: Group
     fastest: Pick
     frugal: Pick | None
+    balanced: Pick | None
+    """The most throughput for its peak memory."""
     faster: Pick | None
     """A stand-in, or a cell with more ranks than cores, that was faster still: it says nothing of the real thing, so it does not lead."""
 
@@ -177,7 +171,8 @@ def verdict(group: Group) -> Verdict:
     genuine, timed = _real_things(group), fairly_timed(group)
     best, first = timed[0], group.rows[0]
     tied = tuple(tied_with_fastest(dataclasses.replace(group, rows=tuple(timed))))
-    return Verdict(group, _fast(group, best, tied), _frugal(genuine, best), _fast(group, first, ()) if best is not first else None)
+    ahead = _fast(group, first, ()) if best is not first else None
+    return Verdict(group, _fast(group, best, tied), _frugal(genuine, best), _balanced(group, timed, best), ahead)
 
 
 def _real_things(group: Group) -> list[Row]:
@@ -211,6 +206,28 @@ def _frugal(genuine: Sequence[Row], fastest: Row) -> Pick | None:
         comparable = bool(row["oversubscribed"]) == bool(fastest["oversubscribed"])
         then = f"{less} less than the fastest needs" + (f", at {speed} of its throughput" if comparable else "")
     return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
+
+
+def _balanced(group: Group, timed: Sequence[Row], fastest: Row) -> Pick | None:
+    """The cell with the most throughput for its peak memory, and those whose interval of that reaches it."""
+    rows = [row for row in timed if not missing(row["peak_memory_bytes"])]
+    if not rows:
+        return None
+
+    def worth(row: Row, end: str = "") -> float:
+        figure = row[f"{group.throughput}{end}"]
+        return float((row[group.throughput] if missing(figure) else figure) * MIB / row["peak_memory_bytes"])
+
+    row = max(rows, key=worth)
+    between = (
+        f"95 % interval {number(worth(row, '_low'))} to {number(worth(row, '_high'))}" if row["trials"] > 1 else "1 trial: no interval"
+    )
+    tied = tuple(r for r in rows if r is not row and row["trials"] > 1 and worth(r, "_high") >= worth(row, "_low"))
+    then = ""
+    if row is not fastest and not missing(fastest["peak_memory_bytes"]):
+        speed = percent(row[group.throughput] / fastest[group.throughput])
+        then = f"{speed} of the fastest's throughput in {percent(row['peak_memory_bytes'] / fastest['peak_memory_bytes'])} of its memory"
+    return Pick(row, f"{number(worth(row))} {group.unit} per MiB", between, tied, then)
 
 
 def pareto(group: Group) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.summary import cells as summarise
+from harness.summary import cell_rows
 from reports import groups, largest
 from reports.groups import Group, Row
 
@@ -41,15 +41,14 @@ class Ran:
 def ran(results: Results) -> Ran:
     """Of one run's frames; ValueError where they are not of one."""
     if len(results.runs) != 1:
-        raise ValueError(f"the frames are of {len(results.runs)} runs, not of one")
+        raise ValueError(f"a report is of one run, not of {len(results.runs)}")
     run = groups.records(results.runs)[0]
     trials = largest.verified(results.trials) if largest.is_search(run) else results.trials
-    frame = summarise(trials)
-    if frame.empty:
-        return Ran(run, trials, (), (), results)
-    lowest = trials.groupby("cell_id")["peak_memory_bytes"].min()
-    frame["peak_memory_bytes_low"] = frame["cell_id"].map(lowest)
-    return Ran(run, trials, tuple(groups.records(frame)), tuple(groups.find_groups(frame)), results)
+    rows = cell_rows(trials)
+    lowest = trials.groupby("cell_id")["peak_memory_bytes"].min().to_dict()
+    for row in rows:
+        row["peak_memory_bytes_low"] = lowest.get(row["cell_id"])
+    return Ran(run, trials, tuple(rows), tuple(groups.find_groups(rows)), results)
 
 
 def each(results: Results) -> list[Ran]:

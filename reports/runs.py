@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness.compare import RUNS_METHOD, Compared, Line, compare_sides
@@ -17,11 +16,9 @@ from harness.sides import Measured, measured, side
 from reports import facts, trends
 from reports.groups import Row, records
 from reports.ran import only
-from reports.svg import StyleSheet, inline
+from reports.svg import Picture, Pictures
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
-
     from harness.store import Results
 
 MOST_COLUMNS = 6
@@ -50,7 +47,7 @@ class Run:
 @dataclass(frozen=True)
 class Chart:
     series: Series
-    picture: Markup
+    picture: Picture
 
 
 @dataclass(frozen=True)
@@ -159,11 +156,13 @@ def _charts(found: Sequence[Series]) -> tuple[tuple[Chart, ...], str]:
     """Throughput of every cell of several runs, what changed first; memory where it changed."""
     several = [one for one in found if len(one.points) > 1 and (one.figure == "throughput" or one.last_change)]
     several.sort(key=lambda one: one.last_change is None)
-    sheet, charts = StyleSheet(), []
+    pictures = Pictures()
+    charts = []
     for place, series in enumerate(several[:MOST_CHARTS]):
         data = trends.trend(series, f"trend-{place}")
-        charts.append(Chart(series, inline(partial(trends.draw, data), data.name, data.summary, sheet)))
-    return tuple(charts), sheet.text
+        charts.append(Chart(series, pictures.add(trends.draw, data)))
+    pictures.draw()
+    return tuple(charts), pictures.styles
 
 
 def page(found: Runs) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
+import multiprocessing
+import os
 import re
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from xml.etree.ElementTree import Element
 
-    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 # Stand-ins that matplotlib draws with; style.css says what each is in light and in dark (Okabe and Ito's palette, safe for
@@ -21,6 +26,9 @@ BEST, REST, WARN = "#0a0a05", "#0a0a06", "#0a0a07"
 SERIES = tuple(f"#0a0b{i:02x}" for i in range(7))
 _THEME = {INK: "ink", SOFT: "soft", GRID: "grid", PAPER: "paper", BEST: "best", REST: "rest", WARN: "warn"}
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
+
+FEW = 8
+"""Pictures that are drawn before another process has started."""
 
 _SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -46,20 +54,49 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class StyleSheet:
-    """Collects the declarations of all figures as classes: a strict policy forbids style attributes."""
+class Pictures:
+    """The figures of a page: asked for one by one, drawn together at the end, by as many processes as there are cores."""
 
     def __init__(self) -> None:
-        self._classes: dict[str, str] = {}
+        self._asked: list[Picture] = []
+        self._styles: dict[str, str] = {}
 
-    def class_for(self, declarations: str) -> str:
-        kept = [part.strip() for part in declarations.split(";") if part.strip()]
-        kept = [_themed(part) for part in kept if not part.startswith("font-family")]
-        return self._classes.setdefault("; ".join(kept), f"f{len(self._classes)}")
+    def add(self, draw: Callable[[Any], Figure], shown: Any) -> Picture:
+        """A picture that is empty until `draw()`; `shown`: data with a `name`, unique in the page, and a `summary` for screen readers."""
+        self._asked.append(picture := Picture(draw, shown))
+        return picture
+
+    def draw(self) -> None:
+        import matplotlib.figure  # noqa: F401  # here, so that the processes forked off have it
+
+        workers = min(len(os.sched_getaffinity(0)), len(self._asked) // FEW)
+        with contextlib.ExitStack() as held:
+            if workers > 1:
+                context = multiprocessing.get_context("fork")
+                pool = held.enter_context(ProcessPoolExecutor(workers, context))
+                drawn = pool.map(_drawn, self._asked, chunksize=4)
+            else:
+                drawn = map(_drawn, self._asked)
+            for picture, (svg, styles) in zip(self._asked, drawn, strict=True):
+                picture.svg = svg
+                self._styles |= styles
 
     @property
-    def text(self) -> str:
-        return "\n".join(f".{name} {{ {declarations} }}" for declarations, name in self._classes.items())
+    def styles(self) -> str:
+        """What their classes declare: a strict policy forbids style attributes."""
+        return "\n".join(f".{name} {{ {declarations} }}" for name, declarations in self._styles.items())
+
+
+@dataclass
+class Picture:
+    """One figure as `<svg role=img>`, once it is drawn."""
+
+    draw: Callable[[Any], Figure]
+    shown: Any
+    svg: str = ""
+
+    def __html__(self) -> str:
+        return self.svg
 
 
 def _themed(part: str) -> str:
@@ -72,20 +109,30 @@ def _themed(part: str) -> str:
     return part
 
 
-def inline(draw: Callable[[], Figure], name: str, summary: str, sheet: StyleSheet) -> Markup:
-    """The drawn figure as one `<svg role=img>`; `name` is unique in the page, `summary` is read by screen readers."""
+def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
+    """A picture as SVG, and what the classes in it declare."""
     import matplotlib
-    from markupsafe import Markup
 
-    buffer = io.BytesIO()
+    buffer, name = io.BytesIO(), picture.shown.name
     settings: Any = _SETTINGS | {"svg.hashsalt": name}
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
         warnings.simplefilter("ignore", UserWarning)  # glyphs that the measuring font lacks; the reader's browser has its own
-        draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return Markup(_cleaned(buffer.getvalue(), name, summary, sheet))
+        figure = picture.draw(picture.shown)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    styles: dict[str, str] = {}
+    return _cleaned(buffer.getvalue(), name, picture.shown.summary, styles), styles
 
 
-def _cleaned(source: bytes, name: str, summary: str, sheet: StyleSheet) -> str:
+def _class_for(declarations: str, styles: dict[str, str]) -> str:
+    """The class of these declarations, the same in every picture."""
+    kept = [part.strip() for part in declarations.split(";") if part.strip()]
+    said = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
+    name = f"f{hashlib.blake2s(said.encode(), digest_size=4).hexdigest()}"
+    styles[name] = said
+    return name
+
+
+def _cleaned(source: bytes, name: str, summary: str, styles: dict[str, str]) -> str:
     from xml.etree import ElementTree
 
     root = ElementTree.fromstring(source)
@@ -94,18 +141,18 @@ def _cleaned(source: bytes, name: str, summary: str, sheet: StyleSheet) -> str:
             if child.tag.endswith(("}metadata", "}style")):
                 parent.remove(child)
     for element in root.iter():
-        _clean(element, name, sheet)
+        _clean(element, name, styles)
     root.attrib = {"viewBox": root.attrib["viewBox"], "class": "chart", "role": "img", "aria-label": summary}
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _clean(element: Element, name: str, sheet: StyleSheet) -> None:
+def _clean(element: Element, name: str, styles: dict[str, str]) -> None:
     element.tag = element.tag.rpartition("}")[2]
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if style := attributes.pop("style", None):
-        attributes["class"] = sheet.class_for(style.replace("url(#", f"url(#{name}-"))
+        attributes["class"] = _class_for(style.replace("url(#", f"url(#{name}-"), styles)
     elif attributes.get("fill") in _THEME:  # the ground of a hatching
-        attributes["class"] = sheet.class_for(f"fill: {attributes.pop('fill')}")
+        attributes["class"] = _class_for(f"fill: {attributes.pop('fill')}", styles)
     if element.tag == "g":
         attributes.pop("id", None)
     for key, value in attributes.items():

@@ -36,11 +36,6 @@ class Td:
     kind: str = "number"
     tip: str = ""
 
-    @property
-    def sort(self) -> str:
-        first = self.parts[0]
-        return first.value if first.field else first.text
-
 
 @dataclass(frozen=True)
 class Flag:
@@ -89,7 +84,7 @@ def flags(row: Row) -> tuple[Flag, ...]:
     if not missing(row["trend"]) and row["trend"] != 0:
         found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
     if row["trials"] == 1 and row["status"] == "ok":
-        found.append(Flag("1 trial: no interval", "one launch says nothing about the spread between launches"))
+        found.append(Flag("1 trial: no interval", ""))
     if row["expected"] and row["status"] == "diverged":
         found.append(Flag("expected to diverge", "the matrix says so: no failure"))
     return tuple(found)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from harness.summary import cells as summarise
 from reports import compared, curves, data, explained, facts, figures, groups, largest, states, systems, table, traffic
 from reports.groups import Group, Row, Verdict
 from reports.largest import Largest
+from reports.ran import ran
 from reports.states import Buffers
-from reports.svg import StyleSheet, inline
+from reports.svg import Picture, Pictures
 from reports.systems import Missing, Overview
 from reports.text import plural
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from matplotlib.figure import Figure
 
     from harness.store import Results
@@ -30,7 +28,7 @@ class Panel:
     """A picture with its heading, its legend in words and, for a numbered front, the names of the numbers."""
 
     title: str
-    picture: Markup
+    picture: Picture
     notes: tuple[str, ...] = ()
     numbered: tuple[data.Point, ...] = ()
     unit: str = ""
@@ -114,16 +112,8 @@ class View:
 
 def make_view(results: Results) -> View:
     """Everything the page of one run shows; ValueError where there is not exactly one run."""
-    if len(results.runs) != 1:
-        raise ValueError(f"a report is of one run, not of {len(results.runs)}")
-    run = groups.records(results.runs)[0]
-    trials = largest.verified(results.trials) if largest.is_search(run) else results.trials
-    frame = summarise(trials)
-    if not frame.empty:
-        lowest = trials.groupby("cell_id")["peak_memory_bytes"].min()
-        frame["peak_memory_bytes_low"] = frame["cell_id"].map(lowest)
-    cells = [] if frame.empty else groups.records(frame)
-    found = groups.find_groups(frame)
+    one = ran(results)
+    run, trials, cells, found = one.run, one.trials, list(one.cells), list(one.groups)
     view = View(run, facts.hardware(run), facts.environment(run), _counts(cells, found), facts.measured(cells))
     view.failures = facts.failures(cells, trials)
     view.tolerances = facts.tolerances(cells)
@@ -170,11 +160,10 @@ def _verdicts(view: View, found: list[Group]) -> None:
 
 
 def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequence[Row]) -> None:
-    sheet = StyleSheet()
+    pictures = Pictures()
 
     def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
-        picture = inline(partial(draw, shown), shown.name, shown.summary, sheet)
-        return Panel(title or shown.title, picture, getattr(shown, "notes", ()), **more)
+        return Panel(title or shown.title, pictures.add(draw, shown), getattr(shown, "notes", ()), **more)
 
     comparable = [group for group in found if len(group.rows) > 1][:MOST_PANELS]
     for index, group in enumerate(comparable):
@@ -207,4 +196,5 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequen
         view.variants.append(Compared(one.title, panel(one.stacks, figures.stacks) if one.stacks else None, one.grid))
     if view.largest:
         view.largest_panel = panel(view.largest.bars, figures.bars)
-    view.figure_styles = sheet.text
+    pictures.draw()
+    view.figure_styles = pictures.styles

@@ -21,7 +21,7 @@ there() { case $1 in
   esac; }
 missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
 need=(git g++ make python3-dev)
-like=(libaio-dev openmpi-bin libopenmpi-dev) # DeepSpeed's offload to disk; Horovod over MPI, Adasum
+like=(libaio-dev openmpi-bin libopenmpi-dev chromium) # DeepSpeed's offload to disk; Horovod over MPI, Adasum; tests of the report
 mapfile -t lack < <(missing "${need[@]}" "${like[@]}")
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   say "installing Debian's packages ${lack[*]}"

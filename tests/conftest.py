@@ -90,6 +90,7 @@ def leaks_nothing() -> Iterator[None]:
     variables = {k: v for k, v in os.environ.items() if k not in _VOLATILE}
     files, shared = set(ROOT.iterdir()), _shared_memory()
     threads = set(threading.enumerate())
+    there = {p.pid for p in psutil.Process().children(recursive=True)}  # a browser that serves several tests
     folder = Path.cwd()
     yield
     assert Path.cwd() == folder
@@ -99,7 +100,7 @@ def leaks_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 3
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
-        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in _helpers() and _runs(p)]
+        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in there | _helpers() and _runs(p)]
         if not left and not processes:
             return
         if time.monotonic() > deadline:

@@ -143,13 +143,14 @@ class Drawing:
 
 def ranking(out: Console, table: pd.DataFrame) -> None:
     """The cells by throughput, per workload; what was not ranked below, with the reason."""
-    from harness.summary import indistinguishable, systems
+    from harness.summary import alike, systems
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
         shown = Table(title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)", title_justify="left")
         for column in ("", "strategy", "devices", "precision", "samples/s", "95 %", "peak MiB/rank", "parity", "loss deviation"):
             shown.add_column(column, justify="left" if column in ("strategy", "precision", "parity", "") else "right")
-        for same, row in zip(indistinguishable(group), group.to_dict("records"), strict=True):
+        rows = group.to_dict("records")
+        for same, row in zip(alike(rows), rows, strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
             marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
             shown.add_row(

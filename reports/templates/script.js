@@ -12,7 +12,7 @@ function compare(a, b, sign) {
 
 function key(row, column) {
   const cell = row.cells[column];
-  return cell.dataset.sort ?? cell.textContent.trim();
+  return cell.dataset.value ?? cell.firstElementChild?.dataset.value ?? cell.textContent.trim();
 }
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -65,6 +65,72 @@ if (all) {
       filter();
     }
   });
+}
+
+// Cells side by side: those that are ticked, as columns, with the first one's throughput and memory as the measure.
+const chosen = document.getElementById("chosen");
+if (all && chosen) {
+  const boxes = [...all.tBodies[0].rows].map((row) => {
+    const box = document.createElement("input");
+    box.type = "checkbox";
+    box.setAttribute("aria-label", `compare ${row.cells[0].textContent}`);
+    row.cells[0].prepend(box, " ");
+    box.addEventListener("change", draw);
+    return [box, row];
+  });
+  const heads = [...all.tHead.rows[0].cells].map((head) => head.textContent.trim());
+
+  function add(row, tag, content, scope) {
+    const cell = document.createElement(tag);
+    cell.textContent = content;
+    if (scope) cell.scope = scope;
+    row.append(cell);
+  }
+
+  function value(row, field) {
+    const found = row.querySelector(`[data-field="${field}"]`);
+    return found && found.dataset.value !== "" ? Number(found.dataset.value) : NaN;
+  }
+
+  function draw() {
+    const rows = boxes.filter(([box]) => box.checked).map(([, row]) => row);
+    chosen.hidden = rows.length < 2;
+    chosen.replaceChildren();
+    if (chosen.hidden) return;
+    const scroll = document.createElement("div");
+    scroll.className = "scroll";
+    scroll.tabIndex = 0;
+    scroll.setAttribute("role", "region");
+    scroll.setAttribute("aria-label", "The ticked cells side by side");
+    const table = scroll.appendChild(document.createElement("table"));
+    const top = table.createTHead().insertRow();
+    add(top, "th", "Side by side", "col");
+    rows.forEach((row) => add(top, "th", row.cells[0].textContent.trim(), "col"));
+    const body = table.createTBody();
+    for (const [field, words] of [["samples_per_second", "throughput, times the first"], ["peak_memory_bytes", "peak memory, times the first"]]) {
+      const line = body.insertRow();
+      add(line, "th", words, "row");
+      rows.forEach((row) => {
+        const ratio = value(row, field) / value(rows[0], field);
+        add(line, "td", Number.isFinite(ratio) ? ratio.toFixed(3) : "—");
+      });
+    }
+    heads.forEach((head, column) => {
+      const texts = rows.map((row) => row.cells[column].textContent.trim());
+      if (column && texts.some((one) => one !== texts[0] || one !== "—")) {
+        const line = body.insertRow();
+        add(line, "th", head, "row");
+        texts.forEach((one) => add(line, "td", one));
+      }
+    });
+    const clear = document.createElement("button");
+    clear.textContent = "untick all";
+    clear.addEventListener("click", () => { boxes.forEach(([box]) => { box.checked = false; }); draw(); });
+    const note = document.createElement("p");
+    note.className = "small";
+    note.append("Ratios of the medians; whether two can be told apart is said in the column Place, and by bench compare. ", clear);
+    chosen.append(scroll, note);
+  }
 }
 
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => (one.open = true)));

@@ -26,10 +26,10 @@ def launcher(plugin: object) -> Launcher:
     )
 
 
-def step_seconds(launcher: Launcher, one: Cell) -> float:
+def step_seconds(launcher: Launcher, one: Cell, heard: Callable[[int, float], None] | None = None) -> float:
     """Median step time of a launch, the slowest rank's at each step."""
     workload = make_workload(one.workload)
-    outcome = launcher.run(one, prepare_data(one.data, workload, one.sequence_length), admit(one, workload)[1].processes)
+    outcome = launcher.run(one, prepare_data(one.data, workload, one.sequence_length), admit(one, workload)[1].processes, on_progress=heard)
     assert outcome.status == "ok", outcome.reason
     return percentile(slowest([[s["step_seconds"] for s in a["steps"] if s["phase"] == "timed"] for a in outcome.answers]), 0.5)
 

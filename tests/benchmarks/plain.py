@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 plain.py ddp FOLDER
 
 Each rank pins itself to a core and computes with one thread, as the suite's ranks do, and writes its step times, in seconds, to
-FOLDER/RANK.json. The model is a Llama of 0.9 million parameters, the batch 8 samples of 64 tokens, the optimizer AdamW.
+FOLDER/RANK.json. Where there is a file FOLDER/wait it first says that it is ready, in FOLDER/RANK.pid, and waits until that file
+is gone. The model is a Llama of 0.9 million parameters, the batch 8 samples of 64 tokens, the optimizer AdamW.
 """
 
 import json
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BATCH, TOKENS, MICRO_BATCHES = 8, 64, 4
-WARM_UP, STEPS = 5, 40
+WARM_UP, STEPS = 5, 100
 strategy, folder = sys.argv[1], Path(sys.argv[2])
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 text = np.random.default_rng(0).integers(0, 256, 2_000_000).astype(np.uint16)
@@ -183,6 +184,8 @@ def accelerate():
 def main():
     global rank, world
     os.environ["DS_ACCELERATOR"] = "cpu"
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0")))
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[local_rank]})  # before the library starts threads of its own
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if strategy == "horovod":
         import horovod.torch as hvd
@@ -191,12 +194,15 @@ def main():
         rank, world = hvd.rank(), hvd.size()
     elif strategy not in ("single", "accelerate"):
         dist.init_process_group("gloo")
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
     step = {"zero2": lambda: zero(2), "zero3": lambda: zero(3)}.get(strategy) or globals()[strategy]
     step = step()
     whole = strategy in ("pipeline", "tensor", "single")
     rows = slice(None) if whole else slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    if (folder / "wait").exists():
+        (folder / f"{rank}.pid").write_text(str(os.getpid()))
+        while (folder / "wait").exists():
+            time.sleep(0.01)
     times = []
     for index in range(WARM_UP + STEPS):
         begin = time.perf_counter()

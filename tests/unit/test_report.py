@@ -414,7 +414,7 @@ def test_deviation_and_shortened() -> None:
 def test_figure_data_by_hand(results: Results) -> None:
     frame = summarise(results.trials)
     frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
-    group = headline(find_groups(frame))
+    group = headline(find_groups(records(frame)))
     assert group is not None
     assert [row["label"] for row in group.rows] == ["fast", "near", "small(micro_batches=4)", "once"]
     assert [row["label"] for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
@@ -497,7 +497,7 @@ def test_systems_that_are_not_on_this_host_come_first(more: Results, more_page: 
 def test_overview_of_systems(more: Results) -> None:
     frame = summarise(more.trials)
     frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
-    groups = find_groups(frame)
+    groups = find_groups(records(frame))
     wrapped, rare, disks, adapters = overview(systems(records(frame)), groups, headline(groups))
     assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (2, 2, "all ran", "2 exact")
     assert wrapped.best is not None

@@ -20,7 +20,7 @@ from harness.record import left_out_row
 from harness.runner import Runner
 from harness.schema import TABLES, VERSION, arrow_schema
 from harness.store import Store, TrialKey, load
-from harness.summary import cells, indistinguishable, too_wide
+from harness.summary import alike, cells, too_wide
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -204,7 +204,7 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
     assert list(table["ranked"]) == [True, True, False]
     assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
     assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
-    assert indistinguishable(table.iloc[:2]) == [False, True], "two rounds say nothing"
+    assert alike(table.iloc[:2].to_dict("records")) == [False, True], "two rounds say nothing"
 
 
 class Recorder:

@@ -1,0 +1,183 @@
+"""The report of a real full run as its reader has it: in a browser."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+
+from harness.store import Results
+from harness.summary import cells
+from reports import write_report
+from tests.browser.conftest import Watched
+
+Open = Callable[..., Watched]
+
+
+@pytest.fixture(scope="module")
+def file(reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(reference, tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture
+def opened(browser: Browser, file: Path) -> Iterator[Open]:
+    contexts = []
+
+    def open_(width: int = 1280, height: int = 900, path: Path = file, **more: str) -> Watched:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **more))  # type: ignore[arg-type]
+        return Watched(contexts[-1], path)
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+def shown(page: Page) -> list[str]:
+    return page.eval_on_selector_all("#all tbody tr:not([hidden])", "rows => rows.map(row => row.id)")
+
+
+def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
+    one = opened()
+    one.page.wait_for_timeout(200)
+    assert one.said == []
+    assert one.requests == [file.as_uri()]
+
+
+def test_sorting(opened: Open, reference: Results) -> None:
+    page = opened().page
+    head = page.locator("#all thead th", has_text="Throughput").first
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    column = head.evaluate("head => head.cellIndex")
+    for expected in (sorted, lambda values: sorted(values, reverse=True)):
+        keys = page.eval_on_selector_all("#all tbody tr", f"rows => rows.map(row => key(row, {column}))")
+        known = [float(key) for key in keys if key not in ("", "—")]
+        assert known == expected(known)
+        assert all(key in ("", "—") for key in keys[len(known) :]), "what is unknown stays at the end"
+        head.get_by_role("button").click()
+    assert len(known) == cells(reference.trials)["samples_per_second"].notna().sum()
+
+
+def test_sorting_by_keyboard(opened: Open) -> None:
+    page = opened().page
+    button = page.locator("#all thead th button").nth(1)
+    button.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#all thead th").nth(1).get_attribute("aria-sort") == "ascending"
+
+
+def test_search_and_filters(opened: Open, reference: Results) -> None:
+    page, table = opened().page, cells(reference.trials)
+    assert len(shown(page)) == len(table)
+    page.get_by_label("Search").fill("deepspeed zero")
+    page.get_by_label("Search").fill("fsdp2")
+    found = {f"cell-{cell}" for cell in table[table["label"].str.contains("fsdp2")]["cell_id"]}
+    assert found <= set(shown(page))
+    page.locator("select[data-filter=devices]").select_option("2")
+    devices = table.set_index("cell_id")["devices"].to_dict()
+    assert {devices[row.removeprefix("cell-")] for row in shown(page)} == {2}
+    assert page.locator("#shown").inner_text() == f"{len(shown(page))} of {len(table)} cells"
+
+
+def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(opened: Open, file: Path) -> None:
+    page = opened().page
+    link = page.locator("#ranking ~ * a[href^='#cell-'], section[aria-labelledby=verdict] a[href^='#cell-']").first
+    target = link.get_attribute("href")
+    page.get_by_label("Search").fill("nothing has this name")
+    assert shown(page) == []
+    link.click()
+    row = page.locator(f"{target}")
+    assert row.is_visible()
+    assert page.url.endswith(str(target))
+    box = row.bounding_box()
+    assert box is not None
+    assert 0 <= box["y"] < 900
+    page.goto(f"{file.as_uri()}{target}")
+    assert page.locator(f"{target}").is_visible()
+
+
+def test_cells_side_by_side(opened: Open, reference: Results) -> None:
+    page, table = opened().page, cells(reference.trials)
+    best = table[table["ranked"]].iloc[:2]
+    for cell in best["cell_id"]:
+        page.locator(f"#cell-{cell} input").check()
+    side = page.get_by_label("The ticked cells side by side")
+    lines = side.locator("tbody tr")
+    ticked = page.eval_on_selector_all("#all tbody tr:has(input:checked)", "rows => rows.map(row => row.id)")
+    rate = table.set_index("cell_id")["samples_per_second"]
+    values = [rate[row.removeprefix("cell-")] for row in ticked]
+    assert lines.nth(0).locator("td").all_inner_texts() == ["1.000", f"{values[1] / values[0]:.3f}"]
+    page.get_by_role("button", name="untick all").click()
+    assert side.count() == 0
+
+
+def test_dark_and_light(opened: Open) -> None:
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page = opened(color_scheme=scheme).page
+        grounds[scheme] = page.evaluate(
+            "() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color].map("
+            "c => c.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0))"
+        )
+    ground, ink = grounds["light"]
+    assert ground > 600
+    assert ink < 200
+    ground, ink = grounds["dark"]
+    assert ground < 120
+    assert ink > 600
+
+
+@pytest.mark.parametrize("width", [375, 768, 1280])
+def test_no_sideways_scroll(opened: Open, width: int) -> None:
+    page = opened(width=width, height=800).page
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 375)])
+def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> None:
+    page = opened(width=width, color_scheme=scheme).page
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    serious = [(one["id"], one["impact"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == []
+
+
+def test_print(opened: Open) -> None:
+    page = opened().page
+    page.emulate_media(media="print")
+    for hidden in (".filters", "nav", "#all input"):
+        assert not page.locator(hidden).first.is_visible()
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 1280
+    pages = page.pdf(prefer_css_page_size=True).count(b"/Type /Page\n")
+    assert 5 < pages < 120
+
+
+def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results) -> None:
+    """As the browser has them, of the whole table: in full precision, and as text within its rounding."""
+    page, table = opened().page, cells(reference.trials).set_index("cell_id")
+    said = page.eval_on_selector_all(
+        "#all tbody tr",
+        "rows => rows.map(row => [row.id.slice(5), [...row.querySelectorAll('[data-field]')]"
+        ".map(s => [s.dataset.field, s.dataset.value])])",
+    )
+    checked = 0
+    for cell, fields in said:
+        for field, value in fields:
+            if field in table.columns and isinstance(table.loc[cell, field], float) and value:
+                assert float(value) == table.loc[cell, field], (cell, field)
+                checked += 1
+    assert checked > 10 * table["ranked"].sum()
+
+
+def test_a_filter_answers_within_200_ms(opened: Open) -> None:
+    page = opened().page
+    took = []
+    for word in ("ddp", "fsdp2", "", "zero"):
+        began = time.perf_counter()
+        page.get_by_label("Search").fill(word)
+        page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[1] < 0.2 * 5, "five times what is wanted, on a busy machine"
