@@ -13,7 +13,7 @@ from harness.cell import Cell
 from harness.environment import environment, gpus
 from harness.explained import explain_cell
 from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, reference_key, reference_of, verdict_of
-from harness.launch import Launcher
+from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
 from harness.measure.load import idle_share
@@ -48,7 +48,7 @@ class Runner:
 
     store: Store
     plan: Plan
-    launcher: Callable[[Sequence[str]], Launcher] = Launcher
+    launcher: Callable[[Sequence[str]], Launches] = Launcher
     now: Callable[[], float] = time.monotonic
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Runner:
         return [(position + i, cell, TrialKey(cell.id, trial, 1)) for i, cell in enumerate(self.plan.shuffled(cells, trial))]
 
     def _trials(
-        self, launcher: Launcher, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
+        self, launcher: Launches, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
     ) -> bool:
         """Runs these trials in order; False if it was interrupted."""
         for position, cell, key in todo:
@@ -157,12 +157,12 @@ class Runner:
                 return False
         return True
 
-    def start(self, cells: Sequence[Cell]) -> Launcher:
+    def start(self, cells: Sequence[Cell]) -> Launches:
         """A launcher whose fork server holds what these cells need."""
         return self.launcher(packages(cells))
 
     def one(
-        self, launcher: Launcher, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
+        self, launcher: Launches, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
         workload = make_workload(cell.workload)
@@ -213,7 +213,7 @@ class Runner:
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
         return row
 
-    def _references(self, launcher: Launcher, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
+    def _references(self, launcher: Launches, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
         for cell in [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]:

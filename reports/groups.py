@@ -14,7 +14,18 @@ from reports.text import MIB, missing, number, percent, plural
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTING = ["workload", "data", "sequence_length", "device", "devices", "precision", "global_batch", "optimizer", "threads_per_device"]
+SETTING = [
+    "workload",
+    "data",
+    "sequence_length",
+    "device",
+    "devices",
+    "nodes",
+    "precision",
+    "global_batch",
+    "optimizer",
+    "threads_per_device",
+]
 STAND_IN, OVERSUBSCRIBED = "†", "‡"
 
 Row = dict[str, Any]

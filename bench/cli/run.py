@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from harness.launch import Launches
     from harness.plan import Plan
     from harness.store import Store
+
+AGENTS_SECONDS = 120.0
+"""How long a run waits for the agents of its nodes before it begins without some of them."""
 
 
 def run(
@@ -29,6 +36,11 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="At the end, one more launch of each cell: where time and memory go.")] = False,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of this run, each with an agent (see docs/cluster.md).")] = 1,
+    meeting: Annotated[
+        Path | None, typer.Option("--meeting", help="File, in a folder that all nodes share, in which agents find this run.")
+    ] = None,
+    interface: Annotated[str, typer.Option("--interface", help="Network interface that reaches all nodes.")] = "",
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
 ) -> None:
@@ -41,19 +53,21 @@ def run(
 
     store = Store(results)
     store.require_writable()
+    if nodes > 1 and not meeting:
+        raise Mistake("--nodes needs --meeting FILE, where the agents of the nodes find this run; python -m bench submit sees to both")
     if resume:
         if only or skip or settings or trials or precision:
             raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set, --trials and --precision out")
         plan = resumable(store, matrix or None)
     elif matrix:
-        plan = _plan(matrix, only or [], skip or [], settings or [], trials)
+        plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes)
         if precision:
             plan = dataclasses.replace(plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget))
     else:
         raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
 
-    runner = Runner(store, plan)
     console = show.console(quiet=json_output)
+    runner = Runner(store, plan)
     seconds = show.plan(console, store, plan, runner.open_trials())
     if dry_run:
         if json_output:
@@ -61,9 +75,33 @@ def run(
         return
     if not resume:
         runner.begin()
-    with show.stop_signals(), show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing:
+    with (
+        show.stop_signals(),
+        _agents(nodes, meeting, interface, console.print) as launcher,
+        show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing,
+    ):
+        runner.launcher = launcher
         finished = runner.run(drawing) and (not explain or runner.explain(drawing))
     raise typer.Exit(_end(store, plan, finished, report, json_output))
+
+
+@contextlib.contextmanager
+def _agents(count: int, meeting: Path | None, interface: str, say: Callable[[str], None]) -> Iterator[Callable[[Sequence[str]], Launches]]:
+    """The launcher of a run on one node, or over the agents of several, who come while the run begins."""
+    from harness.launch import Launcher
+    from harness.nodes.head import Nodes, NodesLauncher
+
+    if meeting is None:
+        yield Launcher
+        return
+    nodes = Nodes(count, meeting, interface or None)
+    try:
+        there = nodes.ready(count, AGENTS_SECONDS)
+        nodes.check()
+        say(f"nodes: {', '.join(node.name for node in there)}" + ("" if len(there) == count else f"; {nodes.lacking(count)}"))
+        yield functools.partial(NodesLauncher, nodes)
+    finally:
+        nodes.close()
 
 
 def _share(text: str) -> float:
@@ -84,12 +122,12 @@ def _seconds(text: str) -> float:
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
-def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None) -> Plan:
+def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int) -> Plan:
     from bench.matrix import Host, expand, parse_changes, read_matrix
     from harness.plan import Plan
 
     read = read_matrix(matrix)
-    expanded = expand(read, Host.here(), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
+    expanded = expand(read, Host.here(nodes), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
     return Plan.new(matrix, expanded.cells, trials or read.trials, expanded.left_out)
 
 

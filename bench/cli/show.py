@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]]) -> dict[str, float]:
     """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id."""
-    from harness.launch import allowed_cores, oversubscribed
+    from harness.cores import allowed_cores, oversubscribed
     from harness.plan import expected_seconds
 
     seconds = expected_seconds(store, planned.cells, len(allowed_cores()))
@@ -53,6 +53,7 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
     table.add_column("expected", justify="right")
     for cell in planned.cells:
         devices = f"{cell.devices}{' (more than cores)' if cell.device == 'cpu' and oversubscribed(cell) else ''}"
+        devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
         each = f"{planned.trials} x {seconds[cell.id]:.1f} s"
         table.add_row(escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each)
