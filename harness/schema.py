@@ -69,7 +69,11 @@ TRIALS = (
     ("devices", "int32", "number of devices"),
     ("nodes", "int32?", "number of nodes that the devices are on"),
     ("node_names", "list<string>", "of a cell on several nodes, in the order of its ranks"),
-    ("node_facts", "string?", "JSON: hardware, address, interface, nominal link rate, switches, NUMA and GPU topology of each of these"),
+    (
+        "node_facts",
+        "string?",
+        "JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU topology of each of these",
+    ),
     ("device", "string", "cpu or cuda"),
     ("processes", "int32?", "number of ranks"),
     ("data_parallel", "int32?", ""),

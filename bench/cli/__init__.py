@@ -15,6 +15,8 @@ from bench.cli.maxsize import maxsize
 from bench.cli.profile import profile
 from bench.cli.report import report
 from bench.cli.run import run
+from bench.cli.status import status
+from bench.cli.submit import submit
 from harness.errors import Mistake
 
 app = typer.Typer(
@@ -35,6 +37,8 @@ app.command("export")(export)
 app.command("profile")(profile)
 app.command("compare")(compare)
 app.command("history")(history)
+app.command("submit")(submit)
+app.command("status")(status)
 
 
 def main() -> None:

@@ -67,9 +67,10 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted."""
+    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted. A second one does not disturb that."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -153,10 +154,11 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
         for same, row in zip(indistinguishable(group), group.to_dict("records"), strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
             marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
+            on = f" on {row['nodes']} nodes" if row["nodes"] > 1 else ""
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,
-                f"{row['devices']}{' weak' if row['regime'] == 'weak' else ''}",
+                f"{row['devices']}{on}{' weak' if row['regime'] == 'weak' else ''}",
                 row["precision"],
                 f"{row['samples_per_second']:.1f}",
                 f"± {half:.1f}" if half is not None else "1 trial",

@@ -46,6 +46,8 @@ class Agent:
 
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)
+            elif word == "ping":
+                self.line.send("pong", len(what))
             elif word == "run":
                 self._run(what)
 

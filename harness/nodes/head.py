@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,23 @@ class Node:
     @property
     def name(self) -> str:
         return str(self.facts["name"])
+
+
+PINGS, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
+
+
+def measured_link(line: Line, now: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Median round trip of an empty message, and the rate of a large one, its round trip left out, best of three."""
+
+    def took(payload: bytes) -> float:
+        begin = now()
+        line.send("ping", payload)
+        line.receive()
+        return now() - begin
+
+    round_trip = statistics.median(took(b"") for _ in range(PINGS))
+    seconds = min(took(bytes(MESSAGE_BYTES)) for _ in range(MESSAGES))
+    return {"round_trip_seconds": round_trip, "bits_per_second_from_head": 8 * MESSAGE_BYTES / max(seconds - round_trip, 1e-9)}
 
 
 class Nodes:
@@ -133,6 +151,14 @@ class Nodes:
         machines = {node.facts["machine"] for node in nodes}
         if loopback and len(machines) > 1:
             raise Mistake(f"node {loopback[0]} reaches the head over loopback, others do not; name the network interface of the nodes")
+
+    def measure(self) -> None:
+        """Adds to each node's facts how the head reaches it, over one TCP connection."""
+        for node in list(self.there.values()):
+            try:
+                node.facts |= measured_link(node.line)
+            except (EOFError, OSError):
+                self.lose(node, "its agent is gone")
 
     def close(self) -> None:
         """All agents go."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 OTHERS_SECONDS = 3.0
 """How long the other nodes may take to say what a failure on one of them did to them, before their ranks are killed."""
+END_SECONDS = 2.0
+"""Where agents go because the whole job is ended, the head is told within this time, and the trial is interrupted, not failed."""
 ANSWER_SECONDS = 15.0
 """How long a node may take to answer when its ranks are killed, or past the time limit; then it is lost."""
 
@@ -40,6 +42,8 @@ class Trial:
         try:
             if self._start():
                 self._gather(self.cell.time_limit_seconds + ANSWER_SECONDS)
+            if self.lost:
+                time.sleep(END_SECONDS)
         except KeyboardInterrupt:
             interrupted = True
         while self.open:

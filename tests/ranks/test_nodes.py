@@ -49,6 +49,15 @@ class Cluster:
         self.agents[number] = agent = subprocess.Popen(["taskset", "-c", str(core), sys.executable, "-m", *words])
         self.local.spare(agent.pid)
 
+    def begin_anew(self, number: int) -> None:
+        """An agent in place of one that was lost; its first trial ends well."""
+        self.start(number)
+        deadline = time.monotonic() + 60
+        while len(self.nodes.there) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.launcher.patience_seconds = 30.0
+        assert self.run(cell("ddp", nodes=2)).status == "ok"
+
     def ranks(self) -> list[psutil.Process]:
         """What runs below the agents' fork servers."""
         agents = [psutil.Process(agent.pid) for agent in self.agents.values() if agent.poll() is None]
@@ -166,17 +175,34 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
     outcome = cluster.run(cell("ddp", nodes=2))
     assert (outcome.status, outcome.reason[:41]) == ("unavailable", "needs 2 nodes, 1 of 2 is there (n2: its a")
 
-    cluster.launcher.patience_seconds = 60.0
-    cluster.start(1)
-    assert cluster.nodes.ready(1, 60)
-    while len(cluster.nodes.there) < 2:
-        time.sleep(0.1)
-    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+    cluster.begin_anew(1)
+
+
+def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit, then given up."""
+    monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 2.0)
+    stalled = cluster.agents[1]
+    threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
+    one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
+    outcome = cluster.launcher.run(one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2)
+    assert outcome.status == "failed"
+    assert "node n2 was lost: did not answer" in outcome.reason
+    stalled.kill()
+    stalled.wait()
+    cluster.begin_anew(1)
 
 
 def test_cells_of_one_node_run_as_ever(run_cells: Callable[..., Results]) -> None:
     trial = run_cells(cell("ddp")).trials.iloc[0]
     assert (trial["status"], trial["nodes"], list(trial["node_names"])) == ("ok", 1, [])
+
+
+def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
+    cluster.nodes.measure()
+    for node in cluster.nodes.there.values():
+        assert 0 < node.facts["round_trip_seconds"] < 0.1
+        assert 1e8 < node.facts["bits_per_second_from_head"] < 1e13
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
 def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
