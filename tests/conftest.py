@@ -58,7 +58,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _helpers() -> set[int]:
-    """The fork server and multiprocessing's resource tracker, which serve the whole session, and those of the tests' nodes."""
+    """The fork server and multiprocessing's resource tracker, which serve the whole session, those of test nodes, SLURM's daemons."""
     words = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     found = set()
     children = psutil.Process().children()
@@ -68,7 +68,7 @@ def _helpers() -> set[int]:
             if "harness.agent" in said:  # of a node, which serves the tests of a file; its own helpers
                 found.add(child.pid)
                 children += child.children()
-            if any(word in said for word in words):
+            if any(word in said for word in words) or child.name() in ("slurmctld", "slurmd", "slurmstepd"):
                 found.add(child.pid)
         except psutil.Error:
             continue
