@@ -3,7 +3,7 @@ MATRIX ?= full
 ARGS ?=
 PY := .venv/bin/python
 
-.PHONY: help setup run smoke test lint bench screenshots
+.PHONY: help setup run smoke test test-cluster lint bench screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv
@@ -18,6 +18,9 @@ smoke: setup
 ## make test    all tests
 test: setup
 	$(PY) -m pytest $(ARGS)
+## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
+test-cluster: setup
+	$(PY) -m pytest -rs tests/cluster $(ARGS)
 ## make lint    ruff and strict mypy
 lint: setup
 	$(PY) -m ruff check .

@@ -9,7 +9,8 @@ hosts:                         # the first rule that fits the host adds to the a
 cells:                         # a list as a value stands for one cell each; several lists for all combinations
   - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
 
-`devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two.
+`devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each node of the cell.
+`nodes: many` is all nodes of the run.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Host:
     """GPUs, or CPU cores (more ranks than cores are allowed on a CPU and labelled)."""
     memory_bytes: int
     """Of one GPU, or of the host."""
+    nodes: int = 1
+    """Nodes that the run has, this host among them."""
 
     @property
     def many(self) -> int:
@@ -54,16 +57,16 @@ class Host:
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
-    def here(cls) -> Host:
+    def here(cls, nodes: int = 1) -> Host:
         import psutil
 
+        from harness.cores import allowed_cores
         from harness.environment import device_type, gpus
-        from harness.launch import allowed_cores
 
         if device_type() == "cuda":
             found = gpus()
-            return cls("cuda", len(found), found[0][1])
-        return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total)
+            return cls("cuda", len(found), found[0][1], nodes)
+        return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
 
 
 class Rule(BaseModel):
@@ -174,8 +177,10 @@ def expand(
     found: dict[str, Cell] = {}
     for index, entry in enumerate(matrix.cells):
         for axes in _combinations({**defaults, **entry, **(changes or {})}):
+            if axes.get("nodes") == "many":
+                axes["nodes"] = host.nodes
             if axes.get("devices") == "many":
-                axes["devices"] = host.many
+                axes["devices"] = host.many * (axes["nodes"] if isinstance(axes.get("nodes"), int) else 1)
             cell = _cell(axes, workloads, f"matrix {name}, cells[{index}]")
             found.setdefault(cell.id, cell)
     chosen = _choose(list(found.values()), only, skip)
@@ -248,11 +253,13 @@ def _admit_here(cell: Cell, host: Host) -> None:
     """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
     workload = make_workload(cell.workload)
     admit(cell, workload)
+    if cell.nodes > host.nodes:
+        raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
     if cell.device == "cuda":
         if host.device != "cuda":
             raise Unavailable("no GPU that this torch can use; device: cpu runs here")
-        if cell.devices > host.num_devices:
-            raise Unavailable(f"needs {cell.devices} GPUs, this host has {host.num_devices}")
+        if cell.devices // cell.nodes > host.num_devices:
+            raise Unavailable(f"needs {cell.devices // cell.nodes} GPUs on a node, this one has {host.num_devices}")
     prepare_data(cell.data, workload, cell.sequence_length)
 
 

@@ -29,6 +29,8 @@ class Cell(BaseModel):
     """Tokens per sample (ignored by image workloads)."""
     devices: int = Field(default=1, ge=1)
     """Number of devices (GPUs, or groups of CPU cores) that the strategy spreads over."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes (machines) that the devices are on, equally many on each."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -86,7 +88,8 @@ class Cell(BaseModel):
     def name(self) -> str:
         """The label with its axes: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
-        return f"{self.label} {self.workload} x{self.devices} {self.precision} batch {self.global_batch}{weak}"
+        on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch {self.global_batch}{weak}"
 
     @property
     def total_steps(self) -> int:
@@ -99,6 +102,7 @@ class Cell(BaseModel):
                 "strategy": "single",
                 "options": {},
                 "devices": 1,
+                "nodes": 1,
                 "precision": "fp32",
                 "regime": "strong",
                 "micro_batches": 1,

@@ -14,6 +14,18 @@ from typing import Any
 import psutil
 
 LIBRARIES = ("numpy", "transformers", "accelerate", "deepspeed", "fairscale", "horovod", "bitsandbytes", "peft", "pandas", "pyarrow")
+SLURM = {
+    "job": "SLURM_JOB_ID",
+    "array_task": "SLURM_ARRAY_TASK_ID",
+    "name": "SLURM_JOB_NAME",
+    "cluster": "SLURM_CLUSTER_NAME",
+    "partition": "SLURM_JOB_PARTITION",
+    "account": "SLURM_JOB_ACCOUNT",
+    "qos": "SLURM_JOB_QOS",
+    "nodes": "SLURM_JOB_NODELIST",
+    "restarts": "SLURM_RESTART_COUNT",
+}
+"""What of SLURM's variables is recorded of a job."""
 
 
 @functools.cache
@@ -81,9 +93,14 @@ def git_commit() -> str | None:
         return None
 
 
+def allocation() -> dict[str, str]:
+    """The SLURM job that this process runs in; empty outside one."""
+    return {name: value for name, variable in SLURM.items() if (value := os.environ.get(variable))}
+
+
 def environment() -> dict[str, Any]:
     """The environment's columns of a run's row."""
-    from harness.launch import allowed_cores
+    from harness.cores import allowed_cores
 
     found = gpus() if device_type() == "cuda" else ()
     return {
@@ -98,5 +115,6 @@ def environment() -> dict[str, Any]:
         "gpus": [name for name, _ in found],
         "gpu_memory_bytes": found[0][1] if found else None,
         "git_commit": git_commit(),
+        "allocation": json.dumps(found_job) if (found_job := allocation()) else None,
         "suite_version": version_of("parallelism-bench") or "0",
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.cell import Cell
 from harness.explain import explained_cell
-from harness.launch import Launcher
+from harness.launch import Launches
 from harness.measure.activations import activation_bytes
 from harness.measure.breakdown import COMPONENTS, own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
@@ -23,7 +23,7 @@ from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.facts import model_facts
 
 
-def explain_cell(launcher: Launcher, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None) -> dict[str, Any]:
+def explain_cell(launcher: Launches, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None) -> dict[str, Any]:
     """Launches a cell once more, not as a trial; returns its row. `traces`: folder for a trace of each rank."""
     workload = make_workload(cell.workload)
     strategy, layout = admit(cell, workload)

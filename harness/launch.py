@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import shutil
@@ -18,43 +19,37 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
 from harness.cell import Cell
-from harness.outcome import Outcome, ending, read_outcome
+from harness.cores import pin
+from harness.elastic import run_elastic
+from harness.outcome import Left, Outcome, ending, judge
 from harness.trial import TrialSpec, log_file, pid_file
-from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, run_rank, run_spawned
+from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, run_spawned
 from harness.workloads import DataSource
 
-_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Command = Callable[[Path], "list[str] | None"]
 
 
-def allowed_cores() -> list[int]:
-    """The CPU cores this process may use, one hardware thread per core first."""
-    allowed = sorted(os.sched_getaffinity(0))
-    first: list[int] = []
-    rest: list[int] = []
-    seen: set[str] = set()
-    for core in allowed:
-        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        siblings = path.read_text().strip() if path.exists() else str(core)
-        (rest if siblings in seen else first).append(core)
-        seen.add(siblings)
-    return first + rest
+class Launches(Protocol):
+    """What a runner needs of a launcher."""
 
-
-def pin(cell: Cell, processes: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each process: its devices' own (a server has one's), round and round where there are more than cores."""
-    cores = allowed_cores()
-    per_process = cell.threads_per_device * max(1, cell.devices // processes)
-    return tuple(tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)})) for p in range(processes))
-
-
-def oversubscribed(cell: Cell, processes: int = 0) -> bool:
-    """Whether its devices, or its processes where servers make them more, have more threads than there are cores."""
-    return cell.threads_per_device * max(cell.devices, processes) > len(allowed_cores())
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        command: Command = ...,
+        on_progress: Callable[[int, float], None] | None = None,
+        **more: Any,
+    ) -> Outcome: ...
 
 
 class Launcher:
@@ -89,122 +84,90 @@ class Launcher:
         data: DataSource,
         processes: int,
         *,
-        reference: str | None = None,
-        reference_output: str | None = None,
-        max_restarts: int = 0,
-        command: Callable[[Path], list[str] | None] = lambda scratch: None,
+        command: Command = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
-        explain: bool = False,
-        traces: str | None = None,
+        **more: Any,
     ) -> Outcome:
         """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`.
 
-        `command`: the strategy's own command line for a folder, see `Strategy.command`.
+        `command`: the strategy's own command line for a folder, see `Strategy.command`. `more`: further fields of TrialSpec.
         """
-        scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
         started_at, begin = time.time(), time.perf_counter()
+        spec = TrialSpec(cell, data, processes, interface="lo", **more)
+        left, by = self.run_ranks(spec, command=command, on_progress=on_progress)
+        return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **judge(cell, processes, left))
+
+    def run_ranks(
+        self,
+        spec: TrialSpec,
+        *,
+        command: Command = lambda scratch: None,
+        on_progress: Callable[[int, float], None] | None = None,
+        store: Store | None = None,
+        stop: threading.Event | None = None,
+    ) -> tuple[Left, str]:
+        """Runs this node's ranks of a trial; returns what they left, and who started them.
+
+        `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the ranks once it is set.
+        """
+        cell = spec.cell
+        scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
+        left, by = Left(), str(cell.launcher)
         try:
-            with _listen(scratch, on_progress) as progress, _Deadline(scratch, processes, cell.time_limit_seconds, self._kill) as deadline:
+            kill = functools.partial(self._kill, scratch, spec.ranks)
+            with (
+                _listen(scratch, on_progress) as progress,
+                Deadline(scratch, spec.ranks, cell.time_limit_seconds, kill) as deadline,
+                _stopped(stop, kill),
+            ):
                 own = command(Path(scratch))
-                parent = 0 if own else os.getpid() if cell.launcher == "spawn" else self._fork_server
-                spec = TrialSpec(
-                    cell=cell,
+                spec = dataclasses.replace(
+                    spec,
                     scratch=scratch,
-                    data=data,
-                    processes=processes,
-                    cores=pin(cell, processes),
-                    reference=reference,
-                    reference_output=reference_output,
+                    cores=pin(cell, spec),
                     progress=progress,
-                    parent=parent,
-                    interface="lo",
-                    explain=explain,
-                    traces=traces,
+                    parent=0 if own else os.getpid() if cell.launcher == "spawn" else self._fork_server,
                 )
-                interrupted, exit_codes, ended = False, {}, ""
                 try:
                     if own:
-                        ended = ending(_run_command(own, spec), by=Path(own[0]).name)
+                        by = Path(own[0]).name
+                        left.ended = ending(_run_command(own, spec), by=by)
                     else:
-                        exit_codes = _spawn(spec) if cell.launcher == "spawn" else _elastic(spec, max_restarts)
+                        left.exit_codes = _spawn(spec) if cell.launcher == "spawn" else run_elastic(spec, store)
                 except KeyboardInterrupt:
-                    interrupted = True
+                    left.interrupted = True
                 finally:
-                    self._sweep(scratch, processes)
-            outcome = read_outcome(cell, scratch, processes, deadline.passed, interrupted, exit_codes, ended)
-            by = Path(own[0]).name if own else cell.launcher
-            return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **outcome)
+                    psutil.wait_procs(kill(), timeout=5)
+            left.timed_out = deadline.passed
+            left.read(scratch, spec.ranks)
+            return left, by
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _sweep(self, scratch: str, processes: int) -> None:
-        """Kills what a trial left, and waits until it is gone."""
-        psutil.wait_procs(self._kill(scratch, processes), timeout=5)
+    def spare(self, pid: int) -> None:
+        """A child of this process that is none of a trial's."""
+        self._ignored.add(pid)
 
-    def _kill(self, scratch: str, processes: int) -> list[psutil.Process]:
+    def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
         """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that had no time to say who they are."""
-        for pid in rank_pids(scratch, processes):
+        for pid in rank_pids(scratch, ranks):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        below = [child for child in psutil.Process().children() if child.pid not in self._ignored]
         left = []
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in self._ignored:
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
-                    left.append(child)
-        return left
+        for parent in [*below, psutil.Process(self._fork_server)]:
+            with contextlib.suppress(psutil.Error):
+                left += parent.children(recursive=True)
+        for child in [*below, *left]:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        return below + left
 
 
-def rank_pids(scratch: str, processes: int) -> list[int]:
-    """Process ids of the ranks that have started."""
-    files = [pid_file(scratch, rank) for rank in range(processes)]
+def rank_pids(scratch: str, ranks: range) -> list[int]:
+    """Process ids of those of these ranks that have started."""
+    files = [pid_file(scratch, rank) for rank in ranks]
     return [int(text) for f in files if f.exists() and (text := f.read_text())]
-
-
-def _elastic(spec: TrialSpec, max_restarts: int) -> dict[int, int]:
-    """torchrun's own agent, in this process, over the warm fork server; returns the exit codes of ranks that failed."""
-    import torch.distributed.elastic.rendezvous.registry as registry
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    class Agent(LocalElasticAgent):
-        """Blocks until a rank ends or answers, where torch's agent looks every tenth of a second."""
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            context: Any = self._pcontext
-            ends = [p.sentinel for p in context._pc.processes]
-            answers = [q._reader for rank, q in context._ret_vals.items() if rank not in context._return_values]
-            multiprocessing.connection.wait(ends + answers)
-            result: RunResult = super()._monitor_workers(worker_group)
-            return result
-
-    # One node needs no election: the static rendezvous saves the c10d one's random wait of up to 0.3 s.
-    rendezvous = RendezvousParameters("static", f"127.0.0.1:{_free_port()}", Path(spec.scratch).name, 1, 1, rank=0)
-    worker_spec = WorkerSpec(
-        role="rank",
-        local_world_size=spec.processes,
-        entrypoint=run_rank,
-        args=(spec,),
-        rdzv_handler=registry.get_rendezvous_handler(rendezvous),
-        max_restarts=max_restarts,
-        monitor_interval=0.001,
-        local_addr="localhost",
-    )
-    agent = Agent(
-        worker_spec, DefaultLogsSpecs(log_dir=spec.scratch), start_method="forkserver", exit_barrier_timeout=10.0, shutdown_timeout=2
-    )
-    handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
-    try:
-        result = agent.run()
-        return {rank: failure.exitcode for rank, failure in result.failures.items()}
-    except SignalException as stop:
-        raise KeyboardInterrupt from stop
-    finally:
-        worker_spec.rdzv_handler.shutdown()
-        for number, handler in handlers.items():  # the agent leaves its own behind
-            signal.signal(number, handler)
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
@@ -270,15 +233,39 @@ def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterato
             thread.join()
 
 
-class _Deadline:
+@contextlib.contextmanager
+def _stopped(stop: threading.Event | None, kill: Callable[[], Any]) -> Iterator[None]:
+    """Ends the ranks when `stop` is set; again until all is over, because more of them may be about to start."""
+    if stop is None:
+        yield
+        return
+    over = threading.Event()
+
+    def wait() -> None:
+        stop.wait()
+        while not over.is_set():
+            kill()
+            over.wait(0.1)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        stop.set()
+        thread.join()
+
+
+class Deadline:
     """At the time limit: asks each rank for its stacks, then kills them all."""
 
-    def __init__(self, scratch: str, processes: int, seconds: float, kill: Callable[[str, int], Any]) -> None:
-        self.scratch, self.processes, self.kill = scratch, processes, kill
+    def __init__(self, scratch: str, ranks: range, seconds: float, kill: Callable[[], Any]) -> None:
+        self.scratch, self.ranks, self.kill = scratch, ranks, kill
         self.passed = False
         self.timer = threading.Timer(seconds, self._strike)
 
-    def __enter__(self) -> _Deadline:
+    def __enter__(self) -> Deadline:
         self.timer.start()
         return self
 
@@ -288,8 +275,8 @@ class _Deadline:
 
     def _strike(self) -> None:
         self.passed = True
-        for pid in rank_pids(self.scratch, self.processes):
+        for pid in rank_pids(self.scratch, self.ranks):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
-        self.kill(self.scratch, self.processes)
+        self.kill()

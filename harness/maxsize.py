@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from harness.cell import Cell
-from harness.launch import Launcher
+from harness.launch import Launches
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row
@@ -174,7 +174,7 @@ class Search:
             return False
         return True
 
-    def _search(self, launcher: Launcher, cell: Cell, predicted: int | None, budget: int) -> None:
+    def _search(self, launcher: Launches, cell: Cell, predicted: int | None, budget: int) -> None:
         """All probes of one strategy, then the trial at the size found that is compared with a reference run."""
         step = parameters_of(sized(cell, 2)) - parameters_of(cell)
         usable = max(budget // 2, budget - OVERHEAD)
@@ -187,7 +187,7 @@ class Search:
         except Stopped:
             return
 
-    def _fits(self, launcher: Launcher, cell: Cell) -> bool:
+    def _fits(self, launcher: Launches, cell: Cell) -> bool:
         """Whether a probe trains. One that fails twice in another way is too large if it trains without the limit; else Stopped.
 
         Libraries use memory that they were refused (a null pointer, so SIGSEGV) or wait for a rank that has failed.
@@ -197,7 +197,7 @@ class Search:
             raise Stopped(status)
         return status == "ok"
 
-    def _status(self, launcher: Launcher, cell: Cell, trial: int) -> str:
+    def _status(self, launcher: Launches, cell: Cell, trial: int) -> str:
         """Status of a probe or of the verified trial, launched unless it is known; what fails oddly gets a second try."""
         known = self._known.setdefault((cell.id, trial), [])
         while not known or known[-1] == "interrupted" or (known[-1] in ODD and sum(status in ODD for status in known) < 2):
@@ -214,7 +214,7 @@ class Search:
                 raise KeyboardInterrupt
         return known[-1]
 
-    def _verified(self, launcher: Launcher, cell: Cell, key: TrialKey) -> dict[str, Any]:
+    def _verified(self, launcher: Launches, cell: Cell, key: TrialKey) -> dict[str, Any]:
         """The trial against a reference run of the same size without the limit, whose parameters are not kept."""
         if 24 * parameters_of(cell) > psutil.virtual_memory().available:
             return self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class Outcome:
     answers: list[dict[str, Any]] = field(default_factory=list)
     log_tail: str = ""
     stacks: str = ""
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    """Facts of the nodes it ran on (see harness/nodes/facts.py) where they are other than this process's own."""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -36,24 +39,59 @@ class Outcome:
         return max(entered) - self.started_at if entered else None
 
 
-def read_outcome(
-    cell: Cell, scratch: str, processes: int, timed_out: bool, interrupted: bool, exit_codes: dict[int, int], ended: str = ""
-) -> dict[str, Any]:
-    """Status, reason, answers, log and stacks from what the ranks left in the trial's folder.
+@dataclass
+class Left:
+    """What the ranks of one node, or of all together, left behind, by rank."""
 
-    `ended`: how another launcher went, which alone knows which rank went first and says so in rank 0's log.
-    """
-    answers = []
-    for rank in range(processes):
-        file = answer_file(scratch, rank)
-        answers.append(json.loads(file.read_text()) if file.exists() else {"rank": rank})
-    logs = {rank: _tail(log_file(scratch, rank)) for rank in range(processes)}
-    stacks = "\n".join(f"rank {r}:\n{text}" for r in range(processes) if (text := _tail(stacks_file(scratch, r), 20000)))
-    if interrupted:
-        return {"status": "interrupted", "reason": "stopped by the user", "answers": answers, "log_tail": logs[0], "stacks": stacks}
-    if timed_out:
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logs: dict[int, str] = field(default_factory=dict)
+    """End of each rank's log."""
+    stacks: dict[int, str] = field(default_factory=dict)
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """Of the ranks that went first, as far as their launcher knows."""
+    timed_out: bool = False
+    interrupted: bool = False
+    ended: str = ""
+    """How another launcher went, which alone knows which rank went first and says so in rank 0's log."""
+
+    def read(self, scratch: str, ranks: Iterable[int]) -> None:
+        """Adds what these ranks left in their folder."""
+        for rank in ranks:
+            file = answer_file(scratch, rank)
+            if file.exists():
+                self.answers[rank] = json.loads(file.read_text())
+            self.logs[rank] = _tail(log_file(scratch, rank))
+            if text := _tail(stacks_file(scratch, rank), 20000):
+                self.stacks[rank] = text
+
+    def add(self, other: Left) -> None:
+        """Another node's ranks."""
+        self.answers |= other.answers
+        self.logs |= other.logs
+        self.stacks |= other.stacks
+        self.exit_codes |= other.exit_codes
+        self.timed_out |= other.timed_out
+        self.interrupted |= other.interrupted
+
+    @property
+    def well(self) -> bool:
+        """Whether every rank here did what it was to do."""
+        return not self.timed_out and not self.interrupted and all(a.get("status") == "ok" for a in self.answers.values())
+
+
+def judge(cell: Cell, processes: int, left: Left, lost: str = "") -> dict[str, Any]:
+    """Status, reason, answers, log and stacks from what the ranks left. `lost`: what became of a node that cannot say it itself."""
+    answers = [left.answers.get(rank, {"rank": rank}) for rank in range(processes)]
+    logs = {rank: left.logs.get(rank, "") for rank in range(processes)}
+    stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(left.stacks.items()))
+    said = {"answers": answers, "log_tail": logs[0], "stacks": stacks}
+    if left.interrupted:
+        return {"status": "interrupted", "reason": "stopped by the user", **said}
+    if lost:
+        return {"status": "failed", "reason": lost, **said}
+    if left.timed_out:
         reason = f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of its ranks are recorded"
-        return {"status": "timeout", "reason": reason, "answers": answers, "log_tail": logs[0], "stacks": stacks}
+        return {"status": "timeout", "reason": reason, **said}
     silent = [a["rank"] for a in answers if "status" not in a]
     failed = [a for a in answers if a.get("status") not in (None, "ok")]
     causes = [a for a in failed if not a["consequence"]]
@@ -62,10 +100,11 @@ def read_outcome(
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
     elif silent:
         # What the others say is a consequence of one that said nothing; of several such, the agent knows which went first.
-        rank = next((r for r in exit_codes if r in silent), silent[0])
-        first, status, reason = {"rank": 0 if ended else rank}, "failed", ended or ending(exit_codes.get(rank), by=f"rank {rank}")
-        if said := no_memory(logs[rank]):  # std::bad_alloc outside Python ends the process before it can answer
-            status, reason = "out_of_memory", f"{reason}; its log says: {said}"
+        rank = next((r for r in left.exit_codes if r in silent), silent[0])
+        first, status = {"rank": 0 if left.ended else rank}, "failed"
+        reason = left.ended or ending(left.exit_codes.get(rank), by=f"rank {rank}")
+        if found := no_memory(logs[rank]):  # std::bad_alloc outside Python ends the process before it can answer
+            status, reason = "out_of_memory", f"{reason}; its log says: {found}"
     elif failed:
         first = min(failed, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]

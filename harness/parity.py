@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,14 +64,16 @@ class Reference:
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         before = dict(initial.named_parameters())
         final = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
-        save_file(final, Path(self.folder) / "final.safetensors")
+        mine = f"{platform.node()}.{os.getpid()}.tmp"  # tasks of an array may make the same reference at the same time
+        save_file(final, Path(self.folder) / f"final.{mine}")
         norms = {}
         for name, tensor in final.items():
             moved = workload.meaningful(name, tensor) - workload.meaningful(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
         facts = {"losses": losses, "update_norms": norms}
-        temporary = Path(self.folder) / "reference.tmp"
+        temporary = Path(self.folder) / f"reference.{mine}"
         temporary.write_text(json.dumps(facts))
+        (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
         temporary.replace(Path(self.folder) / "reference.json")
 
 

@@ -44,9 +44,9 @@ class Plan:
     """When no further round is begun; None: never."""
 
     @classmethod
-    def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut]) -> Plan:
-        run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
-        return cls(run_id, matrix, tuple(cells), trials, tuple(left_out), secrets.randbelow(2**31))
+    def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut], run_id: str = "") -> Plan:
+        """A plan of its own order. `run_id`: without one the run is named by its time."""
+        return cls(run_id or new_run_id(), matrix, tuple(cells), trials, tuple(left_out), secrets.randbelow(2**31))
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all cells alike."""
@@ -81,10 +81,20 @@ class Plan:
         return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], **more)
 
 
+def new_run_id() -> str:
+    """Sorts by time."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+
+
+def kept_plan(store: Store, run_id: str) -> Plan:
+    """The plan of a run that has begun."""
+    return Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+
+
 def resumable(store: Store, matrix: str | None) -> Plan:
     """The newest run (of this matrix), also where only its report is missing; raises Mistake where there is none."""
     for run_id in reversed(store.run_ids()):
-        plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+        plan = kept_plan(store, run_id)
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan
     of = f" of matrix {matrix!r}" if matrix else ""

@@ -8,10 +8,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from harness.cell import Cell
-from harness.launch import oversubscribed
+from harness.cores import oversubscribed
 from harness.measure.flops import mfu
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
+from harness.nodes.facts import distinct_cores, shared_machine
 from harness.outcome import Outcome
 from harness.parity import Verdict, as_row
 from harness.schema import VERSION
@@ -24,7 +25,7 @@ from harness.workloads.facts import ModelFacts
 def cell_columns(cell: Cell) -> dict[str, Any]:
     """The columns that say what was measured."""
     same = (
-        "strategy workload data sequence_length devices device precision regime global_batch micro_batches optimizer seed"
+        "strategy workload data sequence_length devices nodes device precision regime global_batch micro_batches optimizer seed"
         " launcher threads_per_device memory_limit_bytes parity_steps"
     )
     return {
@@ -72,6 +73,7 @@ _LISTS = [
     "library_bytes",
     "host_state_bytes",
     "sent_bytes_per_step",
+    "node_names",
 ]
 
 
@@ -118,11 +120,19 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
         "held_parameters": [a["held_parameters"] for a in answers],
         **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
-        "foreign_load_cores": foreign_load([Load(**a["load"]) for a in answers]),
+        "foreign_load_cores": _foreign_load(answers),
         "energy_joules_per_sample": _per_sample([a["joules_per_step"] for a in answers], cell.global_batch),
         **_traffic(answers),
         **_states(answers),
     }
+
+
+def _foreign_load(answers: Sequence[dict[str, Any]]) -> float | None:
+    """Of the machine where it is highest; unknown where one does not know."""
+    machines = {a.get("machine") for a in answers}
+    found = [foreign_load([Load(**a["load"]) for a in answers if a.get("machine") == machine]) for machine in machines]
+    known = [load for load in found if load is not None]
+    return max(known) if len(known) == len(found) else None
 
 
 def _largest(values: Sequence[int | None]) -> int | None:
@@ -187,6 +197,8 @@ def trial_row(
 ) -> dict[str, Any]:
     """The row of a trial that was launched, whatever became of it. `formula`: what a rank should keep; `more`: further columns."""
     row = cell_columns(cell) | {name: [] for name in _LISTS}
+    if outcome.nodes:
+        row |= {"node_names": [node["name"] for node in outcome.nodes], "node_facts": json.dumps(outcome.nodes)}
     row |= {
         "run_id": run_id,
         "trial": key.trial,
@@ -205,8 +217,8 @@ def trial_row(
         "data_parallel": layout.data,
         "pipeline_parallel": layout.pipeline,
         "tensor_parallel": layout.tensor,
-        "stand_in": stand_in,
-        "oversubscribed": oversubscribed(cell, layout.processes),
+        "stand_in": stand_in or shared_machine(outcome.nodes),
+        "oversubscribed": oversubscribed(cell, layout.processes, distinct_cores(outcome.nodes) if outcome.nodes else None),
         "launcher": outcome.launcher,
         "parameters": facts.parameters,
         "trained_parameters": sum(facts.sizes),

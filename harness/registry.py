@@ -72,6 +72,20 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
     return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
 
 
+def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
+    """Raises Refused where the ranks cannot be spread evenly over the cell's nodes."""
+    if cell.devices % cell.nodes:
+        raise Refused(f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of {cell.nodes}")
+    if layout.devices_per_process > 1:
+        raise Refused(f"{cell.strategy} drives all devices from one process, which cannot be on {cell.nodes} nodes")
+    if cell.launcher == "spawn":
+        raise Refused("torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out")
+    if strategy.max_restarts:
+        raise Refused(f"{cell.strategy} is restarted by the agent of one node: leave nodes out")
+    if strategy.one_node:
+        raise Refused(f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that option")
+
+
 def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
     """The strategy and its layout, if the cell can run here; raises Mistake, Refused or Unavailable."""
     strategy = make_strategy(cell)
@@ -82,6 +96,8 @@ def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
     layout = strategy.layout(cell.devices)
+    if cell.nodes > 1:
+        _admit_nodes(cell, strategy, layout)
     if cell.precision not in strategy.precisions:
         raise Refused(f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}")
     pieces = layout.data * cell.micro_batches

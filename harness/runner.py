@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from harness.cell import Cell
 from harness.environment import environment, gpus
 from harness.explained import explain_cell
 from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, reference_key, reference_of, verdict_of
-from harness.launch import Launcher
+from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
 from harness.measure.load import idle_share
@@ -48,10 +48,23 @@ class Runner:
 
     store: Store
     plan: Plan
-    launcher: Callable[[Sequence[str]], Launcher] = Launcher
+    launcher: Callable[[Sequence[str]], Launches] = Launcher
     now: Callable[[], float] = time.monotonic
+    share: tuple[int, int] = (0, 1)
+    """Which part of the plan's cells this runner runs, of how many; others run the rest at the same time."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """This runner's share: all trials of a cell run where its first one did."""
+        number, of = self.share
+        return self.plan.cells[number::of]
+
+    @property
+    def all_recorded(self) -> bool:
+        """Whether no share of the run has anything left to do."""
+        return not replace(self, share=(0, 1)).open_trials()
 
     def open_trials(self) -> list[tuple[int, Cell, TrialKey]]:
         """(position, cell, key) of the trials that have no final record yet."""
@@ -67,14 +80,14 @@ class Runner:
                 finished.add((key.cell_id, key.trial))
             if status in _NOT_AGAIN:
                 self._given_up[key.cell_id] = status
-        todo = []
+        todo, own = [], {cell.id for cell in self.cells}
         for position, (cell, trial) in enumerate(self.plan.schedule()):
-            if (cell.id, trial) not in finished and not (trial > 0 and cell.id in self._given_up):
+            if cell.id in own and (cell.id, trial) not in finished and not (trial > 0 and cell.id in self._given_up):
                 todo.append((position, cell, TrialKey(cell.id, trial, attempts.get((cell.id, trial), 0) + 1)))
         return todo
 
-    def begin(self) -> None:
-        """Writes the run's row."""
+    def begin(self) -> bool:
+        """Writes the run's row; False where somebody else has begun this run."""
         row = {
             "schema_version": SCHEMA_VERSION,
             "run_id": self.plan.run_id,
@@ -83,12 +96,12 @@ class Runner:
             "plan": self.plan.to_json(),
             **environment(),
         }
-        self.store.write_run(row)
+        return self.store.write_run(row)
 
     def run(self, watcher: Watcher) -> bool:
         """Runs all open trials; False if it was interrupted (what was running is then recorded as such)."""
         recorded = self.store.recorded(self.plan.run_id)
-        for left in self.plan.left_out:
+        for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
                 self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])
         began = self.now()
@@ -109,17 +122,19 @@ class Runner:
             return []
         trials = self.store.load([self.plan.run_id], steps=False).trials
         wide = too_wide(trials, self.plan.precision)
-        cells = [cell for cell in self.plan.cells if cell.id in wide]
-        seconds = trials[trials["cell_id"].isin(list(wide))].groupby("cell_id")["wall_seconds"].median().sum()
+        cells = [cell for cell in self.cells if cell.id in wide]
+        trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
+        seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
         if self.plan.time_budget_seconds is not None and spent_seconds + seconds > self.plan.time_budget_seconds:
             return []
-        if cells:
-            watcher.round_added(cells)
+        if not cells:
+            return []
+        watcher.round_added(cells)
         trial, position = int(trials["trial"].max()) + 1, int(trials["position"].max()) + 1
         return [(position + i, cell, TrialKey(cell.id, trial, 1)) for i, cell in enumerate(self.plan.shuffled(cells, trial))]
 
     def _trials(
-        self, launcher: Launcher, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
+        self, launcher: Launches, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
     ) -> bool:
         """Runs these trials in order; False if it was interrupted."""
         for position, cell, key in todo:
@@ -146,7 +161,7 @@ class Runner:
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
         fine = set(loaded.trials[loaded.trials["status"] == "ok"]["cell_id"])
-        todo = [cell for cell in self.plan.cells if cell.id in fine - done]
+        todo = [cell for cell in self.cells if cell.id in fine - done]
         launcher = self.start(todo) if todo else None
         for number, cell in enumerate(todo, 1):
             watcher.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
@@ -157,12 +172,12 @@ class Runner:
                 return False
         return True
 
-    def start(self, cells: Sequence[Cell]) -> Launcher:
+    def start(self, cells: Sequence[Cell]) -> Launches:
         """A launcher whose fork server holds what these cells need."""
         return self.launcher(packages(cells))
 
     def one(
-        self, launcher: Launcher, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
+        self, launcher: Launches, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
         workload = make_workload(cell.workload)
@@ -213,7 +228,7 @@ class Runner:
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
         return row
 
-    def _references(self, launcher: Launcher, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
+    def _references(self, launcher: Launches, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
         for cell in [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]:

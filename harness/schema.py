@@ -5,6 +5,7 @@ History of the version:
   2  systems, wrappers around DDP, trained parameters, states between steps with their formula, bytes sent and offloaded,
      distance to fp32.
   3  table explained; idle time around a trial, foreign load, energy.
+  4  several nodes: their number, names and facts, and the job that a run was part of.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 3
+VERSION = 4
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -36,6 +37,7 @@ RUNS = (
     ("gpu_memory_bytes", "int64?", "memory of one GPU"),
     ("git_commit", "string?", "commit of the suite, with + where the tree was changed"),
     ("suite_version", "string", ""),
+    ("allocation", "string?", "JSON: the SLURM job that the run was started in"),
 )
 TRIALS = (
     ("schema_version", "int32", "version of this schema"),
@@ -65,6 +67,13 @@ TRIALS = (
     ("data_fingerprint", "string?", "sha256 of the tokens"),
     ("sequence_length", "int32", "tokens per sample"),
     ("devices", "int32", "number of devices"),
+    ("nodes", "int32?", "number of nodes that the devices are on"),
+    ("node_names", "list<string>", "of a cell on several nodes, in the order of its ranks"),
+    (
+        "node_facts",
+        "string?",
+        "JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU topology of each of these",
+    ),
     ("device", "string", "cpu or cuda"),
     ("processes", "int32?", "number of ranks"),
     ("data_parallel", "int32?", ""),

@@ -10,6 +10,7 @@ results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, onl
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +71,17 @@ class Store:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise Mistake(f"results folder {str(self.folder)!r} cannot be written; choose another with --results DIR")
 
-    def write_run(self, row: Row) -> Path:
-        return self._write("runs", self.folder / "runs" / f"{row['run_id']}.parquet", [row])
+    def write_run(self, row: Row) -> bool:
+        """False where the run is there already: of several that begin the same one, the first says what it is."""
+        path = self.folder / "runs" / f"{row['run_id']}.parquet"
+        mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [row])
+        try:
+            os.link(mine, path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
 
     def write_trial(self, row: Row, steps: Iterable[Row]) -> Path:
         """Steps first: the trial's own row makes both count."""
@@ -157,7 +167,7 @@ class Store:
         import pyarrow.parquet as pq
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{_who()}.tmp")
         try:
             with open(temporary, "wb") as sink:
                 with pq.ParquetWriter(sink, schema) as writer:
@@ -175,6 +185,11 @@ class Store:
         finally:
             os.close(folder)
         return path
+
+
+def _who() -> str:
+    """This process among all that share the folder, on whichever node."""
+    return f"{platform.node()}.{os.getpid()}"
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:

@@ -145,10 +145,14 @@ class Job:
     device: torch.device
     rank: int
     scratch: Path
-    """A folder of this trial, shared by its ranks and kept across an elastic restart."""
+    """A folder of this trial, shared by the ranks of a node and kept across an elastic restart."""
     restart_count: int = 0
     interface: str | None = None
     """Network interface that reaches all ranks, for libraries that choose one themselves; None leaves it to them."""
+    node: str = ""
+    """Name of this rank's node; empty where the cell has but one."""
+    local_processes: int = 1
+    """Ranks of this node."""
     exposed: Exposed | None = None
 
     def model(self) -> nn.Module:
@@ -265,6 +269,11 @@ class Strategy(BaseModel, ABC):
         Counted as harness/measure/collectives.py does: an all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or
         an all-gather (N-1)/N S. The docstring says where the library differs from the paper.
         """
+        return None
+
+    @property
+    def one_node(self) -> str | None:
+        """Name of the launcher of its own (see `command`), which starts ranks on one node only; None where it has none."""
         return None
 
     def same_as_ddp(self, cell: Cell) -> str | None:

@@ -62,6 +62,7 @@ _SAME = [
     "data",
     "sequence_length",
     "devices",
+    "nodes",
     "device",
     "processes",
     "data_parallel",
@@ -97,6 +98,7 @@ def _cell(group: Sequence[Row]) -> Row:
     attempts = {row["trial"]: row for row in sorted(group, key=lambda row: row["attempt"])}
     last = [attempts[trial] for trial in sorted(attempts)]
     row = {name: last[0][name] for name in _SAME}
+    row["nodes"] = int(row["nodes"] or 1)  # unknown before version 4, when there was but one
     worst = min(last, key=lambda one: _WORST.index(one["status"]))
     row |= {"status": worst["status"], "reason": worst["reason"], "expected": bool(worst["expected"])}
     good = [one for one in last if one["samples_per_second"] is not None]

@@ -14,29 +14,46 @@ from harness.workloads import DataSource
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Sent to every rank of a trial; small and picklable."""
+    """Sent to every rank of a trial; small and picklable. What a node fills in for its own ranks comes last."""
 
     cell: Cell
-    scratch: str
-    """Folder of this trial: answers, logs, stacks, the strategy's own files."""
     data: DataSource
     processes: int
-    cores: tuple[tuple[int, ...], ...]
-    """CPU cores of each local rank."""
-    reference: str | None
+    """Of all nodes together."""
+    reference: str | None = None
     """Folder of the reference run to compare with; None: not compared."""
     reference_output: str | None = None
     """Folder that this trial is to write as a reference run."""
-    progress: str | None = None
-    """Address of a datagram socket that likes to hear of steps."""
-    parent: int = 0
-    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for another launcher's."""
-    interface: str | None = None
-    """Network interface of gloo; None leaves the choice to it."""
+    max_restarts: int = 0
+    """Elastic restarts that the ranks may take."""
     explain: bool = False
     """Whether the ranks are to say where time and memory go, instead of being timed (see harness/explain.py)."""
     traces: str | None = None
     """Folder for the traces of such a launch."""
+    node: int = 0
+    """Which of the cell's nodes this is."""
+    node_name: str = ""
+    """Empty: the host's."""
+    meeting: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of the store at which the nodes meet; it is on node 0."""
+    token: str = "trial"
+    """Tells this trial's keys in that store from another's."""
+    interface: str | None = None
+    """Network interface that reaches all ranks; None leaves the choice to the libraries."""
+    scratch: str = ""
+    """Folder of this trial on this node: answers, logs, stacks, the strategy's own files."""
+    cores: tuple[tuple[int, ...], ...] = ()
+    """CPU cores of each local rank."""
+    progress: str | None = None
+    """Address of a datagram socket that likes to hear of steps."""
+    parent: int = 0
+    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for another launcher's."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node: equally many on each, and processes beside the devices' on the last."""
+        each = self.processes // self.cell.nodes
+        return range(self.node * each, self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each)
 
 
 def answer_file(scratch: str | Path, rank: int) -> Path:

@@ -141,6 +141,8 @@ def _prepare_process(spec: TrialSpec, rank: int) -> None:
         os.sched_setaffinity(0, spec.cores[local_rank])
     if spec.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
+        if spec.cell.nodes > 1:
+            os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
 
     import torch
 
@@ -184,7 +186,9 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         store, _, size = next(meet("env://"))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
-    standing.job = job = Job(cell, workload, layout, device, rank, Path(spec.scratch), restarts, spec.interface)
+    standing.job = job = Job(
+        cell, workload, layout, device, rank, Path(spec.scratch), restarts, spec.interface, spec.node_name, len(spec.ranks)
+    )
     step = strategy.setup(job)
     if job.exposed is None:
         raise RuntimeError(f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup")

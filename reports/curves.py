@@ -47,7 +47,7 @@ def _batch(row: Row, regime: str) -> int:
 def scaling(records: Sequence[Row], regime: str) -> list[Scaling]:
     """One figure per workload, precision and batch; only what ran on two or more numbers of devices."""
     series: dict[tuple[object, ...], dict[int, Row]] = {}
-    for row in records:
+    for row in sorted(records, key=lambda row: int(row["nodes"])):  # of as many devices, those on fewest nodes
         if row["ranked"] and (row["regime"] == regime or row["devices"] == 1):  # on one device both regimes are the same
             key = (*(row[name] for name in _SERIES), _batch(row, regime))
             series.setdefault(key, {}).setdefault(int(row["devices"]), row)
@@ -69,7 +69,8 @@ def _scaling(name: str, regime: str, batch: object, series: list[list[Row]]) -> 
     for rows in series:
         ends = [tuple(None if missing(row[column + end]) else float(row[column + end]) for row in rows) for end in ("_low", "_high")]
         values = tuple(float(row[column]) for row in rows)
-        label = named(rows[-1]) if regime == "strong" else named(rows[-1]).replace(" · weak", "")
+        last = {**rows[-1], "nodes": 1}  # a curve may go from one node to several
+        label = named(last) if regime == "strong" else named(last).replace(" · weak", "")
         lines.append(Line(label, tuple(int(r["devices"]) for r in rows), values, ends[0], ends[1], any(marks(row) for row in rows)))
     lines.sort(key=lambda line: (-line.devices[-1], -line.values[-1]))
     start = min(line.devices[0] for line in lines)

@@ -14,7 +14,18 @@ from reports.text import MIB, missing, number, percent, plural
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTING = ["workload", "data", "sequence_length", "device", "devices", "precision", "global_batch", "optimizer", "threads_per_device"]
+SETTING = [
+    "workload",
+    "data",
+    "sequence_length",
+    "device",
+    "devices",
+    "nodes",
+    "precision",
+    "global_batch",
+    "optimizer",
+    "threads_per_device",
+]
 STAND_IN, OVERSUBSCRIBED = "†", "‡"
 
 Row = dict[str, Any]
@@ -27,8 +38,9 @@ def marks(row: Row) -> str:
 
 
 def named(row: Row) -> str:
-    """The label as a chart shows it: with its regime where that is the unusual one, and its marks."""
-    return f"{row['label']}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
+    """The label as a chart shows it: with its nodes and its regime where these are the unusual ones, and its marks."""
+    nodes = f" · {row['nodes']} nodes" if row["nodes"] > 1 else ""
+    return f"{row['label']}{nodes}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
 
 
 def records(table: pd.DataFrame) -> list[Row]:
@@ -88,8 +100,9 @@ def unit(throughput: str) -> str:
 
 
 def device_words(setting: Row) -> str:
-    """`2 GPUs`, `2 devices`."""
-    return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device")
+    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`."""
+    on = f" on {setting['nodes']} nodes" if setting["nodes"] > 1 else ""
+    return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device") + on
 
 
 def find_groups(cells: Sequence[Row]) -> list[Group]:

@@ -93,6 +93,7 @@ def _row(one: Found, cell: Any) -> Row:
         "failed_in": one.failed_in,
         "parity_verdict": one.parity,
         # what the name of a cell is made of
+        "nodes": 1,
         "regime": "strong",
         "stand_in": None,
         "oversubscribed": False,

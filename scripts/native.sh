@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=$(realpath --no-symlinks "$1")
-export PATH="$(dirname "$python"):$PATH" # ninja and cmake from the virtual environment
+PATH="$(dirname "$python"):$PATH" # ninja and cmake from the virtual environment
 say() { printf 'setup: %s\n' "$*" >&2; }
 
 has() { printf '#include <%s>\n' "$1" | g++ -E -x c++ - >/dev/null 2>&1; }

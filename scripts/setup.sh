@@ -16,13 +16,16 @@ there() { case $1 in
   python3-dev) [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
   libaio-dev) printf '#include <libaio.h>' | g++ -E -x c++ - >/dev/null 2>&1 ;;
   libopenmpi-dev) command -v mpicxx >/dev/null ;;
+  slurm-wlm) PATH=$PATH:/usr/sbin command -v slurmctld >/dev/null ;;
+  munge) PATH=$PATH:/usr/sbin command -v munged >/dev/null ;;
   openmpi-bin) command -v mpirun >/dev/null ;;
   *) command -v "$1" >/dev/null ;;
   esac; }
 missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
 need=(git g++ make python3-dev)
-like=(libaio-dev openmpi-bin libopenmpi-dev chromium) # DeepSpeed's offload to disk; Horovod over MPI, Adasum; tests of the report
-mapfile -t lack < <(missing "${need[@]}" "${like[@]}")
+like=(libaio-dev openmpi-bin libopenmpi-dev) # DeepSpeed's offload to disk; Horovod over MPI, Adasum
+tests=(chromium slurm-wlm munge shellcheck) # what some tests need: without it they are skipped and say so
+mapfile -t lack < <(missing "${need[@]}" "${like[@]}" "${tests[@]}")
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   say "installing Debian's packages ${lack[*]}"
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${lack[@]}"; } >/dev/null 2>&1 ||

@@ -58,12 +58,17 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _helpers() -> set[int]:
-    """The fork server and multiprocessing's resource tracker, which serve the whole session."""
+    """The fork server and multiprocessing's resource tracker, which serve the whole session, those of test nodes, SLURM's daemons."""
     words = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     found = set()
-    for child in psutil.Process().children():
+    children = psutil.Process().children()
+    for child in children:
         try:
-            if any(word in " ".join(child.cmdline()) for word in words):
+            said = " ".join(child.cmdline())
+            if "harness.agent" in said:  # of a node, which serves the tests of a file; its own helpers
+                found.add(child.pid)
+                children += child.children()
+            if any(word in said for word in words) or child.name() in ("slurmctld", "slurmd", "slurmstepd"):
                 found.add(child.pid)
         except psutil.Error:
             continue

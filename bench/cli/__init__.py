@@ -17,6 +17,8 @@ from bench.cli.profile import profile
 from bench.cli.publish import publish
 from bench.cli.report import report
 from bench.cli.run import run
+from bench.cli.status import status
+from bench.cli.submit import submit
 from harness.errors import Mistake
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ app.command("publish")(publish)
 app.command("profile")(profile)
 app.command("compare")(compare)
 app.command("history")(history)
+app.command("submit")(submit)
+app.command("status")(status)
 
 
 def main() -> None:

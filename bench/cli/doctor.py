@@ -96,8 +96,8 @@ def _rate(bandwidth: float | None) -> str:
 def _devices() -> dict[str, str]:
     import psutil
 
+    from harness.cores import allowed_cores
     from harness.environment import cpu_model, device_type, gpus
-    from harness.launch import allowed_cores
 
     rows = {
         "CPU": f"{cpu_model() or 'unknown'}, {len(allowed_cores())} cores for this process",

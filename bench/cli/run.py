@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from harness.launch import Launches
     from harness.plan import Plan
     from harness.store import Store
 
@@ -27,43 +31,101 @@ def run(
     time_budget: Annotated[str, typer.Option("--time-budget", help="With --precision: no round is added after 45min, 2h, ...")] = "1h",
     results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run.")] = False,
+    run_id: Annotated[str, typer.Option("--run", help="Name of the run: begins it, or goes on with it where it has begun.")] = "",
+    share: Annotated[str, typer.Option("--share", help="I/N: of the run's cells only every N-th, from number I on, counted from 0.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="At the end, one more launch of each cell: where time and memory go.")] = False,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of this run, each with an agent (see docs/cluster.md).")] = 1,
+    meeting: Annotated[
+        Path | None, typer.Option("--meeting", help="File, in a folder that all nodes share, in which agents find this run.")
+    ] = None,
+    interface: Annotated[str, typer.Option("--interface", help="Network interface that reaches all nodes.")] = "",
+    patience: Annotated[
+        float, typer.Option("--patience", min=0, help="Seconds to wait for the agents; the run then begins without some of them.")
+    ] = 120.0,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", hidden=True, help="End when the process that started this one does.")
+    ] = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
 ) -> None:
     """Runs a matrix and writes its report. Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]"""
     from bench.cli import show
     from harness.errors import Mistake
-    from harness.plan import resumable
+    from harness.plan import kept_plan, resumable
     from harness.runner import Runner
     from harness.store import Store
 
+    if with_parent:  # a batch step that was killed may leave this process, and the run goes on in another job
+        from harness.worker import die_with_parent
+
+        die_with_parent()
     store = Store(results)
     store.require_writable()
-    if resume:
+    if nodes > 1 and not meeting:
+        raise Mistake("--nodes needs --meeting FILE, where the agents of the nodes find this run; python -m bench submit sees to both")
+    begun = bool(run_id) and run_id in store.run_ids()
+    if begun:
+        plan = kept_plan(store, run_id)
+    elif resume:
         if only or skip or settings or trials or precision:
             raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set, --trials and --precision out")
         plan = resumable(store, matrix or None)
     elif matrix:
-        plan = _plan(matrix, only or [], skip or [], settings or [], trials)
+        plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id)
         if precision:
             plan = dataclasses.replace(plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget))
     else:
         raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
 
-    runner = Runner(store, plan)
     console = show.console(quiet=json_output)
+    runner = Runner(store, plan, share=_part(share))
     seconds = show.plan(console, store, plan, runner.open_trials())
     if dry_run:
         if json_output:
             print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds}))
         return
-    if not resume:
-        runner.begin()
-    with show.stop_signals(), show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing:
+    if not (resume or begun or runner.begin()):  # another task of the array was first: its plan is the run's
+        runner.plan = plan = kept_plan(store, plan.run_id)
+    with (
+        show.stop_signals(),
+        _agents(nodes, meeting, interface, patience, console.print) as launcher,
+        show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing,
+    ):
+        runner.launcher = launcher
         finished = runner.run(drawing) and (not explain or runner.explain(drawing))
-    raise typer.Exit(_end(store, plan, finished, report, json_output))
+    raise typer.Exit(_end(store, plan, finished, report and (not share or runner.all_recorded), json_output))
+
+
+@contextlib.contextmanager
+def _agents(
+    count: int, meeting: Path | None, interface: str, patience: float, say: Callable[[str], None]
+) -> Iterator[Callable[[Sequence[str]], Launches]]:
+    """The launcher of a run on one node, or over the agents of several, who come while the run begins."""
+    from harness.launch import Launcher
+    from harness.nodes.head import Nodes, NodesLauncher
+
+    if meeting is None:
+        yield Launcher
+        return
+    nodes = Nodes(count, meeting, interface or None)
+    try:
+        there = nodes.ready(count, patience)
+        nodes.check()
+        nodes.measure()
+        say(f"nodes: {', '.join(node.name for node in there)}" + ("" if len(there) == count else f"; {nodes.lacking(count)}"))
+        yield functools.partial(NodesLauncher, nodes)
+    finally:
+        nodes.close()
+
+
+def _part(text: str) -> tuple[int, int]:
+    from harness.errors import Mistake
+
+    found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
+    if not found or int(found[1]) >= int(found[2]):
+        raise Mistake(f"--share {text!r} is no share; the second of four is 1/4")
+    return int(found[1]), int(found[2])
 
 
 def _share(text: str) -> float:
@@ -84,13 +146,13 @@ def _seconds(text: str) -> float:
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
-def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None) -> Plan:
+def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int, run_id: str) -> Plan:
     from bench.matrix import Host, expand, parse_changes, read_matrix
     from harness.plan import Plan
 
     read = read_matrix(matrix)
-    expanded = expand(read, Host.here(), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
-    return Plan.new(matrix, expanded.cells, trials or read.trials, expanded.left_out)
+    expanded = expand(read, Host.here(nodes), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
+    return Plan.new(matrix, expanded.cells, trials or read.trials, expanded.left_out, run_id)
 
 
 def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bool) -> int:

@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]]) -> dict[str, float]:
     """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id."""
-    from harness.launch import allowed_cores, oversubscribed
+    from harness.cores import allowed_cores, oversubscribed
     from harness.plan import expected_seconds
 
     seconds = expected_seconds(store, planned.cells, len(allowed_cores()))
@@ -53,6 +53,7 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
     table.add_column("expected", justify="right")
     for cell in planned.cells:
         devices = f"{cell.devices}{' (more than cores)' if cell.device == 'cpu' and oversubscribed(cell) else ''}"
+        devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
         each = f"{planned.trials} x {seconds[cell.id]:.1f} s"
         table.add_row(escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each)
@@ -66,9 +67,10 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted."""
+    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted. A second one does not disturb that."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -153,10 +155,11 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
         for same, row in zip(alike(rows), rows, strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
             marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
+            on = f" on {row['nodes']} nodes" if row["nodes"] > 1 else ""
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,
-                f"{row['devices']}{' weak' if row['regime'] == 'weak' else ''}",
+                f"{row['devices']}{on}{' weak' if row['regime'] == 'weak' else ''}",
                 row["precision"],
                 f"{row['samples_per_second']:.1f}",
                 f"± {half:.1f}" if half is not None else "1 trial",

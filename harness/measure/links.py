@@ -115,7 +115,7 @@ def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from harness.launch import allowed_cores
+    from harness.cores import allowed_cores
     from harness.worker import die_with_parent
 
     die_with_parent()

@@ -20,7 +20,7 @@ def make_accelerator(job: Job, fsdp2: dict[str, Any] | None, deepspeed: dict[str
     handlers: list[Any] = [GradScalerKwargs(init_scale=LOSS_SCALE)]
     given: dict[str, Any] = {} if told or deepspeed else {"mixed_precision": mixed_precision(job.cell)}
     if deepspeed:
-        settle(job.device.type, job.layout.processes)
+        settle(job.device.type, job.local_processes)
         handlers.append(InitProcessGroupKwargs(backend="gloo" if cpu else "nccl"))
         given |= {} if told else {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed, zero3_init_flag=False)}
     if fsdp2 and not told:

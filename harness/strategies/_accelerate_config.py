@@ -103,7 +103,7 @@ def accelerate_export(
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
     """What DeepSpeed reads of the environment: its device, and how many of them a host has, which it cannot count on CPUs."""
-    return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices)}
+    return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, Any]) -> dict[str, str]:

@@ -176,14 +176,14 @@ def compiled_parts() -> set[str]:
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
-def settle(device: str, processes: int) -> None:
+def settle(device: str, local_processes: int) -> None:
     """Prepares the library in a rank, whichever device it saw where the fork server imported it.
 
     It reads two variables that its own launcher would have set. It takes for usable what is compiled already: looking for
     what could be compiled starts compilers. The shared-memory collectives of its CPU accelerator, which serve inference, are
     left out: they leave 66 MiB a rank in /dev/shm for good.
     """
-    os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(processes)}
+    os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
     import torch
     from deepspeed import git_version_info

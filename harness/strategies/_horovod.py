@@ -80,7 +80,7 @@ def meeting(job: Job) -> Iterator[None]:
     from horovod.runner.util.network import get_driver_ip
 
     hosts: list[Any] = [None] * job.layout.processes
-    dist.all_gather_object(hosts, socket.gethostname())
+    dist.all_gather_object(hosts, job.node or socket.gethostname())
     slots = places(hosts)
     server, place = RendezvousServer(), ["", 0]
     if job.rank == 0:

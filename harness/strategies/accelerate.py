@@ -86,6 +86,10 @@ class Accelerate(Strategy):
     def same_as_ddp(self, cell: Cell) -> str | None:
         return {False: "Accelerate", True: "Accelerate (config.yaml)"}[self.config_file] if self.engine == "ddp" else None
 
+    @property
+    def one_node(self) -> str | None:
+        return "accelerate launch" if self.config_file else None
+
     def command(self, cell: Cell, scratch: Path) -> list[str] | None:
         if not self.config_file:
             return None

@@ -117,7 +117,7 @@ class Deepspeed(Strategy):
         job.expose(engine.module, engine.basic_optimizer, gather=lambda: self.whole(engine), **named, **more)
 
     def setup(self, job: Job) -> TrainStep:
-        settle(job.device.type, job.layout.processes)
+        settle(job.device.type, job.local_processes)
         import deepspeed
         import torch
 

@@ -31,7 +31,7 @@ class DeepspeedPipeline(Strategy):
         workload.check_split(self.layout(cell.devices))
 
     def setup(self, job: Job) -> TrainStep:
-        settle(job.device.type, job.layout.processes)
+        settle(job.device.type, job.local_processes)
         import deepspeed
         from deepspeed.pipe import PipelineModule
 

@@ -99,6 +99,10 @@ class Horovod(Strategy):
     def same_as_ddp(self, cell: Cell) -> str | None:
         return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
 
+    @property
+    def one_node(self) -> str | None:
+        return "mpirun" if self.controller == "mpi" else None
+
     def command(self, cell: Cell, scratch: Path) -> list[str] | None:
         return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp") if self.controller == "mpi" else None
 

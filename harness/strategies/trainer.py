@@ -86,7 +86,7 @@ class TransformersTrainer(Strategy):
         """The Trainer, not yet training."""
         job = stepped.job
         if self.beneath.zero:
-            settle(job.device.type, job.layout.processes)
+            settle(job.device.type, job.local_processes)
         import torch
         from transformers import TrainingArguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.cluster.site import Nightly, Notify, Site
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.registry import strategies
 from harness.schema import TABLES
@@ -42,9 +44,26 @@ def matrix_table() -> list[str]:
     return ["| matrix | what it runs |", "|---|---|", *(f"| `{name}` | {read_matrix(name).description} |" for name in matrix_names())]
 
 
+def site_table() -> list[str]:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for prefix, model in (("", Site), ("nightly.", Nightly), ("nightly.notify.", Notify)):
+        for name, field in model.model_fields.items():
+            if name in ("nightly", "notify"):
+                continue
+            default = json.dumps(field.get_default(call_default_factory=True))
+            said = " ".join((field.description or f"`--{name}` of sbatch.").split()).replace("|", "\\|")
+            rows.append(f"| `{prefix}{name}` | `{default}` | {said} |")
+    return rows
+
+
 @pytest.mark.parametrize(
     ("file", "mark", "table"),
-    [("README.md", "strategies", strategy_table), ("README.md", "matrices", matrix_table), ("docs/schema.md", "schema", schema_table)],
+    [
+        ("slurm/README.md", "site", site_table),
+        ("README.md", "strategies", strategy_table),
+        ("README.md", "matrices", matrix_table),
+        ("docs/schema.md", "schema", schema_table),
+    ],
 )
 def test_tables_are_those_of_the_code(file: str, mark: str, table) -> None:
     path = ROOT / file
@@ -59,14 +78,14 @@ def test_tables_are_those_of_the_code(file: str, mark: str, table) -> None:
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    said = set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    said = set(re.findall(r"`make ([a-z-]+)", (ROOT / "README.md").read_text()))
     assert said
     assert said <= targets
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 

@@ -19,7 +19,7 @@ from harness.maxsize import Search, family, formula, hidden_size, largest, param
 from harness.measure.activations import activation_bytes
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import phase, shortage
-from harness.outcome import read_outcome
+from harness.outcome import Left, judge
 from harness.plan import Plan, resumable
 from harness.record import left_out_row
 from harness.runner import Runner
@@ -326,11 +326,17 @@ def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:
 
 def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
     log_file(tmp_path, 1).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-    said = read_outcome(base(), str(tmp_path), 2, False, False, {1: -6})
+    said = ended(tmp_path)
     assert said["status"] == "out_of_memory"
     assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said["reason"])
     log_file(tmp_path, 1).write_text("something else")
-    assert read_outcome(base(), str(tmp_path), 2, False, False, {1: -6})["status"] == "failed"
+    assert ended(tmp_path)["status"] == "failed"
+
+
+def ended(scratch: Path) -> dict[str, Any]:
+    left = Left(exit_codes={1: -6})
+    left.read(str(scratch), range(2))
+    return judge(base(), 2, left)
 
 
 @pytest.mark.parametrize(

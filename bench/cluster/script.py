@@ -1,0 +1,99 @@
+"""The batch script of a job: the site's directives and set-up, then a script of slurm/."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cluster.site import ROOT, Site
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job is to run, beside what its site says."""
+
+    matrix: str
+    run_id: str
+    """Empty: the job names its run itself, once it has begun."""
+    results: Path
+    options: tuple[str, ...] = ()
+    """Further options of `bench run`."""
+    tasks: int = 0
+    """Tasks of an array that share the run's cells; 0: no array."""
+    nightly: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"bench-{'nightly-' if self.nightly else ''}{Path(self.matrix).stem}"
+
+    @property
+    def folder(self) -> Path:
+        """Scripts, logs and meeting files of the run's jobs."""
+        return self.results / "slurm" / (self.run_id or "nightly")
+
+
+def batch_script(site: Site, job: Job) -> str:
+    """The text that is submitted; it begins with all its options, so that sbatch needs no others."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    template = environment.get_template("job.sh.j2")
+    return template.render(site=site, job=job, root=ROOT, lines=_lines(site, job), variables=_variables(site, job), python=_python(site))
+
+
+def _lines(site: Site, job: Job) -> list[str]:
+    """What makes a job go on after a warning, a lost node or a requeue, then what the site says."""
+    log = "%A_%a" if job.tasks else "%j"
+    return [
+        f"--job-name={job.name}",
+        f"--output={job.folder / f'slurm-{log}.log'}",
+        "--open-mode=append",
+        "--requeue",
+        "--no-kill",
+        "--ntasks-per-node=1",
+        f"--signal=B:USR1@{site.warn_seconds}",
+        *([f"--array=0-{job.tasks - 1}"] if job.tasks else []),
+        *site.directive_lines(),
+    ]
+
+
+def _python(site: Site) -> str:
+    return site.python if "/" not in site.python else str(ROOT / site.python)
+
+
+def _variables(site: Site, job: Job) -> Mapping[str, str]:
+    """What the scripts of slurm/ read."""
+    nightly, notify = site.nightly, site.nightly.notify
+    found: dict[str, str | int | Path] = {
+        "BENCH_MATRIX": job.matrix,
+        "BENCH_RUN": job.run_id,
+        "BENCH_RESULTS": job.results,
+        "BENCH_WORK": job.folder,
+        "BENCH_NODES": site.nodes,
+        "BENCH_PYTHON": _python(site),
+        "BENCH_CONTAINER": site.container,
+        "BENCH_SRUN": _words(site.srun),
+        "BENCH_INTERFACE": site.interface,
+        "BENCH_REQUEUES": site.requeues,
+        "BENCH_OPTIONS": _words(job.options),
+    }
+    if job.nightly:
+        found |= {
+            "BENCH_BASELINE": nightly.baseline,
+            "BENCH_AGAIN": nightly.again,
+            "BENCH_PUBLISH": nightly.publish,
+            "BENCH_TEXTFILE": nightly.textfile,
+            "BENCH_NOTIFY_MAIL": notify.mail,
+            "BENCH_NOTIFY_WEBHOOK": notify.webhook,
+            "BENCH_NOTIFY_COMMAND": notify.command,
+            "BENCH_NOTIFY_ALWAYS": "yes" if notify.always else "",
+        }
+    return {name: str(value) for name, value in found.items()}
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)

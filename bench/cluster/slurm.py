@@ -1,0 +1,55 @@
+"""SLURM's commands, and what they say of a job."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from harness.errors import Mistake
+
+
+def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    if shutil.which(words[0]) is None:
+        raise Mistake(f"{words[0]} is not on this host: submit from a login node of the cluster, or see the script with --dry-run")
+    return subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+
+
+def submit(script: str) -> str:
+    """The job's id; raises Mistake with what sbatch said where it refused."""
+    done = _run("sbatch", "--parsable", given=script)
+    if done.returncode:
+        raise Mistake(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().split(";")[0]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job, or one task of an array, as SLURM knows it."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    elapsed: str
+
+
+def states(job_id: str) -> list[JobState]:
+    """The job and all tasks of an array; none where SLURM does not know it any more (it forgets them after some minutes)."""
+    if shutil.which("scontrol") is None:
+        return []
+    done = _run("scontrol", "-o", "show", "job", job_id)
+    return [] if done.returncode else [parse(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+
+
+def parse(line: str) -> JobState:
+    """One line of `scontrol -o show job`."""
+    found = dict(re.findall(r"(\S+?)=(\S*)", line))
+    job_id = found["JobId"]
+    if "ArrayTaskId" in found:
+        job_id = f"{found['ArrayJobId']}_{found['ArrayTaskId']}"
+    nodes = found.get("NodeList", "").replace("(null)", "")
+    reason = found.get("Reason", "None").replace("None", "")
+    return JobState(job_id, found["JobState"], reason, nodes, int(found.get("Restarts", "0")), found.get("RunTime", ""))

@@ -1,0 +1,6 @@
+"""python -m harness.agent: a node of a run over several nodes. Kept tiny: multiprocessing imports it again in every rank."""
+
+if __name__ == "__main__":
+    from harness.nodes.agent import main
+
+    main()

@@ -1,0 +1,116 @@
+"""The agent of a node: keeps its fork server warm from cell to cell and runs this node's ranks of each trial it is told of."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import platform
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.errors import Mistake
+from harness.launch import Launcher
+from harness.nodes.facts import node_facts
+from harness.nodes.wire import Line, addresses_of, interface_of, reach_head
+from harness.outcome import Left
+from harness.trial import TrialSpec
+
+
+class Agent:
+    """Blocks for work; its ranks die with it, and it goes when the head does."""
+
+    def __init__(self, line: Line, address: str, interface: str | None) -> None:
+        self.line, self.address, self.interface = line, address, interface
+        self.launcher: Launcher | None = None
+        self.store: Any = None
+        self.stop: threading.Event | None = None
+        self.orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Does what the head says, until it says that this is all."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            word, what = self.orders.get()
+            if word == "quit":
+                return
+            if word == "warm":
+                self.launcher = Launcher(what)
+            elif word == "meet":
+                from harness.elastic import open_store
+
+                self.store = open_store(self.address)
+                self.line.send("met", self.store.port)
+            elif word == "ping":
+                self.line.send("pong", len(what))
+            elif word == "run":
+                self._run(what)
+
+    def _listen(self) -> None:
+        """Hears the head at once, also while ranks run; where it is gone, ranks and agent go."""
+        while True:
+            try:
+                word, what = self.line.receive()
+            except (EOFError, OSError):
+                word, what = "gone", None
+            if word in ("stop", "gone", "quit") and self.stop:
+                self.stop.set()
+            if word == "gone":
+                print("agent: the head is gone", file=sys.stderr, flush=True)
+                os._exit(1)  # the kernel takes the fork server and the ranks along
+            if word == "run":
+                self.stop = threading.Event()
+            if word != "stop":
+                self.orders.put((word, what))
+            if word == "quit":
+                return
+
+    def _run(self, spec: TrialSpec) -> None:
+        received_at = time.time()
+        self.launcher = self.launcher or Launcher()
+        missing = [path for path in (spec.reference, spec.data.tokens_file) if path and not Path(path).exists()]
+        if missing:
+            reason = f"{spec.node_name} has no {missing[0]}: put PARALLELISM_BENCH_CACHE on a file system that all nodes share"
+            answer = {"rank": spec.ranks[0], "status": "failed", "reason": reason, "failed_at": received_at, "consequence": False}
+            left = Left(answers={spec.ranks[0]: answer})
+        else:
+            spec = dataclasses.replace(spec, interface=self.interface)
+            left, _ = self.launcher.run_ranks(
+                spec,
+                store=self.store if spec.node == 0 else None,
+                stop=self.stop,
+                on_progress=self._progress if spec.node == 0 else None,
+            )
+        self.line.send("left", (received_at, left))
+
+    def _progress(self, step: int, seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            self.line.send("step", (step, seconds))
+
+
+def main() -> None:
+    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun SLURM's variables say the rest."""
+    parser = argparse.ArgumentParser(prog="python -m harness.agent", description="A node of a run over several nodes.")
+    parser.add_argument("meeting", type=Path, help="File in which the head says where it listens; it may come later.")
+    parser.add_argument("--node", type=int, default=int(os.environ.get("SLURM_NODEID", "0")), help="Number of this node, from 0.")
+    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or platform.node(), help="Name of this node.")
+    parser.add_argument("--interface", default="", help="Network interface that reaches all nodes; default: the one to the head.")
+    parser.add_argument("--patience", type=float, default=120.0, help="Seconds to wait for the head.")
+    given = parser.parse_args()
+    try:
+        line = reach_head(given.meeting, given.patience)
+        address = addresses_of(given.interface)[0] if given.interface else line.address
+        interface = given.interface or interface_of(address)
+        line.send("hello", node_facts(given.node, given.name, interface, address))
+        Agent(line, address, interface).serve()
+    except Mistake as mistake:
+        print(f"agent: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, OSError):
+        os._exit(1)
+    os._exit(0)

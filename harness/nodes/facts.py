@@ -1,0 +1,84 @@
+"""What a node says of itself: hardware, address, place in the network."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.cores import allowed_cores
+from harness.environment import cpu_model, gpus
+from harness.nodes.wire import machine_id
+
+_SYS = Path("/sys")
+
+
+def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
+    """Nominal rate of an interface in bits per second; None where the kernel does not know it (loopback, virtual links)."""
+    try:
+        megabits = int((sys / "class/net" / str(interface) / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits * 10**6 if megabits > 0 else None
+
+
+def numa_nodes(sys: Path = _SYS) -> list[str]:
+    """CPUs of each NUMA node, as the kernel writes them: ["0-15", "16-31"]."""
+    found = sorted((sys / "devices/system/node").glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
+    return [file.read_text().strip() for file in found]
+
+
+def gpu_topology() -> list[list[str]]:
+    """How each pair of GPUs is connected, by NVML's common ancestor; empty without GPUs."""
+    if not gpus():
+        return []
+    import pynvml
+
+    names = {0: "internal", 10: "single PCIe switch", 20: "several PCIe switches", 30: "host bridge", 40: "NUMA node", 50: "system"}
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            ["self" if a is b else names.get(int(pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)), "unknown") for b in handles]
+            for a in handles
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, Any]:
+    """One node's facts, as they are recorded with a trial that ran on it."""
+    return {
+        "number": number,
+        "name": name,
+        "host": platform.node(),
+        "machine": machine_id(),
+        "address": address,
+        "interface": interface,
+        "link_bits_per_second": link_speed(interface),
+        "switches": os.environ.get("SLURM_TOPOLOGY_ADDR"),
+        "cpu_model": cpu_model(),
+        "cores": allowed_cores(),
+        "numa": numa_nodes(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [name for name, _ in gpus()],
+        "gpu_topology": gpu_topology(),
+    }
+
+
+def distinct_cores(nodes: list[dict[str, Any]]) -> int:
+    """Cores of all nodes together; those that nodes on one machine share count once."""
+    return len({(node["machine"], core) for node in nodes for core in node["cores"]})
+
+
+def shared_machine(nodes: list[dict[str, Any]]) -> str | None:
+    """What is to be said of nodes that are not machines of their own; None where each is one."""
+    machines = {node["machine"] for node in nodes}
+    if len(machines) == len(nodes):
+        return None
+    return f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}: no network between them"

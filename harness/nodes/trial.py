@@ -1,0 +1,129 @@
+"""One trial over several nodes, from the head's side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+from harness.outcome import Left, Outcome, judge
+from harness.trial import TrialSpec
+
+if TYPE_CHECKING:
+    from harness.nodes.head import Node, Nodes
+
+OTHERS_SECONDS = 3.0
+"""How long the other nodes may take to say what a failure on one of them did to them, before their ranks are killed."""
+END_SECONDS = 2.0
+"""Where agents go because the whole job is ended, the head is told within this time, and the trial is interrupted, not failed."""
+ANSWER_SECONDS = 15.0
+"""How long a node may take to answer when its ranks are killed, or past the time limit; then it is lost."""
+
+
+class Trial:
+    """Tells each node its part, waits for all of them, ends the others where one fails, and shifts their clocks to the head's."""
+
+    def __init__(
+        self, all_nodes: Nodes, nodes: Sequence[Node], specs: Sequence[TrialSpec], heard: Callable[[int, float], None] | None
+    ) -> None:
+        self.all_nodes, self.nodes, self.specs, self.heard = all_nodes, list(nodes), list(specs), heard
+        self.cell = specs[0].cell
+        self.left = Left()
+        self.lost: list[str] = []
+        self.open: dict[Any, Node] = {node.line.connection: node for node in nodes}
+        self.sent_at = 0.0
+
+    def run(self) -> Outcome:
+        started_at, begin = time.time(), time.perf_counter()
+        interrupted = False
+        try:
+            if self._start():
+                self._gather(self.cell.time_limit_seconds + ANSWER_SECONDS)
+            if self.lost:
+                time.sleep(END_SECONDS)
+        except KeyboardInterrupt:
+            interrupted = True
+        while self.open:
+            self._stop()
+            with contextlib.suppress(KeyboardInterrupt):  # asked again: it is being done
+                self._gather(ANSWER_SECONDS)
+        self.left.interrupted |= interrupted
+        told = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
+        facts = [node.facts for node in self.nodes]
+        return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=self.cell.launcher, nodes=facts, **told)
+
+    def _start(self) -> bool:
+        """False where a node was lost before it began."""
+        first = self.nodes[0]
+        if not self._say(first, "meet"):
+            return False
+        if not wait([first.line.connection], ANSWER_SECONDS):
+            self._lose(first, f"did not answer for {ANSWER_SECONDS:g} s")
+            return False
+        try:
+            _, port = first.line.receive()
+        except (EOFError, OSError):
+            self._lose(first, "its agent is gone")
+            return False
+        self.sent_at = time.time()
+        parts = [dataclasses.replace(spec, meeting=(first.facts["address"], port)) for spec in self.specs]
+        return all(self._say(node, "run", part) for node, part in zip(self.nodes, parts, strict=True))
+
+    def _say(self, node: Node, word: str, what: Any = None) -> bool:
+        try:
+            node.line.send(word, what)
+        except OSError:
+            self._lose(node, "its agent is gone")
+            return False
+        except KeyboardInterrupt:  # half a message may be on its way: nothing after it would be understood
+            self._lose(node, "interrupted")
+            raise
+        return True
+
+    def _gather(self, seconds: float) -> None:
+        """Hears the nodes until all have said what their ranks left, or one has failed and the others had time to say so."""
+        deadline, hurried = time.monotonic() + seconds, False
+        while self.open:
+            ready = wait(list(self.open), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not hurried:
+                    for node in list(self.open.values()):
+                        self._lose(node, f"did not answer for {seconds:g} s: it hangs, or cannot be reached")
+                return
+            for connection in ready:
+                if not self._hear(self.open[connection]) and not hurried:
+                    deadline, hurried = min(deadline, time.monotonic() + (0.0 if self.lost else OTHERS_SECONDS)), True
+
+    def _hear(self, node: Node) -> bool:
+        """False where the node is lost or its ranks failed."""
+        try:
+            word, what = node.line.receive()
+        except (EOFError, OSError):
+            self._lose(node, "its agent is gone, killed or with its machine")
+            return False
+        except KeyboardInterrupt:  # half a message may have been read
+            self._lose(node, "interrupted")
+            raise
+        if word == "step":
+            if self.heard:
+                self.heard(*what)
+            return True
+        received_at, left = what
+        del self.open[node.line.connection]
+        for answer in left.answers.values():
+            answer |= {name: answer[name] + self.sent_at - received_at for name in ("entered_at", "failed_at") if name in answer}
+            answer |= {"machine": node.facts["machine"], "node": self.nodes.index(node)}
+        self.left.add(left)
+        return left.well and len(left.answers) == len(self.specs[self.nodes.index(node)].ranks)
+
+    def _stop(self) -> None:
+        for node in list(self.open.values()):
+            self._say(node, "stop")
+
+    def _lose(self, node: Node, why: str) -> None:
+        self.open.pop(node.line.connection, None)
+        self.lost.append(f"node {node.name} was lost: {why}")
+        self.all_nodes.lose(node, why)

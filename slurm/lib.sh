@@ -1,0 +1,128 @@
+# shellcheck shell=bash
+# What the jobs have in common. Reads BENCH_* variables, which `python -m bench submit` sets from the site file; each has a default.
+
+BENCH_MATRIX=${BENCH_MATRIX:-smoke}
+BENCH_RESULTS=${BENCH_RESULTS:-results}
+BENCH_WORK=${BENCH_WORK:-$BENCH_RESULTS/slurm}
+BENCH_NODES=${BENCH_NODES:-${SLURM_JOB_NUM_NODES:-1}}
+BENCH_PYTHON=${BENCH_PYTHON:-.venv/bin/python}
+mkdir -p "$BENCH_WORK"
+chmod 700 "$BENCH_WORK"
+
+say() { printf '%s %s\n' "$(date +%H:%M:%S)" "$*"; }
+
+# These hold words, quoted as for a shell.
+container=() more_srun=() more_options=()
+eval "container=(${BENCH_CONTAINER:-}) more_srun=(${BENCH_SRUN:-}) more_options=(${BENCH_OPTIONS:-})"
+python=("${container[@]}" "$BENCH_PYTHON")
+bench() { "${python[@]}" -m bench "$@"; }
+
+# The run of this job: the same after a requeue, and for all tasks of an array.
+run_of_job() {
+  local file id
+  file=$BENCH_WORK/run-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+  id=$(date -u +%Y%m%dT%H%M%S)-$(printf %04x $((${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} % 65536)))
+  (set -o noclobber; echo "$id" >"$file") 2>/dev/null || true # the first one names it
+  cat "$file"
+}
+BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
+
+# The agent of one node: started anew where it, its step or its node was lost, until the head says that all is done (exit code 0), the
+# agent cannot work (2), or the run is over.
+keep_agent() { # MEETING NUMBER NAME
+  local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
+  options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
+  trap '[ -z "$step" ] || kill "$step" 2>/dev/null; exit 1' TERM
+  while [ ! -e "$1.over" ] && kill -0 $$ 2>/dev/null; do # $$ is the shell of the batch step: not every SLURM kills what it leaves
+    srun "${options[@]}" "${more_srun[@]}" "${python[@]}" -m harness.agent "$1" --node "$2" ${BENCH_INTERFACE:+--interface "$BENCH_INTERFACE"} &
+    step=$!
+    wait "$step"
+    code=$?
+    case $code in 0 | 2) return ;; esac
+    sleep 1
+  done
+}
+
+# One keeper for each node, where it is not there already.
+start_agents() { # MEETING
+  local name number=0
+  for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    if ! kill -0 "${agents[number]:-0x}" 2>/dev/null; then
+      keep_agent "$1" "$number" "$name" &
+      agents[number]=$!
+    fi
+    number=$((number + 1))
+  done
+}
+
+# Most agents go by themselves; one on a dead node is not waited for.
+end_agents() { # MEETING
+  local one tries=50
+  touch "$1.over"
+  for one in "${agents[@]}"; do
+    while kill -0 "$one" 2>/dev/null && [ $tries -gt 0 ]; do
+      sleep 0.1
+      tries=$((tries - 1))
+    done
+    kill "$one" 2>/dev/null
+  done
+  rm -f "$1" "$1.over"
+}
+
+# A task that was warned, or lost its head, begins anew where it stopped; not for ever.
+requeue() {
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge "${BENCH_REQUEUES:-20}" ]; then
+    say "begun anew ${SLURM_RESTART_COUNT} times already: a trial may need longer than the time limit of the job"
+    exit 1
+  fi
+  say "the current trial is recorded as interrupted; the job goes on where it stopped"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 300 # it ends here
+  exit 1
+}
+
+# The exit code of a process, however often a trap ends `wait` before it.
+wait_for() {
+  local code=127 got alive=yes
+  while [ -n "$alive" ]; do
+    kill -0 "$1" 2>/dev/null || alive=''
+    wait "$1"
+    got=$?
+    [ $got = 127 ] || code=$got # 127: it was told already
+  done
+  return "$code"
+}
+
+# Runs what is open of the run and returns its exit code; where the job is warned of its end it does not return.
+run_matrix() { # further options of bench run
+  local options=(--matrix "$BENCH_MATRIX" --run "$BENCH_RUN" --results "$BENCH_RESULTS" --with-parent "${more_options[@]}" "$@") code tries=0
+  local meeting=''
+  warned='' ended='' agents=() head=''
+  if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    options+=(--share "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
+  fi
+  trap 'warned=yes; [ -z "$head" ] || kill -TERM "$head" 2>/dev/null' USR1
+  trap 'ended=yes' TERM # SLURM sends it to the head as well; the job is over when this shell is, so it waits for the head
+  if [ "$BENCH_NODES" -gt 1 ]; then
+    meeting=$BENCH_WORK/meeting-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+    options+=(--nodes "$BENCH_NODES" --meeting "$meeting")
+    [ -z "${BENCH_INTERFACE:-}" ] || options+=(--interface "$BENCH_INTERFACE")
+  fi
+  while :; do
+    [ -z "$meeting" ] || start_agents "$meeting"
+    "${python[@]}" -m bench run "${options[@]}" &
+    head=$!
+    wait_for "$head"
+    code=$?
+    head=''
+    [ -z "$warned$ended" ] || break
+    case $code in 0 | 1 | 2 | 130 | 143) break ;; esac
+    tries=$((tries + 1))
+    [ $tries -lt 5 ] || break
+    say "the head ended with exit code $code; it is started anew and goes on"
+    [ $tries -gt 1 ] || options+=(--patience 30) # most agents are there already; a node that is gone is not waited for again
+  done
+  [ -z "$meeting" ] || end_agents "$meeting"
+  trap - USR1 TERM
+  case $code in 130 | 143) [ -z "$warned" ] || requeue ;; esac
+  return "$code"
+}

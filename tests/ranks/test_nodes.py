@@ -1,0 +1,214 @@
+"""Cells over two nodes: two agents on this machine, over loopback. What holds on one node holds on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.cell import Cell
+from harness.launch import Launcher
+from harness.nodes.head import Nodes, NodesLauncher
+from harness.nodes.wire import Meeting, secure
+from harness.outcome import Outcome
+from harness.plan import Plan
+from harness.registry import admit
+from harness.runner import Runner
+from harness.store import Results, Store
+from harness.workloads import make_workload, prepare_data
+from tests.ranks.conftest import Silent, cell
+
+
+class Cluster:
+    """A head in this process, and agents that are its children."""
+
+    def __init__(self, folder: Path, local: Launcher) -> None:
+        self.nodes = Nodes(2, folder / "meeting", "lo")
+        self.local = local
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        for number in range(2):
+            self.start(number)
+        self.launcher = NodesLauncher(self.nodes, ["deepspeed", "horovod.torch"], lambda packages: local)
+        assert len(self.nodes.ready(2, 60)) == 2
+
+    def start(self, number: int) -> None:
+        core = sorted(os.sched_getaffinity(0))[number % os.cpu_count()]
+        words = ["harness.agent", str(self.nodes.meeting), "--node", str(number), "--name", f"n{number + 1}", "--interface", "lo"]
+        self.agents[number] = agent = subprocess.Popen(["taskset", "-c", str(core), sys.executable, "-m", *words])
+        self.local.spare(agent.pid)
+
+    def begin_anew(self, number: int) -> None:
+        """An agent in place of one that was lost; its first trial ends well."""
+        self.start(number)
+        deadline = time.monotonic() + 60
+        while len(self.nodes.there) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.launcher.patience_seconds = 30.0
+        assert self.run(cell("ddp", nodes=2)).status == "ok"
+
+    def ranks(self) -> list[psutil.Process]:
+        """What runs below the agents' fork servers."""
+        agents = [psutil.Process(agent.pid) for agent in self.agents.values() if agent.poll() is None]
+        return [rank for agent in agents for child in agent.children() for rank in child.children(recursive=True)]
+
+    def run(self, one: Cell) -> Outcome:
+        workload = make_workload(one.workload)
+        _, layout = admit(one, workload)
+        outcome = self.launcher.run(one, prepare_data(one.data, workload, one.sequence_length), layout.processes)
+        assert self.ranks() == []
+        return outcome
+
+    def close(self) -> None:
+        self.nodes.close()
+        for agent in self.agents.values():
+            agent.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def cluster(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"), launcher)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run_cells(cluster: Cluster, tmp_path: Path) -> Callable[..., Results]:
+    def run(*cells: Cell, trials: int = 1) -> Results:
+        store = Store(tmp_path / "results")
+        runner = Runner(store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher)
+        runner.begin()
+        assert runner.run(Silent())
+        return store.load([runner.plan.run_id])
+
+    return run
+
+
+CELLS: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("ddp", {"devices": 4}),
+    ("fsdp2", {}),
+    ("zero_redundancy", {}),
+    ("deepspeed", {"options": {"stage": 3}}),
+    ("pipeline", {"micro_batches": 2}),
+    ("tensor", {}),
+    ("horovod", {}),
+    ("parameter_server", {}),
+    ("accelerate", {"options": {"engine": "zero2"}}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "axes"), CELLS, ids=str)
+def test_trains_the_same_on_two_nodes(run_cells: Callable[..., Results], strategy: str, axes: dict[str, Any]) -> None:
+    found = run_cells(cell(strategy, **{"nodes": 2, **axes}))
+    trial = found.trials.iloc[0]
+    assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
+    assert trial["parity_verdict"] == "exact"
+    assert trial["nodes"] == 2
+    assert list(trial["node_names"]) == ["n1", "n2"]
+    assert [node["interface"] for node in json.loads(trial["node_facts"])] == ["lo", "lo"]
+    assert "2 nodes on 1 machine" in trial["stand_in"]
+
+
+def test_ranks_follow_the_nodes_order(cluster: Cluster) -> None:
+    outcome = cluster.run(cell("ddp", devices=4, nodes=2))
+    assert [answer["node"] for answer in outcome.answers] == [0, 0, 1, 1]
+
+
+def test_a_warm_start_is_short(cluster: Cluster) -> None:
+    """Not a benchmark: the best of five, because others may use this machine."""
+    cluster.run(cell("ddp", nodes=2))
+    assert min(cluster.run(cell("ddp", nodes=2)).startup_seconds or 99 for _ in range(5)) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raises", "rank 1: ValueError: the planted mistake"), ("killed", "rank 1 was killed by SIGKILL")]
+)
+def test_the_first_cause_is_named_over_nodes(cluster: Cluster, fault: str, said: str) -> None:
+    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": fault}))
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith(said)
+
+
+def test_a_time_limit_holds_on_every_node(cluster: Cluster) -> None:
+    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4))
+    assert outcome.status == "timeout"
+    assert "rank 0:" in outcome.stacks
+    assert "faulty.py" in outcome.stacks
+    assert "rank 1:" in outcome.stacks
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+
+
+def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30))
+    assert outcome.status == "interrupted"
+    assert time.monotonic() - begin < 15
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+
+
+def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
+    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are gone; started anew, it serves again."""
+    lost = cluster.agents[1]
+    below = [*psutil.Process(lost.pid).children(recursive=True)]
+    threading.Timer(2, lost.kill).start()
+    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30))
+    lost.wait()
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("node n2 was lost: its agent is gone")
+    psutil.wait_procs(below, timeout=3)
+    assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+    cluster.launcher.patience_seconds = 1.0
+    outcome = cluster.run(cell("ddp", nodes=2))
+    assert (outcome.status, outcome.reason[:41]) == ("unavailable", "needs 2 nodes, 1 of 2 is there (n2: its a")
+
+    cluster.begin_anew(1)
+
+
+def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit, then given up."""
+    monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 2.0)
+    stalled = cluster.agents[1]
+    threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
+    one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
+    outcome = cluster.launcher.run(one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2)
+    assert outcome.status == "failed"
+    assert "node n2 was lost: did not answer" in outcome.reason
+    stalled.kill()
+    stalled.wait()
+    cluster.begin_anew(1)
+
+
+def test_cells_of_one_node_run_as_ever(run_cells: Callable[..., Results]) -> None:
+    trial = run_cells(cell("ddp")).trials.iloc[0]
+    assert (trial["status"], trial["nodes"], list(trial["node_names"])) == ("ok", 1, [])
+
+
+def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
+    cluster.nodes.measure()
+    for node in cluster.nodes.there.values():
+        assert 0 < node.facts["round_trip_seconds"] < 0.1
+        assert 1e8 < node.facts["bits_per_second_from_head"] < 1e13
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+
+
+def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
+    meeting = Meeting.read(cluster.nodes.meeting)
+    assert cluster.nodes.meeting.stat().st_mode & 0o777 == 0o600
+    raw = socket.create_connection((meeting.addresses[0], meeting.port))
+    with pytest.raises((OSError, EOFError, AuthenticationError)):
+        secure(raw, b"another key", head=False)
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"

@@ -1,0 +1,158 @@
+"""What a site file becomes: the batch script, its directives, and the sentences for mistakes. Runs no job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.cluster.script import Job, batch_script
+from bench.cluster.site import Nightly, Notify, Site, read_site
+from bench.cluster.slurm import parse
+from harness.errors import Mistake
+
+ROOT = Path(__file__).parents[2]
+SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))
+SCRIPTS = [*sorted((ROOT / "slurm").glob("*.s*")), *sorted((ROOT / "scripts").glob("*.sh"))]
+
+
+def script(site: Site, **more: object) -> str:
+    return batch_script(site, Job(**{"matrix": "smoke", "run_id": "run-1", "results": Path("/shared/results"), **more}))  # type: ignore[arg-type]
+
+
+def directives(text: str) -> list[str]:
+    return re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+
+
+def test_every_value_of_a_site_is_in_its_script() -> None:
+    site = Site(
+        partition="p1",
+        account="a1",
+        qos="q1",
+        constraint="c1",
+        reservation="r1",
+        time="01:00:00",
+        nodes=3,
+        gpus_per_node=4,
+        gpu_directive="--gres=gpu:h100:{gpus}",
+        cpus_per_node=48,
+        memory="64G",
+        switches="1@10:00",
+        directives=["--mail-type=FAIL"],
+        modules=["cuda/12.6"],
+        prologue=["ulimit -l unlimited"],
+        container="apptainer exec --nv 'my image.sif'",
+        python="python3",
+        srun=["--export=ALL", "--label"],
+        interface="ib0",
+        warn_seconds=77,
+        requeues=5,
+    )
+    text = script(site, options=("--set", "batch=16"), tasks=4)
+    wanted = """--partition=p1 --account=a1 --qos=q1 --constraint=c1 --reservation=r1 --time=01:00:00 --nodes=3 --gres=gpu:h100:4
+        --cpus-per-task=48 --mem=64G --switches=1@10:00 --mail-type=FAIL --exclusive --signal=B:USR1@77 --requeue --no-kill
+        --array=0-3 --output=/shared/results/slurm/run-1/slurm-%A_%a.log"""
+    for line in wanted.split():
+        assert line in directives(text)
+    for said in ("module load cuda/12.6", "ulimit -l unlimited", "BENCH_INTERFACE=ib0", "BENCH_REQUEUES=5", "BENCH_PYTHON=python3"):
+        assert said in text.splitlines() or f"export {said}" in text.splitlines()
+    shown = subprocess.run(
+        ["bash", "-c", text.split("cd ")[0].replace("module load", ":") + 'echo "$BENCH_CONTAINER|$BENCH_OPTIONS|$BENCH_SRUN"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "apptainer exec --nv 'my image.sif'|--set batch=16|--export=ALL --label"
+
+
+def test_what_a_site_does_not_say_is_left_to_slurm() -> None:
+    text = script(Site(exclusive=False))
+    named = {line.split("=")[0] for line in directives(text)}
+    assert named == {"--job-name", "--output", "--open-mode", "--requeue", "--no-kill", "--ntasks-per-node", "--signal", "--nodes"}
+
+
+def test_a_night_knows_whom_to_tell() -> None:
+    notify = Notify(mail="me@example.org", webhook="https://example.org/hook?a=b&c=d")
+    text = script(Site(nightly=Nightly(baseline="release", again="tomorrow", notify=notify)), nightly=True, run_id="")
+    assert "exec bash slurm/nightly.sbatch" in text
+    for line in ("BENCH_BASELINE=release", "BENCH_AGAIN=tomorrow", "BENCH_NOTIFY_MAIL=me@example.org", "BENCH_RUN=''"):
+        assert f"export {line}" in text.splitlines()
+    assert "export BENCH_NOTIFY_WEBHOOK='https://example.org/hook?a=b&c=d'" in text
+
+
+@pytest.mark.parametrize("file", SITES, ids=lambda file: file.stem)
+def test_the_examples_are_read_and_use_their_own_keys(file: Path) -> None:
+    site = read_site(file)
+    assert set(yaml.safe_load(file.read_text())) <= site.model_fields_set
+    assert subprocess.run(["bash", "-n"], input=script(site), text=True, check=False).returncode == 0
+
+
+def test_options_take_the_place_of_the_files_values(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("partition: slow\naccount: mine\nnodes: 2\n")
+    site = read_site(file, partition="fast", nodes=None)
+    assert (site.partition, site.account, site.nodes) == ("fast", "mine", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("partitoin: gpu", r"unknown key 'partitoin'; did you mean 'partition'\?"),
+        ("- gpu", "must be a mapping"),
+        ("nodes: none", "nodes"),
+        ("nightly: {matrx: full}", "nightly"),
+        ("a: [", "not readable as YAML"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(text)
+    with pytest.raises(Mistake, match=said) as raised:
+        read_site(file)
+    assert "site.yaml" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_site_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match="is not there; examples are in slurm/sites"):
+        read_site(tmp_path / "none.yaml")
+
+
+def test_slurms_own_lines_are_read() -> None:
+    line = (
+        "JobId=12 ArrayJobId=11 ArrayTaskId=3 JobName=bench Requeue=1 Restarts=2 JobState=PENDING Reason=BeginTime"
+        " RunTime=00:00:07 TimeLimit=01:00:00 NodeList=(null) Comment=a b"
+    )
+    job = parse(line)
+    assert (job.job_id, job.state, job.reason, job.nodes, job.restarts, job.elapsed) == ("11_3", "PENDING", "BeginTime", "", 2, "00:00:07")
+
+
+def test_nothing_of_a_site_is_in_the_scripts() -> None:
+    for file in SCRIPTS:
+        assert not re.search(r"#SBATCH --(partition|account|qos|constraint|reservation|time)|module load", file.read_text()), file
+
+
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="shellcheck is missing: install Debian's package shellcheck, or run make setup as root"
+)
+def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
+    rendered = []
+    for file in SITES:
+        for nightly in (False, True):
+            rendered.append(tmp_path / f"{file.stem}-{nightly}.sh")
+            rendered[-1].write_text(script(read_site(file), nightly=nightly))
+    done = subprocess.run(["shellcheck", "-x", *map(str, [*SCRIPTS, *rendered])], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "bench", "submit", "--matrix", "smoke", "--nodes", "2", "--results", str(tmp_path / "r"), "--dry-run"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, "PATH": "/usr/bin:/bin"})
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,124 @@
+"""Cells over nodes before any agent runs: the plan, the places of ranks, the facts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.matrix import Host, Matrix, expand
+from harness.cell import Cell
+from harness.cores import oversubscribed
+from harness.errors import Mistake
+from harness.nodes.facts import distinct_cores, link_speed, numa_nodes, shared_machine
+from harness.nodes.wire import Meeting, addresses_of, interface_of
+from harness.outcome import Left, judge
+from harness.trial import TrialSpec
+from harness.workloads import DataSource
+
+DATA = DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)
+
+
+def plan(there: int, **axes: object) -> tuple[list[Cell], list[tuple[str, str]]]:
+    matrix = Matrix(cells=[{"workload": "llama-nano", "devices": 2, **axes}])
+    found = expand(matrix, Host("cpu", 2, 2**34, there))
+    return list(found.cells), [(left.status, left.reason) for left in found.left_out]
+
+
+def test_one_node_is_the_measurement_it_always_was() -> None:
+    assert Cell(strategy="ddp", devices=2).id == Cell(strategy="ddp", devices=2, nodes=1).id
+    assert Cell(strategy="ddp", devices=2).id != Cell(strategy="ddp", devices=2, nodes=2).id
+    assert Cell(strategy="ddp", devices=2, nodes=2).reference() == Cell(strategy="ddp").reference()
+    assert "x2 on 2 nodes" in Cell(strategy="ddp", devices=2, nodes=2).name
+
+
+@pytest.mark.parametrize(
+    ("axes", "status", "said"),
+    [
+        ({"strategy": "ddp", "devices": 3, "nodes": 2}, "refused", "3 devices do not divide into 2 nodes; use a multiple of 2"),
+        ({"strategy": "ddp", "nodes": 3, "devices": 3, "batch": 6}, "unavailable", "needs 3 nodes, this run has 2"),
+        ({"strategy": "ddp", "nodes": 2, "launcher": "spawn"}, "refused", "on one node only"),
+        ({"strategy": "data_parallel", "nodes": 2}, "refused", "from one process"),
+        ({"strategy": "ddp_elastic", "nodes": 2}, "refused", "restarted by the agent of one node"),
+        ({"strategy": "horovod", "nodes": 2, "options": {"controller": "mpi"}}, "refused", "mpirun starts ranks on one node only"),
+        ({"strategy": "accelerate", "nodes": 2, "options": {"config_file": True}}, "refused", "accelerate launch starts ranks on one node"),
+    ],
+    ids=str,
+)
+def test_cells_that_nodes_cannot_run_are_left_out_in_one_sentence(axes: dict[str, object], status: str, said: str) -> None:
+    cells, left_out = plan(2, **axes)
+    assert cells == []
+    assert left_out[0][0] == status
+    assert said in left_out[0][1]
+
+
+def test_many_is_so_many_on_each_node() -> None:
+    cells, _ = plan(4, strategy="ddp", devices="many", nodes=["many", 2, 1])
+    assert [(cell.nodes, cell.devices) for cell in cells] == [(4, 8), (2, 4), (1, 2)]
+
+
+@pytest.mark.parametrize("processes", [4, 5])
+def test_ranks_are_in_the_nodes_order_and_servers_on_the_last(processes: int) -> None:
+    cell = Cell(strategy="ddp", devices=4, nodes=2)
+    parts = [list(TrialSpec(cell, DATA, processes, node=node).ranks) for node in range(2)]
+    assert parts == [[0, 1], list(range(2, processes))]
+
+
+def test_cores_of_nodes_on_one_machine_count_once() -> None:
+    apart = [{"machine": name, "cores": [0, 1]} for name in "ab"]
+    together = [{"machine": "a", "cores": [0, 1]}, {"machine": "a", "cores": [0, 1]}]
+    assert (distinct_cores(apart), distinct_cores(together)) == (4, 2)
+    assert shared_machine(apart) is None
+    assert shared_machine([]) is None
+    assert shared_machine(together) == "2 nodes on 1 machine: no network between them"
+    four = Cell(strategy="ddp", devices=4, nodes=2)
+    assert (oversubscribed(four, 4, 4), oversubscribed(four, 4, 2)) == (False, True)
+
+
+def test_facts_that_the_kernel_does_not_know_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "class/net/eth0").mkdir(parents=True)
+    speed = tmp_path / "class/net/eth0/speed"
+    speed.write_text("25000\n")
+    assert link_speed("eth0", tmp_path) == 25_000_000_000
+    speed.write_text("-1\n")
+    assert link_speed("eth0", tmp_path) is None
+    assert link_speed("ib0", tmp_path) is None
+    for number in (10, 2):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{number}-{number + 1}\n")
+    assert numa_nodes(tmp_path) == ["2-3", "10-11"]
+
+
+def test_interfaces_have_addresses() -> None:
+    assert "127.0.0.1" in addresses_of("lo")
+    assert interface_of("127.0.0.1") == "lo"
+    assert addresses_of()[-1].startswith("127.")
+    with pytest.raises(Mistake, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"):
+        addresses_of("nosuch")
+
+
+def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "meeting"
+    told = Meeting("m", ("10.0.0.1", "127.0.0.1"), 4711, "00ff")
+    told.write(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Meeting.read(file) == told
+    assert "00ff" not in repr(told)
+    assert [p.name for p in tmp_path.iterdir()] == ["meeting"]
+
+
+def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
+    cell = Cell(strategy="ddp", devices=2, nodes=2)
+    left = Left(answers={0: {"rank": 0, "status": "failed", "reason": "connection closed by peer", "failed_at": 1.0, "consequence": True}})
+    assert judge(cell, 2, left, "node n2 was lost: its agent is gone")["reason"] == "node n2 was lost: its agent is gone"
+    left.add(Left(interrupted=True))
+    assert judge(cell, 2, left, "node n2 was lost")["status"] == "interrupted"
+
+
+def test_the_first_node_that_failed_is_the_cause() -> None:
+    """Ranks that say nothing: the exit codes come in the order in which nodes answered."""
+    left = Left()
+    left.add(Left(exit_codes={1: -9}))
+    left.add(Left(exit_codes={0: -15}))
+    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith("rank 1 was killed by SIGKILL")
