@@ -26,7 +26,8 @@ began = time.perf_counter()
 from harness.store import load
 from reports import write_report
 path = write_report(load(sys.argv[1]), Path(sys.argv[2]))
-print(time.perf_counter() - began, int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) / 1024, path.stat().st_size / 2**20)
+peak = int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+print(time.perf_counter() - began, peak / 1024, path.stat().st_size / 2**20)
 """
 
 
