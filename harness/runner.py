@@ -16,7 +16,7 @@ from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, refere
 from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
-from harness.measure.load import idle_share
+from harness.measure.load import Idle
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row, step_rows, trial_row
@@ -54,6 +54,7 @@ class Runner:
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same time."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
+    _idle: Idle = field(default_factory=Idle)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -185,7 +186,7 @@ class Runner:
         data = prepare_data(cell.data, workload, cell.sequence_length)
         facts = model_facts(workload, cell.sequence_length)
         known = reference if reference and reference.exists else None
-        idle_before = idle_share()
+        idle_before = self._idle.before()
         outcome = launcher.run(
             cell,
             data,
@@ -195,7 +196,7 @@ class Runner:
             command=functools.partial(strategy.command, cell),
             on_progress=heard,
         )
-        idle_after = idle_share()
+        idle_after = self._idle.after()
         reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
         verdict = None
         if outcome.status == "ok":

@@ -15,6 +15,9 @@ QUIET = 0.8
 WINDOW_SECONDS = 0.03
 """Three ticks of each core: enough to see one that is busy, too short to be felt."""
 
+FRESH_SECONDS = 0.2
+"""How long the look after a trial counts as the look before the next: longer than writing a record takes."""
+
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
     """Seconds since boot that all cores together were busy (time stolen by a hypervisor included) and idle; None where unknown."""
@@ -35,6 +38,25 @@ def idle_share(sleep: Callable[[float], None] = time.sleep, read: Callable[[], t
         return None
     busy, idle = after[0] - before[0], after[1] - before[1]
     return idle / (busy + idle) if busy + idle > 0 else None
+
+
+@dataclass
+class Idle:
+    """The share of idle cores between trials: the look after one is also the look before the next where that begins at once."""
+
+    look: Callable[[], float | None] = idle_share
+    now: Callable[[], float] = time.monotonic
+    _last: tuple[float, float | None] | None = None
+
+    def before(self) -> float | None:
+        if self._last is None or self.now() - self._last[0] > FRESH_SECONDS:
+            return self.after()
+        return self._last[1]
+
+    def after(self) -> float | None:
+        share = self.look()
+        self._last = self.now(), share
+        return share
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from harness.store import Results, load
@@ -58,3 +60,23 @@ class Watched:
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("dialog", lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         self.page.goto(file.as_uri())
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
+    """Opens a file in a window of its own: (file, width, height, more settings of the browser)."""
+    contexts = []
+
+    def opened(file: Path, width: int = 1280, height: int = 900, **more: Any) -> Watched:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **more))
+        return Watched(contexts[-1], file)
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def serious_faults(page: Page) -> list[tuple[str, str, str]]:
+    """What axe-core finds of serious and critical faults: rule, impact, the first element."""
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [(one["id"], one["impact"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from harness.store import Results
 from harness.summary import cells
 from reports import write_report
-from tests.browser.conftest import Watched
+from tests.browser.conftest import Watched, serious_faults
 
 Open = Callable[..., Watched]
 
@@ -24,16 +24,8 @@ def file(reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(browser: Browser, file: Path) -> Iterator[Open]:
-    contexts = []
-
-    def open_(width: int = 1280, height: int = 900, path: Path = file, **more: str) -> Watched:
-        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **more))  # type: ignore[arg-type]
-        return Watched(contexts[-1], path)
-
-    yield open_
-    for context in contexts:
-        context.close()
+def opened(open_page: Open, file: Path) -> Open:
+    return partial(open_page, file)
 
 
 def shown(page: Page) -> list[str]:
@@ -140,9 +132,7 @@ def test_no_sideways_scroll(opened: Open, width: int) -> None:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 375)])
 def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> None:
     page = opened(width=width, color_scheme=scheme).page
-    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-    serious = [(one["id"], one["impact"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
-    assert serious == []
+    assert serious_faults(page) == []
 
 
 def test_print(opened: Open) -> None:

@@ -14,7 +14,7 @@ from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.energy import Energy, package_joules
 from harness.measure.flops import mfu, peak_flops_per_second
-from harness.measure.load import WINDOW_SECONDS, Load, cpu_seconds, disturbed, foreign_load, idle_share
+from harness.measure.load import FRESH_SECONDS, WINDOW_SECONDS, Idle, Load, cpu_seconds, disturbed, foreign_load, idle_share
 from harness.measure.memory import imbalance
 from harness.record import figures, mean_losses
 from harness.stats import efficiency, percentile, slowest, trend
@@ -184,6 +184,18 @@ def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
         False,
         False,
     ]
+
+
+def test_the_look_after_a_trial_serves_the_next_one_for_a_moment() -> None:
+    looks, clock = iter([0.9, 0.8, 0.7]), [0.0]
+    idle = Idle(lambda: next(looks), lambda: clock[0])
+    assert idle.before() == 0.9
+    clock[0] = 5.0
+    assert idle.after() == 0.8
+    clock[0] += 0.9 * FRESH_SECONDS
+    assert idle.before() == 0.8
+    clock[0] += FRESH_SECONDS
+    assert idle.before() == 0.7
 
 
 def test_idle_share_by_hand() -> None:

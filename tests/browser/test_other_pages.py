@@ -1,0 +1,44 @@
+"""Pages of several runs in a browser: runs against each other, the index of all, a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.compare import compare_sides
+from harness.sides import side
+from harness.store import Store
+from reports import comparison, overview, runs, write_report, write_whole
+from reports.ran import only
+from tests.browser.conftest import Watched, serious_faults
+from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a week in which a cell becomes slower."""
+    folder = tmp_path_factory.mktemp("pages")
+    store = Store(folder / "results")
+    for day in range(DAYS):
+        add(store, day, trials(DDP, 90.0 if day >= DAYS // 2 else 100.0))
+    results = store.load(steps=False)
+    found = {"runs": runs.page(runs.compare_all(results)), "index": overview.page(store, folder)}
+    first, last = (side(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
+    found["compare"] = comparison.page(compare_sides(first, last))
+    write_report(only(results, [run_id(0)]), folder / f"{run_id(0)}.html")
+    return {name: write_whole(text, folder / f"{name}.html", "") for name, text in found.items()}
+
+
+@pytest.mark.parametrize("name", ["runs", "index", "compare"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
+def test_reads_well_and_asks_for_nothing(
+    open_page: Callable[..., Watched], pages: dict[str, Path], name: str, width: int, scheme: str
+) -> None:
+    opened = open_page(pages[name], width, color_scheme=scheme)
+    opened.page.wait_for_timeout(100)
+    assert opened.said == []
+    assert opened.requests == [pages[name].as_uri()]
+    assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert serious_faults(opened.page) == []
