@@ -47,10 +47,11 @@ def run(command: list[str], folder: Path, **more: str) -> str:
 
 
 def in_batch(folder: Path) -> str:
-    """By sbatch where SLURM is; else the batch script's body with a stand-in for srun."""
-    if shutil.which("sbatch"):
-        partition = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True).stdout.split()[0]
-        run(["bash", str(folder / "run.sh"), "--wait", f"--partition={partition}", "--account=", "--output=log"], folder)
+    """By sbatch where a SLURM answers; else the batch script's body with a stand-in for srun."""
+    asked = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True) if shutil.which("sinfo") else None
+    if asked and asked.returncode == 0 and asked.stdout.strip():
+        partition = f"--partition={asked.stdout.split()[0]}"
+        run(["bash", str(folder / "run.sh"), "--wait", partition, "--account=", "--output=log"], folder)
         return (folder / "log").read_text()
     stand_in = folder.parent / "bin"
     stand_in.mkdir()
