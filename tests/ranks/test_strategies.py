@@ -41,15 +41,15 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     assert trial["parity_verdict"] in ("exact", "within tolerance")
     if trial["parity_loss_tolerance"] == 1e-5:
         assert trial["parity_verdict"] == "exact"
-    states_follow_the_formula(trial)
+    states_follow_the_formula(trial, within=0.01)
 
 
-def states_follow_the_formula(trial: pd.Series) -> None:
-    """What the fullest rank keeps between steps, kind by kind, within 1 % of the formula where the strategy has one."""
+def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
+    """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula (or `within`) where the strategy has one."""
     for kind in ("parameter", "gradient", "optimizer", "library"):
         formula = trial[f"formula_{kind}_bytes"]
         if formula == formula:
-            slack = 0.01 * formula + 0.001 * sum(trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer"))
+            slack = within * formula + 0.1 * within * sum(trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer"))
             assert abs(max(trial[f"{kind}_bytes"]) - formula) <= slack, f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
 
 
