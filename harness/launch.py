@@ -76,7 +76,8 @@ class Launcher:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        self._fork_server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        self.fork_server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        """Its process id; the ranks that the elastic launcher starts are its children."""
 
     def run(
         self,
@@ -126,7 +127,7 @@ class Launcher:
                     scratch=scratch,
                     cores=pin(cell, spec),
                     progress=progress,
-                    parent=0 if own else os.getpid() if cell.launcher == "spawn" else self._fork_server,
+                    parent=0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server,
                 )
                 try:
                     if own:
@@ -155,7 +156,7 @@ class Launcher:
                 os.killpg(pid, signal.SIGKILL)
         below = [child for child in psutil.Process().children() if child.pid not in self._ignored]
         left = []
-        for parent in [*below, psutil.Process(self._fork_server)]:
+        for parent in [*below, psutil.Process(self.fork_server)]:
             with contextlib.suppress(psutil.Error):
                 left += parent.children(recursive=True)
         for child in [*below, *left]:

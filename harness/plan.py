@@ -88,7 +88,7 @@ def new_run_id() -> str:
 
 def kept_plan(store: Store, run_id: str) -> Plan:
     """The plan of a run that has begun."""
-    return Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+    return Plan.from_row(store.run_row(run_id))
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:

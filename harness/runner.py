@@ -69,14 +69,10 @@ class Runner:
 
     def open_trials(self) -> list[tuple[int, Cell, TrialKey]]:
         """(position, cell, key) of the trials that have no final record yet."""
-        import pyarrow.parquet as pq
-
-        folder = self.store.folder / "trials" / self.plan.run_id
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
-        for key in self.store.recorded(self.plan.run_id):
+        for key, status in self.store.statuses(self.plan.run_id).items():
             attempts[key.cell_id, key.trial] = max(key.attempt, attempts.get((key.cell_id, key.trial), 0))
-            status = pq.ParquetFile(folder / f"{key.stem}.parquet").read(columns=["status"]).column(0)[0].as_py()
             if status != "interrupted":
                 finished.add((key.cell_id, key.trial))
             if status in _NOT_AGAIN:
@@ -101,7 +97,7 @@ class Runner:
 
     def run(self, watcher: Watcher) -> bool:
         """Runs all open trials; False if it was interrupted (what was running is then recorded as such)."""
-        recorded = self.store.recorded(self.plan.run_id)
+        recorded = self.store.statuses(self.plan.run_id)
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
                 self.store.write_trial(left_out_row(self.plan.run_id, left.cell, left.status, left.reason), [])

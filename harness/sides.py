@@ -217,8 +217,7 @@ def find_run(store: Store, word: str) -> str:
         store.load()  # says so
     if word == "latest" or word.startswith("latest~"):
         back = word.removeprefix("latest").removeprefix("~") or "0"
-        plans = store.load(steps=False).runs
-        ordinary = [r["run_id"] for r in plans.to_dict("records") if "search" not in json.loads(r["plan"])]
+        ordinary = [run_id for run_id in known if "search" not in json.loads(store.run_row(run_id)["plan"])]
         if not back.isdigit() or int(back) >= len(ordinary):
             raise Mistake(f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest is latest, then latest~1")
         return str(ordinary[-1 - int(back)])

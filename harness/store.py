@@ -41,11 +41,6 @@ class TrialKey:
     def stem(self) -> str:
         return f"{self.cell_id}-t{self.trial}-a{self.attempt}"
 
-    @classmethod
-    def parse(cls, stem: str) -> TrialKey:
-        cell_id, trial, attempt = stem.rsplit("-", 2)
-        return cls(cell_id, int(trial[1:]), int(attempt[1:]))
-
 
 @dataclass(frozen=True)
 class Results:
@@ -99,9 +94,14 @@ class Store:
         """All runs, oldest first."""
         return sorted(path.stem for path in (self.folder / "runs").glob("*.parquet"))
 
-    def recorded(self, run_id: str) -> list[TrialKey]:
-        """The trials of a run that have their record."""
-        return [TrialKey.parse(path.stem) for path in sorted((self.folder / "trials" / run_id).glob("*.parquet"))]
+    def run_row(self, run_id: str) -> dict[str, Any]:
+        """The row of a run in table `runs`, without reading its trials."""
+        return dict(_read("runs", [self.folder / "runs" / f"{run_id}.parquet"]).iloc[0])
+
+    def statuses(self, run_id: str) -> dict[TrialKey, str]:
+        """How each trial of a run that has its record ended."""
+        found = _read("trials", self._files("trials", run_id), ("cell_id", "trial", "attempt", "status"))
+        return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
         """The tables of these runs, or of all. Raises Mistake for a run that is not there."""
@@ -132,10 +132,9 @@ class Store:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
 
     def _single(self, table: str, run_id: str) -> list[Path]:
-        """The files of the trials that count."""
-        stems = [key.stem for key in self.recorded(run_id)]
-        files = [self.folder / table / run_id / f"{stem}.parquet" for stem in stems]
-        return files if table == "trials" else [file for file in files if file.exists()]
+        """The files of the trials that count; none where only the copy was kept."""
+        counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
+        return counted if table == "trials" else [file for one in counted if (file := self.folder / table / run_id / one.name).exists()]
 
     def _files(self, table: str, run_id: str) -> list[Path]:
         """Where the rows of a run are: in the copy, if that is as new as they are or all that was kept, else each in its own file."""
@@ -149,8 +148,10 @@ class Store:
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""
-        found = sorted((self.folder / "steps" / run_id).glob(f"{cell_id}-t*.parquet"))
-        return _read("steps", [path for path in found if (self.folder / "trials" / run_id / path.name).exists()])
+        single, copy = self._single("steps", run_id), self._copy("steps", run_id)
+        files = [file for file in single if file.stem.startswith(f"{cell_id}-")] if single or not copy.exists() else [copy]
+        found = _read("steps", files)
+        return found[found["cell_id"] == cell_id].reset_index(drop=True)
 
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa
@@ -197,28 +198,28 @@ def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -
     return Store(folder).load(run_ids)
 
 
-def _read(table: str, files: Sequence[Path]) -> pd.DataFrame:
-    """Files of any schema version; columns that a file's version did not have are null."""
+def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
+    """Files of any schema version, all columns or these; columns that a file's version did not have are null."""
     import pyarrow as pa
 
-    whole = pa.concat_tables(_tables(table, files)) if files else _nullable(table).empty_table()
+    whole = pa.concat_tables(_tables(table, files, columns)) if files else _nullable(table, columns).empty_table()
     frame: pd.DataFrame = whole.combine_chunks().to_pandas()
     return frame
 
 
-def _nullable(table: str) -> Any:
+def _nullable(table: str, columns: Sequence[str] = ()) -> Any:
     import pyarrow as pa
 
-    return pa.schema([field.with_nullable(True) for field in arrow_schema(table)])
+    return pa.schema([field.with_nullable(True) for field in arrow_schema(table) if not columns or field.name in columns])
 
 
-def _tables(table: str, files: Sequence[Path]) -> list[Any]:
+def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[Any]:
     """Each file's rows in the columns of today's schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, found = _nullable(table), []
-    for one in (pq.ParquetFile(file).read() for file in files):
+    schema, found = _nullable(table, columns), []
+    for one in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
         present = set(one.column_names)
         columns = [one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type) for f in schema]
         found.append(pa.table(columns, schema=schema))

@@ -53,7 +53,7 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
     """The matrix's cells that are meant, also those that cannot run on this host; else the cell of this id among the results."""
     from bench.matrix import Host, expand, matches, parse_changes, read_matrix
     from harness.errors import Mistake
-    from harness.plan import Plan
+    from harness.plan import kept_plan
     from harness.store import Store
 
     expanded = expand(read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings))
@@ -63,7 +63,7 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
     if re.fullmatch(r"[0-9a-f]{12}", which):
         store = Store(results)
         for run_id in reversed(store.run_ids()):
-            plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+            plan = kept_plan(store, run_id)
             if found := [cell for cell in (*plan.cells, *(left.cell for left in plan.left_out)) if cell.id == which]:
                 return found
     names = ", ".join(sorted({cell.strategy for cell in cells}))

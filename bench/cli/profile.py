@@ -67,12 +67,12 @@ def _nan(value: Any) -> bool:
 def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
     """The newest cell of this id or name among the results, else the matrix's cells of this strategy with these options."""
     from bench.cli.export import find as in_matrix
-    from harness.plan import Plan
+    from harness.plan import kept_plan
     from harness.store import Store
 
     store = Store(results)
     for run_id in reversed(store.run_ids()):
-        plan = Plan.from_row(store.load([run_id], steps=False).runs.iloc[0])
+        plan = kept_plan(store, run_id)
         if found := [cell for cell in plan.cells if which in (cell.id, cell.name)]:
             return found[:1]
     strategy, colon, options = which.partition(":")

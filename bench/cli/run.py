@@ -80,17 +80,19 @@ def run(
 
     console = show.console(quiet=json_output)
     runner = Runner(store, plan, share=_part(share))
-    seconds = show.plan(console, store, plan, runner.open_trials())
+    todo = runner.open_trials()
+    seconds = show.plan(console, store, plan, todo)
     if dry_run:
         if json_output:
             print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds}))
         return
     if not (resume or begun or runner.begin()):  # another task of the array was first: its plan is the run's
         runner.plan = plan = kept_plan(store, plan.run_id)
+        todo = runner.open_trials()
     with (
         show.stop_signals(),
         _agents(nodes, meeting, interface, patience, console.print) as launcher,
-        show.Drawing(console, plan, seconds, len(runner.open_trials())) as drawing,
+        show.Drawing(console, plan, seconds, len(todo)) as drawing,
     ):
         runner.launcher = launcher
         finished = runner.run(drawing) and (not explain or runner.explain(drawing))

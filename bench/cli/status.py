@@ -41,7 +41,7 @@ def status(
 def _run_of_job(store: Any, job: str) -> str:
     """A run that names the job as the one it was started in."""
     for run_id in reversed(store.run_ids()):
-        text = store.load([run_id], steps=False).runs.iloc[0]["allocation"]
+        text = store.run_row(run_id)["allocation"]
         if text and json.loads(text).get("job") == job:
             return str(run_id)
     return ""

@@ -78,7 +78,7 @@ class Turns:
 
     def take(self) -> None:
         sides = [
-            psutil.Process(self.launcher._fork_server).children(),
+            psutil.Process(self.launcher.fork_server).children(),
             [psutil.Process(int((self.folder / f"{rank}.pid").read_text())) for rank in range(self.devices)],
         ]
         (self.folder / "wait").unlink()
@@ -102,7 +102,7 @@ def both(launcher: Launcher, name: str, folder: Path) -> tuple[float, float]:
     while len(list(folder.glob("*.pid"))) < one.devices:
         assert by_hand.poll() is None, by_hand.communicate()[0]
         time.sleep(0.05)
-    launcher._ignored |= {child.pid for child in psutil.Process().children(recursive=True)}  # the suite kills all else at a trial's end
+    launcher.spare(by_hand.pid)
     turns = Turns(launcher, folder, one.devices)
     suite = step_seconds(launcher, one, turns.begin)
     turns.thread.join()

@@ -15,10 +15,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from typer.testing import CliRunner
 
 from bench.cli.compare import compare
 from harness.cell import Cell
@@ -29,6 +27,7 @@ from harness.sides import find_run, measured, side, two_sides
 from harness.stats import COMPARISON_METHOD
 from harness.store import Results, Store
 from reports.comparison import markdown, page
+from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, diverged_rows, left_out, run_row, trial_rows
 
 CELL = Cell(strategy="ddp", devices=2)
@@ -343,10 +342,7 @@ def test_a_run_against_its_own_folder_is_a_run_against_the_others(folder: Path) 
 
 
 def ask(folder: Path, *words: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(compare)
-    done = CliRunner().invoke(app, [*words, "--results", str(folder)], catch_exceptions=False)
-    return done.exit_code, done.output
+    return commands.ask(compare, *words, "--results", str(folder))
 
 
 SAID = ("Welch", "0.5 %", "one in 200", "2 were made here", "5 %")

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from bench.cli.report import Format, report
 from harness.cell import Cell
@@ -27,6 +25,7 @@ from reports.machine import FIGURES, IDENTITY, LISTS, as_csv, as_json
 from reports.page import render
 from reports.ran import Ran, ran
 from reports.sections import chosen, for_print, known
+from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, searched, states, stored, trial_rows, typical
 
 RUN_ID = "20260101T000000-abcd"
@@ -201,10 +200,7 @@ def test_the_document_names_every_format() -> None:
 
 
 def ask(*words: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(report)
-    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    return done.exit_code, done.stdout
+    return commands.ask(report, *words)
 
 
 def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

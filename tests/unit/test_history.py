@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from typer.testing import CliRunner
 
 from bench.cli.history import history, sparkline
 from harness.cell import Cell
@@ -22,6 +20,7 @@ from harness.errors import Mistake
 from harness.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
 from harness.sides import measured
 from harness.store import Store
+from tests import commands
 from tests.unit.test_report import MIB, left_out, run_row, trial_rows
 
 CELL = Cell(strategy="ddp", devices=2)
@@ -127,11 +126,7 @@ def test_memory_is_followed_by_its_median(tmp_path: Path) -> None:
 
 
 def ask(folder: Path, *words: str) -> str:
-    app = typer.Typer()
-    app.command()(history)
-    done = CliRunner().invoke(app, [*words, "--results", str(folder)], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.output
+    return commands.told(history, *words, "--results", str(folder))
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from bench.cli.publish import publish
 from harness.cell import Cell
@@ -26,6 +24,7 @@ from reports.publish import publish as write
 from reports.publish.event_files import cell_folder
 from reports.publish.file_store import CELL_TAG, EXPERIMENT, RUN_TAG
 from reports.publish.textfile import FILE, PREFIX
+from tests import commands
 from tests.unit.test_report import HOSTILE, REFERENCE, diverged_rows, left_out, run_row, trial_rows
 
 DDP, FSDP, WRONG = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "wrong"))
@@ -154,11 +153,7 @@ def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path
 
 
 def ask(*words: str) -> str:
-    app = typer.Typer()
-    app.command()(publish)
-    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
+    return commands.told(publish, *words)
 
 
 def test_command(store: Store, tmp_path: Path) -> None:

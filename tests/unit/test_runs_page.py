@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from bench.cli.report import report
 from harness.cell import Cell
@@ -24,6 +22,7 @@ from reports import overview, runs, trends
 from reports.ran import only
 from reports.runs_markdown import SECTIONS, markdown
 from reports.sections import known
+from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, trial_rows
 
 DDP, FSDP, LATE = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
@@ -181,11 +180,7 @@ def test_searches_are_no_runs_to_compare(tmp_path: Path) -> None:
 
 
 def ask(*words: str) -> str:
-    app = typer.Typer()
-    app.command()(report)
-    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
+    return commands.told(report, *words)
 
 
 def test_command_for_several_runs_and_the_index(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

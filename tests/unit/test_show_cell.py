@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from bench.cli.cell import BAR, STEPS, bar, cell, draw, sparkline_of
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.store import Store
 from reports.onecell import in_full
+from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, diverged_rows, left_out, run_row, states, trial_rows
 
 DDP, OTHER, BROKEN = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
@@ -55,11 +54,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def ask(store: Store, *words: str) -> str:
-    app = typer.Typer()
-    app.command()(cell)
-    done = CliRunner().invoke(app, [*words, "--results", str(store.folder)], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
+    return commands.told(cell, *words, "--results", str(store.folder))
 
 
 @pytest.mark.parametrize("which", ["ddp", DDP.id, DDP.name, "dd*x2*"])

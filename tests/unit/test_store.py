@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -126,6 +127,21 @@ def test_a_copy_of_a_run_is_read_instead_only_while_it_holds_all(tmp_path: Path)
     assert (len(load(tmp_path).trials), len(load(tmp_path).steps)) == (5, 12)
 
 
+def test_a_run_of_which_only_the_copy_was_kept_is_as_before(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    key = next(iter(store.statuses("run-1")))
+    before = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
+    assert len(before[0]) == 4
+    assert len(before[1]) > 0
+    store.gather("run-1")
+    shutil.rmtree(tmp_path / "trials")
+    shutil.rmtree(tmp_path / "steps")
+    after = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
+    assert after[0] == before[0]
+    assert after[1].equals(before[1])
+    assert after[2].equals(before[2])
+
+
 def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:
     """As a kill between the two writes leaves it."""
     store = filled(tmp_path)
@@ -133,7 +149,7 @@ def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:
     path = store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
     path.unlink()
     assert len(load(tmp_path).steps) == 12
-    assert TrialKey(cell.id, 0) not in store.recorded("run-1")
+    assert TrialKey(cell.id, 0) not in store.statuses("run-1")
 
 
 def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> None:
