@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 
 import harness.imports
+import harness.registry
 import harness.worker
 
 harness.worker.die_with_parent()
@@ -18,6 +20,8 @@ with open(os.devnull, "w") as nowhere:  # what these say of themselves on import
     os.dup2(nowhere.fileno(), 1)
     os.dup2(nowhere.fileno(), 2)
     harness.imports.import_packages(os.environ.pop(harness.worker.PRELOAD).split())
+    with contextlib.suppress(Exception):  # what is wrong with one is said to whoever wants it
+        harness.registry.strategies()
     for number, copy in zip((1, 2), said, strict=True):
         os.dup2(copy, number)
         os.close(copy)
