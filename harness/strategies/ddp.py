@@ -27,8 +27,8 @@ HOOKS = {
 class Ddp(Strategy):
     """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during backward."""
 
-    bucket_cap_mb: float = 25.0
-    """Size of a gradient bucket in MiB."""
+    bucket_cap_mb: float | None = None
+    """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the others. Giving 25 is not the same."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False

@@ -113,6 +113,14 @@ def test_a_library_that_trains_in_its_own_thread_is_seen_too(launcher: Launcher)
     assert "thread" in row["memory_reason"]
 
 
+@pytest.mark.parametrize(("options", "buckets"), [({}, 2), ({"bucket_cap_mb": 25}, 1)], ids=["torch's own", "all of 25 MiB"])
+def test_ddp_reduces_in_the_buckets_that_a_user_gets(launcher: Launcher, options: dict[str, Any], buckets: int) -> None:
+    """Torch's first bucket holds 1 MiB, but only where no size is given; the model's gradients are 3.6 MB."""
+    row = explained(launcher, "ddp", options=options, workload="llama-micro")
+    for rank in json.loads(row["collectives"]):
+        assert sum(count for operation, _, _, count in rank if operation == "all_reduce") == buckets
+
+
 def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher) -> None:
     """Where it fails on a rank, the others stop waiting for it, and the rest of the row is there."""
     row = explained(launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro")
