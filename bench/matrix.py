@@ -10,7 +10,7 @@ cells:                         # a list as a value stands for one cell each; sev
   - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
 
 `devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each node of the cell.
-`nodes: many` is all nodes of the run.
+`nodes: many` is all nodes of the run; of cells with `links`, whose nodes are emulated, at least 2.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def expand(
     for index, entry in enumerate(matrix.cells):
         for axes in _combinations({**defaults, **entry, **(changes or {})}):
             if axes.get("nodes") == "many":
-                axes["nodes"] = host.nodes
+                axes["nodes"] = max(host.nodes, 2) if axes.get("links") else host.nodes
             if axes.get("devices") == "many":
                 axes["devices"] = host.many * (axes["nodes"] if isinstance(axes.get("nodes"), int) else 1)
             cell = _cell(axes, workloads, f"matrix {name}, cells[{index}]")
@@ -253,11 +253,18 @@ def _admit_here(cell: Cell, host: Host) -> None:
     """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
     workload = make_workload(cell.workload)
     admit(cell, workload)
-    if cell.nodes > host.nodes:
+    if cell.links:
+        from harness.links.emulated import lacking
+
+        if why := lacking():
+            raise Unavailable(why)
+    if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
     if cell.device == "cuda":
         if host.device != "cuda":
             raise Unavailable("no GPU that this torch can use; device: cpu runs here")
+        if cell.links and cell.devices > host.num_devices:
+            raise Unavailable(f"needs {cell.devices} GPUs for its emulated nodes, this host has {host.num_devices}")
         if cell.devices // cell.nodes > host.num_devices:
             raise Unavailable(f"needs {cell.devices // cell.nodes} GPUs on a node, this one has {host.num_devices}")
     prepare_data(cell.data, workload, cell.sequence_length)

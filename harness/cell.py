@@ -6,7 +6,10 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from harness.links.link import link_text, over
 
 # What may change without making it another measurement.
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
@@ -31,6 +34,8 @@ class Cell(BaseModel):
     """Number of devices (GPUs, or groups of CPU cores) that the strategy spreads over."""
     nodes: int = Field(default=1, ge=1)
     """Nodes (machines) that the devices are on, equally many on each."""
+    links: str = ""
+    """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way delay); empty: the nodes' own network."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -65,6 +70,14 @@ class Cell(BaseModel):
     system: str = ""
     """The system under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
 
+    @field_validator("links", mode="before")
+    @classmethod
+    def _one_text_for_one_link(cls, value: object) -> str:
+        try:
+            return link_text(value)
+        except ValueError as error:
+            raise PydanticCustomError("link", "{said}", {"said": str(error)}) from None
+
     @property
     def id(self) -> str:
         """Twelve hex digits, the same for the same measurement on every host and in every version that keeps its fields."""
@@ -89,6 +102,8 @@ class Cell(BaseModel):
         """The label with its axes: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        if self.links:
+            on += f" {over(self.links)}"
         return f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch {self.global_batch}{weak}"
 
     @property
@@ -103,6 +118,7 @@ class Cell(BaseModel):
                 "options": {},
                 "devices": 1,
                 "nodes": 1,
+                "links": "",
                 "precision": "fp32",
                 "regime": "strong",
                 "micro_batches": 1,

@@ -27,8 +27,9 @@ from harness.cell import Cell
 from harness.cores import pin
 from harness.elastic import run_elastic
 from harness.outcome import Left, Outcome, ending, judge
+from harness.parents import adopt_orphans, die_with_parent
 from harness.trial import TrialSpec, log_file, pid_file
-from harness.worker import LAUNCHER, PRELOAD, adopt_orphans, die_with_parent, run_spawned
+from harness.worker import LAUNCHER, PRELOAD, run_spawned
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Launches(Protocol):
         on_progress: Callable[[int, float], None] | None = None,
         **more: Any,
     ) -> Outcome: ...
+
+    def spare(self, pid: int) -> None: ...
 
 
 class Launcher:

@@ -31,6 +31,8 @@ class Outcome:
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
     """Facts of the nodes it ran on (see harness/nodes/facts.py) where they are other than this process's own."""
+    link: dict[str, Any] = field(default_factory=dict)
+    """The record's columns about the emulated link between them (see harness/links); empty where there is none."""
 
     @property
     def startup_seconds(self) -> float | None:

@@ -36,6 +36,7 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
         "cell": cell.model_dump_json(),
         "options": json.dumps(cell.options, sort_keys=True),
         "system": cell.system or None,
+        "links": cell.links or None,
         **{name: getattr(cell, name) for name in same.split()},
     }
 
@@ -198,7 +199,7 @@ def trial_row(
     """The row of a trial that was launched, whatever became of it. `formula`: what a rank should keep; `more`: further columns."""
     row = cell_columns(cell) | {name: [] for name in _LISTS}
     if outcome.nodes:
-        row |= {"node_names": [node["name"] for node in outcome.nodes], "node_facts": json.dumps(outcome.nodes)}
+        row |= {"node_names": [node["name"] for node in outcome.nodes], "node_facts": json.dumps(outcome.nodes), **outcome.link}
     row |= {
         "run_id": run_id,
         "trial": key.trial,
@@ -217,7 +218,7 @@ def trial_row(
         "data_parallel": layout.data,
         "pipeline_parallel": layout.pipeline,
         "tensor_parallel": layout.tensor,
-        "stand_in": stand_in or shared_machine(outcome.nodes),
+        "stand_in": stand_in or shared_machine(outcome.nodes, outcome.link.get("link_emulation")),
         "oversubscribed": oversubscribed(cell, layout.processes, distinct_cores(outcome.nodes) if outcome.nodes else None),
         "launcher": outcome.launcher,
         "parameters": facts.parameters,

@@ -96,6 +96,8 @@ def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
     layout = strategy.layout(cell.devices)
+    if cell.links and cell.nodes < 2:
+        raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
     if cell.precision not in strategy.precisions:

@@ -6,6 +6,7 @@ History of the version:
      distance to fp32.
   3  table explained; idle time around a trial, foreign load, energy.
   4  several nodes: their number, names and facts, and the job that a run was part of.
+  5  emulated links between nodes: as asked for, as measured, and how.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 4
+VERSION = 5
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -74,6 +75,14 @@ TRIALS = (
         "string?",
         "JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU topology of each of these",
     ),
+    ("links", "string?", "emulated link between nodes that was asked for: none, or rate and one-way delay; null: their own network"),
+    (
+        "link_bits_per_second",
+        "double?",
+        "payload of one TCP stream between the first two nodes, measured before the link's first trial",
+    ),
+    ("link_latency_seconds", "double?", "half the median round trip of a byte between them, measured then too"),
+    ("link_emulation", "string?", "how: network namespaces, tbf for the rate, netem or a user-space relay for the delay"),
     ("device", "string", "cpu or cuda"),
     ("processes", "int32?", "number of ranks"),
     ("data_parallel", "int32?", ""),

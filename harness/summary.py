@@ -63,6 +63,7 @@ _SAME = [
     "sequence_length",
     "devices",
     "nodes",
+    "links",
     "device",
     "processes",
     "data_parallel",

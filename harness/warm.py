@@ -9,11 +9,12 @@ import os
 import harness.imports
 import harness.registry
 import harness.worker
+from harness.parents import adopt_orphans, die_with_parent
 
-harness.worker.die_with_parent()
+die_with_parent()
 if os.getppid() != int(os.environ.pop(harness.worker.LAUNCHER)):  # it died while this was importing
     os._exit(1)
-harness.worker.adopt_orphans()
+adopt_orphans()
 
 with open(os.devnull, "w") as nowhere:  # what these say of themselves on import is no news of any trial
     said = os.dup(1), os.dup(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -18,6 +17,7 @@ from typing import Any
 from harness.loop import Loop, busy_share
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import shortage
+from harness.parents import die_with_parent
 from harness.registry import make_strategy
 from harness.strategy import Job
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
@@ -109,17 +109,6 @@ def failure(error: BaseException) -> dict[str, Any]:
 def no_memory(text: str) -> str:
     """The line of a log that says there was no memory; empty where none does."""
     return next((line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)), "")
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the one that started it is gone, however it went."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def adopt_orphans() -> None:
-    """Descendants whose parent dies become this process's children, where they can be found."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> None:

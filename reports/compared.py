@@ -80,7 +80,7 @@ class Variants:
     grid: Grid
 
 
-_SAME = ("data", "sequence_length", "device", "devices", "nodes", "precision", "global_batch", "optimizer", "threads_per_device")
+_SAME = ("data", "sequence_length", "device", "devices", "nodes", "links", "precision", "global_batch", "optimizer", "threads_per_device")
 
 
 def variants(cells: Sequence[Row]) -> list[Variants]:

@@ -48,7 +48,8 @@ def scaling(records: Sequence[Row], regime: str) -> list[Scaling]:
     """One figure per workload, precision and batch; only what ran on two or more numbers of devices."""
     series: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in sorted(records, key=lambda row: int(row["nodes"])):  # of as many devices, those on fewest nodes
-        if row["ranked"] and (row["regime"] == regime or row["devices"] == 1):  # on one device both regimes are the same
+        fits = row["regime"] == regime or row["devices"] == 1  # on one device both regimes are the same
+        if row["ranked"] and fits and missing(row.get("links")):
             key = (*(row[name] for name in _SERIES), _batch(row, regime))
             series.setdefault(key, {}).setdefault(int(row["devices"]), row)
     figures: dict[tuple[object, ...], list[list[Row]]] = {}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.links.link import over
 from harness.summary import alike, same
 from reports.text import MIB, missing, number, percent, plural
 
@@ -21,6 +22,7 @@ SETTING = [
     "device",
     "devices",
     "nodes",
+    "links",
     "precision",
     "global_batch",
     "optimizer",
@@ -40,6 +42,7 @@ def marks(row: Row) -> str:
 def named(row: Row) -> str:
     """The label as a chart shows it: with its nodes and its regime where these are the unusual ones, and its marks."""
     nodes = f" · {row['nodes']} nodes" if row["nodes"] > 1 else ""
+    nodes += f" · {link}" if (link := link_words(row)) else ""
     return f"{row['label']}{nodes}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
 
 
@@ -100,9 +103,17 @@ def unit(throughput: str) -> str:
 
 
 def device_words(setting: Row) -> str:
-    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`."""
+    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
     on = f" on {setting['nodes']} nodes" if setting["nodes"] > 1 else ""
+    on += f" {link}" if (link := link_words(setting)) else ""
     return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device") + on
+
+
+def link_words(row: Row) -> str:
+    """`over 1gbit (emulated)`; empty where nodes have a network of their own."""
+    if missing(row.get("links")):
+        return ""
+    return over(str(row["links"]))
 
 
 def find_groups(cells: Sequence[Row]) -> list[Group]:

@@ -94,6 +94,7 @@ def _row(one: Found, cell: Any) -> Row:
         "parity_verdict": one.parity,
         # what the name of a cell is made of
         "nodes": 1,
+        "links": None,
         "regime": "strong",
         "stand_in": None,
         "oversubscribed": False,

@@ -65,7 +65,7 @@ def _helpers() -> set[int]:
     for child in children:
         try:
             said = " ".join(child.cmdline())
-            if "harness.agent" in said:  # of a node, which serves the tests of a file; its own helpers
+            if "harness.agent" in said or "harness.links" in said:  # nodes, which serve the tests of a file; their own helpers
                 found.add(child.pid)
                 children += child.children()
             if any(word in said for word in words) or child.name() in ("slurmctld", "slurmd", "slurmstepd"):

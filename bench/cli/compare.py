@@ -106,7 +106,7 @@ def _setting(one: Measured) -> dict[str, Any]:
     """What must be equal for a throughput to say which strategy is faster."""
     names = "workload data sequence_length devices device precision regime global_batch optimizer threads_per_device"
     cell = json.loads(one.cell)
-    return {name: cell[name] for name in names.split()} | {"nodes": cell.get("nodes", 1)}
+    return {name: cell[name] for name in names.split()} | {"nodes": cell.get("nodes", 1), "links": cell.get("links", "")}
 
 
 def _by_suffix(out: Path | None) -> str:

@@ -33,6 +33,7 @@ def profile(
     from harness.errors import Mistake, Refused, Unavailable
     from harness.explained import explain_cell
     from harness.launch import Launcher
+    from harness.links.launcher import over_links
     from harness.registry import admit
     from harness.runner import packages
     from harness.workloads import make_workload
@@ -48,7 +49,8 @@ def profile(
     except OSError as error:
         raise Mistake(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(dir=folder) as fresh:  # earlier traces stay where this launch fails
-        row = explain_cell(Launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve()))
+        with over_links([cell], Launcher) as launcher:
+            row = explain_cell(launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve()))
         files = replace_traces(name_ranks(Path(fresh)), folder) if row["status"] == "ok" else []
     if json_output:
         shown = {k: v for k, v in row.items() if k not in ("run_id", "attempt", "started_at") and not _nan(v)}

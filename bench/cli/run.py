@@ -52,12 +52,13 @@ def run(
     """Runs a matrix and writes its report. Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]"""
     from bench.cli import show
     from harness.errors import Mistake
+    from harness.links.launcher import over_links
     from harness.plan import kept_plan, resumable
     from harness.runner import Runner
     from harness.store import Store
 
     if with_parent:  # a batch step that was killed may leave this process, and the run goes on in another job
-        from harness.worker import die_with_parent
+        from harness.parents import die_with_parent
 
         die_with_parent()
     store = Store(results)
@@ -91,7 +92,8 @@ def run(
         todo = runner.open_trials()
     with (
         show.stop_signals(),
-        _agents(nodes, meeting, interface, patience, console.print) as launcher,
+        _agents(nodes, meeting, interface, patience, console.print) as own,
+        over_links(runner.cells, own) as launcher,
         show.Drawing(console, plan, seconds, len(todo)) as drawing,
     ):
         runner.launcher = launcher

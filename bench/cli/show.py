@@ -44,6 +44,7 @@ def duration(seconds: float) -> str:
 def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]]) -> dict[str, float]:
     """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id."""
     from harness.cores import allowed_cores, oversubscribed
+    from harness.links.link import over
     from harness.plan import expected_seconds
 
     seconds = expected_seconds(store, planned.cells, len(allowed_cores()))
@@ -54,6 +55,7 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
     for cell in planned.cells:
         devices = f"{cell.devices}{' (more than cores)' if cell.device == 'cpu' and oversubscribed(cell) else ''}"
         devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
+        devices += f" {over(cell.links)}" if cell.links else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
         each = f"{planned.trials} x {seconds[cell.id]:.1f} s"
         table.add_row(escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each)
@@ -145,6 +147,7 @@ class Drawing:
 
 def ranking(out: Console, table: pd.DataFrame) -> None:
     """The cells by throughput, per workload; what was not ranked below, with the reason."""
+    from harness.links.link import over
     from harness.summary import alike, systems
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
@@ -156,6 +159,7 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
             marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
             on = f" on {row['nodes']} nodes" if row["nodes"] > 1 else ""
+            on += f" {over(row['links'])}" if _known(row["links"]) else ""
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,

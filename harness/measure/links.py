@@ -116,7 +116,7 @@ def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
     import torch.distributed as dist
 
     from harness.cores import allowed_cores
-    from harness.worker import die_with_parent
+    from harness.parents import die_with_parent
 
     die_with_parent()
     cores = allowed_cores()

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.errors import Mistake
 from harness.launch import Launcher
+from harness.links.probe import listen, measure
 from harness.nodes.facts import node_facts
 from harness.nodes.wire import Line, addresses_of, interface_of, reach_head
 from harness.outcome import Left
@@ -48,6 +49,10 @@ class Agent:
                 self.line.send("met", self.store.port)
             elif word == "ping":
                 self.line.send("pong", len(what))
+            elif word == "listen":
+                self.line.send("listening", listen(self.address, lambda rate: self.line.send("received", rate)))
+            elif word == "measure":
+                self.line.send("measured", measure(*what))
             elif word == "run":
                 self._run(what)
 

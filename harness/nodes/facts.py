@@ -76,9 +76,10 @@ def distinct_cores(nodes: list[dict[str, Any]]) -> int:
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 
-def shared_machine(nodes: list[dict[str, Any]]) -> str | None:
-    """What is to be said of nodes that are not machines of their own; None where each is one."""
+def shared_machine(nodes: list[dict[str, Any]], emulation: str | None = None) -> str | None:
+    """What is to be said of nodes that are not machines of their own; None where each is one. `emulation`: how their links are made."""
     machines = {node["machine"] for node in nodes}
     if len(machines) == len(nodes):
         return None
-    return f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}: no network between them"
+    between = f"emulated links between them ({emulation})" if emulation else "no network between them"
+    return f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}: {between}"

@@ -62,17 +62,27 @@ def measured_link(line: Line, now: Callable[[], float] = time.perf_counter) -> d
 class Nodes:
     """The agents of a run. One that was lost may come again, under its number."""
 
-    def __init__(self, count: int, meeting: Path, interface: str | None = None) -> None:
-        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all nodes; None: any."""
+    def __init__(self, count: int, meeting: Path, interface: str | None = None, socket_file: Path | None = None) -> None:
+        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all nodes; None: any.
+
+        `socket_file`: listens there instead, which nodes on this machine reach from any network namespace, past any link.
+        """
         self.count, self.meeting = count, meeting
         self.there: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
         self._waited = False
         self._change = threading.Condition()
-        addresses = addresses_of(interface)
-        self._listener = socket.create_server((addresses[0] if interface else "", 0))
-        told = Meeting(machine_id(), tuple(addresses), self._listener.getsockname()[1], new_key())
+        if socket_file:
+            addresses, port = [str(socket_file)], 0
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(addresses[0])
+            self._listener.listen()
+        else:
+            addresses = addresses_of(interface)
+            self._listener = socket.create_server((addresses[0] if interface else "", 0))
+            port = self._listener.getsockname()[1]
+        told = Meeting(machine_id(), tuple(addresses), port, new_key())
         told.write(meeting)
         threading.Thread(target=self._accept, args=(told.secret,), daemon=True).start()
 
@@ -190,6 +200,10 @@ class NodesLauncher:
         if self._local is None:
             self._local = self._make(self.packages)
         return self._local
+
+    def spare(self, pid: int) -> None:
+        """As Launcher.spare."""
+        self.local.spare(pid)
 
     def run(
         self,

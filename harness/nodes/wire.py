@@ -32,7 +32,7 @@ class Meeting:
     machine: str
     """The head's, see machine_id."""
     addresses: tuple[str, ...]
-    """In the order to be tried."""
+    """In the order to be tried: of hosts, or the path of a socket on this machine."""
     port: int
     key: str = field(repr=False)
     """Hex digits, known to those who can read the file."""
@@ -111,13 +111,15 @@ def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
 
     The head keeps that patience: it reads when there is something to read, and a node may stall in the middle of saying it.
     """
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in _KEEPALIVE:
-        raw.setsockopt(socket.IPPROTO_TCP, option, value)
+    over_tcp = raw.family != socket.AF_UNIX
+    if over_tcp:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _KEEPALIVE:
+            raw.setsockopt(socket.IPPROTO_TCP, option, value)
     raw.settimeout(None)
     patience(raw, HANDSHAKE_SECONDS)
-    address = raw.getsockname()[0]
+    address = raw.getsockname()[0] if over_tcp else ""
     connection: Connection[Any, Any] = Connection(raw.detach())
     try:
         for turn in (deliver_challenge, answer_challenge) if head else (answer_challenge, deliver_challenge):
@@ -148,12 +150,23 @@ def reach_head(file: Path, seconds: float) -> Line:
                 if address.startswith("127.") and not here:
                     continue
                 try:
-                    raw = socket.create_connection((address, meeting.port), timeout=HANDSHAKE_SECONDS)
-                    return secure(raw, meeting.secret, head=False)
+                    return secure(_connect(address, meeting.port), meeting.secret, head=False)
                 except (OSError, EOFError, AuthenticationError) as error:
                     why = f"{address}:{meeting.port} of {str(file)!r}: {error or type(error).__name__}"
         time.sleep(0.2)  # the head writes its file on a shared folder, which tells nobody
     raise Mistake(f"no head of a run was found within {seconds:g} s: {why}")
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    if not address.startswith("/"):
+        return socket.create_connection((address, port), timeout=HANDSHAKE_SECONDS)
+    raw = socket.socket(socket.AF_UNIX)
+    try:
+        raw.connect(address)
+    except OSError:
+        raw.close()
+        raise
+    return raw
 
 
 def new_key() -> str:

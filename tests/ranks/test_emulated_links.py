@@ -1,0 +1,165 @@
+"""Links between namespaces of this machine: what is asked for is measured, ranks train across it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.cell import Cell
+from harness.launch import Launcher
+from harness.links.emulated import EmulatedNodes, lacking
+from harness.links.launcher import LinksLauncher
+from harness.links.link import Link
+from harness.plan import Plan
+from harness.runner import Runner
+from harness.store import Results, Store
+from tests.ranks.conftest import Silent, cell
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[EmulatedNodes]:
+    made = EmulatedNodes(2)
+    made.ready()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run_cells(emulated: EmulatedNodes, launcher: Launcher, tmp_path: Path) -> Callable[..., Results]:
+    def run(*cells: Cell, trials: int = 1) -> Results:
+        store = Store(tmp_path / "results")
+        plan = Plan.new("test", cells, trials, [])
+        runner = Runner(store, plan, launcher=lambda packages: LinksLauncher(emulated, lambda _: launcher, packages))
+        runner.begin()
+        assert runner.run(Silent())
+        assert runner.explain(Silent())
+        return store.load([plan.run_id])
+
+    return run
+
+
+def over(link: Any, strategy: str = "ddp", **axes: Any) -> Cell:
+    return cell(strategy, **{"nodes": 2, "links": link, **axes})
+
+
+@pytest.mark.parametrize("asked", ["100mbit", "1gbit", "1gbit 1ms"])
+def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
+    """Not a benchmark, but others may use this machine: measured anew, three times at most."""
+    link = Link.of(asked)
+    for _ in range(3):
+        emulated.forget()
+        found = emulated.use(asked)
+        near = [
+            found["link_bits_per_second"] == pytest.approx(link.bits_per_second, rel=0.1),
+            found["link_latency_seconds"] == pytest.approx(link.delay_seconds, abs=5e-4),
+        ]
+        if all(near):
+            break
+    assert all(near), found
+    assert found["link_emulation"].startswith("network namespaces, tbf")
+    assert (", " in found["link_emulation"].partition("tbf")[2]) == bool(link.delay_seconds)
+
+
+def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
+    found = run_cells(over("1gbit"), over({"rate": "1gbit", "delay": "1ms"}, "fsdp2"))
+    for trial in found.trials.to_dict("records"):
+        assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
+        assert trial["parity_verdict"] == "exact"
+        assert list(trial["node_names"]) == ["node0", "node1"]
+        facts = json.loads(trial["node_facts"])
+        assert [(node["host"], node["address"]) for node in facts] == [("node0", "10.97.0.1"), ("node1", "10.97.0.2")]
+        assert [node["link_bits_per_second"] for node in facts] == [None, None]  # nominal: no card has one
+        assert "emulated links" in trial["stand_in"]
+        assert 8e8 < trial["link_bits_per_second"] < 1.05e9
+    links = found.trials.set_index("strategy")["links"].to_dict()
+    assert links == {"ddp": "1gbit", "fsdp2": "1gbit 1ms"}
+    latency = found.trials.set_index("strategy")["link_latency_seconds"]
+    assert latency["ddp"] < 1e-3 < latency["fsdp2"]
+    explained = found.explained.set_index("cell_name")
+    assert set(explained["status"]) == {"ok"}
+    assert all(min(sent) > 0 for sent in explained["sent_bytes"])
+
+
+MODEL = {"workload": "gpt2-micro", "sequence_length": 64, "timed_steps": 8, "parity_steps": 11}
+
+
+def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(run_cells: Callable[..., Results]) -> None:
+    """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. The best of three launches."""
+    trials = run_cells(*(over(link, **MODEL) for link in ("none", "1gbit", "100mbit")), trials=3).trials
+    best = trials.loc[trials.groupby("links")["step_seconds_p50"].idxmin()].set_index("links")
+    sent = {link: max(row) for link, row in best["sent_bytes_per_step"].items()}
+    wire = {link: 8 * sent[link] / best.loc[link, "link_bits_per_second"] for link in sent}
+    compute = best.loc["none", "step_seconds_p50"] - wire["none"]
+    assert sent["100mbit"] > 3e6
+    for link in ("1gbit", "100mbit"):
+        assert best.loc[link, "step_seconds_p50"] == pytest.approx(compute + wire[link], rel=0.15), link
+
+
+def test_strategies_rank_by_their_bytes_on_the_slowest_link(run_cells: Callable[..., Results]) -> None:
+    found = run_cells(
+        over("100mbit", **MODEL),
+        over("100mbit", options={"comm_hook": "fp16"}, **MODEL),
+        over("100mbit", options={"comm_hook": "powersgd"}, **MODEL),
+        over("100mbit", "deepspeed", options={"stage": 3}, **MODEL),
+    ).trials
+    assert set(found["status"]) == {"ok"}
+    found["sent"] = [max(sent) for sent in found["sent_bytes_per_step"]]
+    assert list(found.sort_values("sent")["label"]) == list(found.sort_values("step_seconds_mean")["label"])
+
+
+def test_a_lost_node_is_started_anew(emulated: EmulatedNodes, run_cells: Callable[..., Results]) -> None:
+    assert set(run_cells(over("none")).trials["status"]) == {"ok"}
+    agents = psutil.Process(emulated.pid).children()
+    agents[1].kill()
+    assert set(run_cells(over("none", seed=1)).trials["status"]) == {"ok"}
+    assert agents[0].pid not in [agent.pid for agent in psutil.Process(emulated.pid).children()]
+
+
+def spaces(processes: list[psutil.Process]) -> set[str]:
+    found = set()
+    for process in processes:
+        try:
+            found.add(os.readlink(f"/proc/{process.pid}/ns/net"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("lsns"), reason="lsns (util-linux) is missing: it lists namespaces")
+def test_a_killed_run_leaves_no_process_and_no_namespace(tmp_path: Path) -> None:
+    matrix = tmp_path / "m.yaml"
+    one = over("1gbit 1ms", "faulty", options={"fault": "hangs"})
+    axes = one.model_dump(exclude_defaults=True) | {"batch": 8}
+    matrix.write_text(json.dumps({"trials": 1, "cells": [axes]}))
+    words = ["bench", "run", "--matrix", str(matrix), "--results", str(tmp_path / "results"), "--no-report"]
+    run = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL)
+    own = os.readlink("/proc/self/ns/net")
+    below: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        below = psutil.Process(run.pid).children(recursive=True)
+        if len(spaces(below) - {own}) == 3 and sum("harness.links.relay" in " ".join(p.cmdline()) for p in below) and len(below) > 9:
+            break
+        time.sleep(0.2)
+    time.sleep(1)
+    below = psutil.Process(run.pid).children(recursive=True)
+    made = spaces(below) - {own}
+    assert len(made) == 3
+    run.kill()
+    run.wait()
+    psutil.wait_procs(below, timeout=5)
+    assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    there = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout.split()
+    assert not {space.strip("net:[]") for space in made} & set(there)
