@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.cores import allowed_cores
 from harness.environment import gpus
-from harness.links.switch import TOOLS
+from harness.links.switch import LOG, TOOLS
 from harness.nodes.head import Node, Nodes
 from harness.parents import die_with_parent
 
@@ -105,7 +105,8 @@ class EmulatedNodes:
         self._switch.ask(nodes=[{"cores": c, "gpus": g} for c, g in shares(self.count)], meeting=str(meeting))
         self._nodes = nodes = Nodes(self.count, meeting, socket_file=meeting.with_name("head"))  # only now: a node's link is up
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
-            raise NoLinks(f"emulated links: {nodes.lacking(self.count)}")
+            said = meeting.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
+            raise NoLinks(f"emulated links: {nodes.lacking(self.count)}" + (f"; the agents' log ends: {said[-1]}" if said else ""))
         return nodes
 
     def use(self, link: str) -> dict[str, Any]:

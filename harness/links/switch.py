@@ -26,15 +26,30 @@ from harness.parents import die_with_parent
 INTERFACE = "link0"
 """Of each node; a name that no machine has, because /sys goes on showing the machine's own interfaces."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-_NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = 0x04000000, 0x10000000, 0x40000000  # linux/sched.h
+LOG, HOSTS = "agents.log", "hosts"
+_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # linux/sched.h
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _QUEUE = "50ms"
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def unshare(flags: int) -> None:
     """This process, which must have one thread, gets namespaces of its own; raises OSError where it may not."""
-    if ctypes.CDLL(None, use_errno=True).unshare(flags):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _checked(_LIBC.unshare(flags))
+
+
+def own_hosts(file: Path) -> None:
+    """This file stands in place of /etc/hosts, for this process and those below: libraries look their own host's name up."""
+    unshare(_NEW_MOUNTS)
+    _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
+    _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
 
 
 def own_network() -> None:
@@ -79,7 +94,7 @@ class Switch:
         ip("link set lo up", "link add br0 type bridge", "link set br0 up")
         for number, (port, node) in enumerate(zip(self.ports, self.nodes, strict=True)):
             ip(f"link add {port} type veth peer name {INTERFACE} netns {node}", f"link set {port} master br0 up")
-            ip("link set lo up", f"addr add 10.97.0.{number + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up", inside=node)
+            ip("link set lo up", f"addr add {address(number)}/24 dev {INTERFACE}", f"link set {INTERFACE} up", inside=node)
 
     @functools.cached_property
     def netem(self) -> bool:
@@ -132,28 +147,37 @@ class Switch:
                 raise RuntimeError("the relay that delays packets did not start")
 
 
+def address(number: int) -> str:
+    return f"10.97.0.{number + 1}"
+
+
 def start_node(number: int, cores: Sequence[int], gpus: str | None, meeting: str) -> subprocess.Popen[bytes]:
-    """The agent of a node, in its own namespaces when this returns; it waits for the file `meeting`."""
+    """The agent of a node, in its own namespaces when this returns; it waits for the file `meeting`, and has its log beside it."""
 
     def before() -> None:
         die_with_parent()
         unshare(_NEW_NETWORK | _NEW_HOST_NAME)
         socket.sethostname(f"node{number}")
+        own_hosts(Path(meeting).with_name(HOSTS))
         os.sched_setaffinity(0, cores)
 
     words = [meeting, "--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
-    return subprocess.Popen(
-        [sys.executable, "-m", "harness.agent", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})},
-        preexec_fn=before,
-    )
+    with open(Path(meeting).with_name(LOG), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.agent", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})},
+            preexec_fn=before,
+        )
 
 
 def obey(told: dict[str, Any], switch: Switch | None) -> tuple[Switch | None, str]:
     """Does what one line says; returns the switch and the answer."""
     if "nodes" in told:
+        names = ["127.0.0.1 localhost", *(f"{address(number)} node{number}" for number in range(len(told["nodes"])))]
+        Path(told["meeting"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
         started = [start_node(number, node["cores"], node["gpus"], told["meeting"]) for number, node in enumerate(told["nodes"])]
         return Switch([process.pid for process in started]), ""
     if switch is None:  # asked whether all this may be done here
