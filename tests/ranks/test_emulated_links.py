@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -148,7 +149,8 @@ def spaces(processes: list[psutil.Process]) -> set[str]:
 
 
 @pytest.mark.skipif(not shutil.which("lsns"), reason="lsns (util-linux) is missing: it lists namespaces")
-def test_a_killed_run_leaves_no_process_and_no_namespace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(tmp_path: Path, how: signal.Signals) -> None:
     matrix = tmp_path / "m.yaml"
     one = over("1gbit 1ms", "faulty", options={"fault": "hangs"})
     axes = one.model_dump(exclude_defaults=True) | {"batch": 8}
@@ -167,8 +169,8 @@ def test_a_killed_run_leaves_no_process_and_no_namespace(tmp_path: Path) -> None
     below = psutil.Process(run.pid).children(recursive=True)
     made = spaces(below) - {own}
     assert len(made) == 3
-    run.kill()
-    run.wait()
+    run.send_signal(how)
+    assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=5)
     assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     there = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout.split()
