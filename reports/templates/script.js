@@ -29,42 +29,61 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const rows = [...body.rows].map((row) => [key(row, column), row]);
       rows.sort((a, b) => compare(a[0], b[0], down ? -1 : 1));
       body.append(...rows.map((pair) => pair[1]));
+      table.dispatchEvent(new Event("sorted"));
     });
   });
 }
 
-// Filtering.
+// Filtering. Of many rows the first FEW that fit are laid out, which keeps an answer within 200 ms; the others wait for a click, and for print.
+const FEW = 200;
 const all = document.getElementById("all");
 if (all) {
   const search = document.getElementById("search");
   const selects = [...document.querySelectorAll("[data-filter]")];
   const shown = document.getElementById("shown");
-  const rows = [...all.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]);
-  const filter = () => {
+  const more = document.getElementById("more");
+  const texts = new Map([...all.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]));
+  let linked = null;
+  const filter = (most) => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     let count = 0;
-    for (const [row, content] of rows) {
+    for (const row of all.tBodies[0].rows) {
+      const content = texts.get(row);
       const fits = words.every((word) => content.includes(word))
         && selects.every((select) => !select.value || row.dataset[select.dataset.filter] === select.value);
-      row.hidden = !fits;
       count += fits;
+      const later = fits && count > most && row !== linked;
+      if (row.hidden === fits) row.hidden = !fits;
+      if (row.classList.contains("later") !== later) row.classList.toggle("later", later);
     }
-    shown.value = `${count} of ${rows.length} cells`;
+    shown.value = `${count} of ${texts.size} cells${count > most ? `, the first ${most} shown` : ""}`;
+    more.hidden = count <= most;
+    more.textContent = `show all ${count}`;
   };
-  search.addEventListener("input", filter);
-  selects.forEach((select) => select.addEventListener("change", filter));
-  document.querySelector(".filters").hidden = false;
-  filter();
-  // A link to a cell must find it, whatever was filtered away.
-  addEventListener("click", (event) => {
-    const link = event.target.closest("a[href^='#cell-']");
-    const row = link && document.getElementById(link.hash.slice(1));
-    if (row && row.hidden) {
+  const first = () => filter(FEW);
+  search.addEventListener("input", first);
+  selects.forEach((select) => select.addEventListener("change", first));
+  all.addEventListener("sorted", () => filter(more.hidden ? Infinity : FEW));
+  more.addEventListener("click", () => { filter(Infinity); all.parentElement.focus(); });
+  // A link to a cell must find it, whatever was filtered away or waits.
+  const reveal = (hash) => {
+    const row = hash.startsWith("#cell-") && document.getElementById(hash.slice(1));
+    if (!row) return;
+    linked = row;
+    if (row.hidden) {
       search.value = "";
       selects.forEach((select) => (select.value = ""));
-      filter();
     }
+    if (row.hidden || row.classList.contains("later")) first();
+  };
+  addEventListener("click", (event) => reveal(event.target.closest("a[href^='#cell-']")?.hash ?? ""));
+  addEventListener("hashchange", () => {
+    reveal(location.hash);
+    document.querySelector("#all tr:target")?.scrollIntoView();
   });
+  document.querySelector(".filters").hidden = false;
+  linked = document.getElementById(location.hash.slice(1));
+  first();
 }
 
 // Cells side by side: those that are ticked, as columns, with the first one's throughput and memory as the measure.
