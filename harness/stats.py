@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -56,9 +57,15 @@ def median_error(trials: int) -> float:
 
 def quantile(confidence: float, trials: int) -> float:
     """Student's t (Biometrika 6, 1908) for a two-sided interval of the mean of that many values."""
-    from scipy.stats import t
+    return _students_t((1 + confidence) / 2, trials - 1)
 
-    return float(t.ppf((1 + confidence) / 2, trials - 1))
+
+@functools.cache
+def _students_t(share: float, degrees: float) -> float:
+    """Its quantile, as `scipy.stats.t.ppf` has it, whose import takes almost a second."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, share))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -108,10 +115,8 @@ def compare_runs(first: Sequence[float], second: Sequence[float]) -> Comparison 
     errors = [statistics.variance(logs) / len(logs) for logs in (one, two)]
     if not sum(errors):
         return _comparison(mean, 0.0, count)
-    from scipy.stats import t
-
     degrees = sum(errors) ** 2 / sum(e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True))
-    return _comparison(mean, float(t.ppf((1 + COMPARED_CONFIDENCE) / 2, degrees)) * math.sqrt(sum(errors)), count)
+    return _comparison(mean, _students_t((1 + COMPARED_CONFIDENCE) / 2, degrees) * math.sqrt(sum(errors)), count)
 
 
 def _comparison(mean: float, half: float | None, count: int) -> Comparison:

@@ -1,4 +1,4 @@
-"""Figure data -> matplotlib figures. Widths and heights are in pixels of the page at 100 %."""
+"""Figure data -> matplotlib figures, of what is no line per cell (see lines.py). Widths and heights are in pixels of the page at 100 %."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from reports.curves import COLOURED, Losses, Scaling
-from reports.data import LABEL, Bar, Bars, Scatter
-from reports.states import Ranks, Stacks
-from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN
+from reports.data import Scatter
+from reports.lines import around
+from reports.svg import BEST, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH
 from reports.text import plain, shortened
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 360
 _PIXEL = 1 / 72
 _MARKERS = "osD^vP"
 
@@ -30,132 +29,6 @@ def canvas(height: float, left: float, right: float, bottom: float, top: float) 
     axes = figure.add_axes(share)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def bars(data: Bars) -> Figure:
-    """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the right."""
-    figure, axes = _lines(len(data.bars), data.axis, 42, 112)
-    axes.spines["left"].set_visible(not data.logarithmic)
-    low, high = _range(data)
-    if data.logarithmic:
-        axes.set_xscale("log")
-        axes.minorticks_off()
-    axes.set_xlim(low, high)
-    axes.locator_params(axis="x", nbins=4) if not data.logarithmic else _decades(axes, low, high)
-    if not data.logarithmic:
-        axes.xaxis.set_major_formatter(lambda value, _: plain(value))
-    for index, bar in enumerate(data.bars):
-        _line(axes, index, bar, low, high, data.logarithmic)
-    return figure
-
-
-def _range(data: Bars) -> tuple[float, float]:
-    ends = [v for b in data.bars for v in (b.value, b.high, b.target) if v is not None and v > 0]
-    top = max(ends, default=1.0)
-    if not data.logarithmic:
-        return 0.0, top * 1.02
-    smallest = min(ends, default=1e-8)
-    return 10 ** (math.floor(math.log10(smallest)) - 1), 10 ** math.ceil(math.log10(top) + 0.3)
-
-
-def _decades(axes: Axes, low: float, high: float) -> None:
-    first, last = round(math.log10(low)), round(math.log10(high))
-    step = max(1, math.ceil((last - first) / 5))
-    powers = range(first + 1, last + 1, step)
-    axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
-
-
-def _line(axes: Axes, index: int, bar: Bar, low: float, high: float, logarithmic: bool) -> None:
-    colour = WARN if bar.failed else BEST if bar.strong or logarithmic else REST
-    middle = index + 0.2
-    _words(axes, index, bar.label, bar.text, WARN if bar.failed else INK)
-    if logarithmic:
-        shown = high if bar.value is None else max(bar.value, low * 1.5)
-        axes.plot([low, shown], [middle, middle], color=GRID, linewidth=3, solid_capstyle="butt")
-        marker = ">" if bar.value is None else "o"
-        axes.plot([shown], [middle], marker, color=colour, markersize=7, clip_on=False, fillstyle="none" if bar.value == 0 else "full")
-    elif bar.value is not None:
-        hatch = "/////" if bar.marks else None
-        _box(axes, 0.0, bar.value, middle, colour, hatch, 1)
-    if bar.low is not None and bar.high is not None:
-        axes.plot([bar.low, bar.high], [middle] * 2, "|-", color=INK, linewidth=1.3, markersize=6, markeredgewidth=1.3)
-    if bar.target is not None:
-        axes.plot([bar.target] * 2, [middle - 0.17, middle + 0.17], color=INK, linewidth=2, solid_capstyle="butt")
-
-
-def _box(axes: Axes, start: float, length: float, middle: float, colour: str, hatch: str | None, edge: float) -> None:
-    """A piece of a bar; an `Axes.barh` for each would take ten times as long."""
-    from matplotlib.patches import Rectangle
-
-    look = {"facecolor": PAPER if hatch else colour, "edgecolor": colour, "hatch": hatch, "linewidth": edge}
-    axes.add_patch(Rectangle((start, middle - 0.15), length, 0.3, **look))  # type: ignore[arg-type]
-
-
-def stacks(data: Stacks) -> Figure:
-    """One line per cell: label above, the kinds one after the other, the formula's sum as a mark, the peak as a diamond."""
-    figure, axes = _lines(len(data.stacks), data.axis, 42, 112)
-    axes.set_xlim(0, data.limit)
-    axes.locator_params(axis="x", nbins=4)
-    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
-    for index, stack in enumerate(data.stacks):
-        middle, start = index + 0.2, 0.0
-        _words(axes, index, stack.label, stack.text, WARN if stack.off else INK)
-        for kind, part in enumerate(stack.parts):
-            shown = min(part, data.limit - start)
-            if shown > 0:
-                hatch = "/////" if stack.hatched else None
-                _box(axes, start, shown, middle, SERIES[kind], hatch, 0.5)
-            start += max(shown, 0.0)
-        if stack.total > data.limit:
-            axes.plot([data.limit], [middle], ">", color=INK, markersize=7, clip_on=False, zorder=4)
-        if stack.formula is not None and stack.formula <= data.limit:
-            axes.plot([stack.formula] * 2, [middle - 0.2, middle + 0.2], color=INK, linewidth=2, solid_capstyle="butt", zorder=3)
-        if stack.peak is not None:
-            inside = stack.peak <= data.limit
-            axes.plot(
-                [min(stack.peak, data.limit)],
-                [middle],
-                "D" if inside else ">",
-                color=INK,
-                markersize=5.5 if inside else 7,
-                markerfacecolor=PAPER,
-                zorder=4,
-                clip_on=False,
-            )
-    return figure
-
-
-def ranks(data: Ranks) -> Figure:
-    """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100 % is the mean."""
-    figure, axes = _lines(len(data.lines), data.axis, 42, 112)
-    shares = [share for _, one, _ in data.lines for share in one]
-    axes.set_xlim(*_around([90.0, 110.0, *shares]))
-    axes.locator_params(axis="x", nbins=4)
-    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
-    axes.spines["left"].set_visible(False)
-    for index, (label, one, text) in enumerate(data.lines):
-        middle = index + 0.2
-        _words(axes, index, label, text, INK)
-        axes.plot([min(one), max(one)], [middle, middle], color=REST, linewidth=3, solid_capstyle="butt")
-        axes.plot([100, 100], [middle - 0.17, middle + 0.17], color=INK, linewidth=1.3, solid_capstyle="butt")
-        axes.plot(one, [middle] * len(one), "o", color=BEST, markersize=6.5, markerfacecolor=PAPER, linestyle="none")
-    return figure
-
-
-def _lines(count: int, axis: str, bottom: float, right: float) -> tuple[Figure, Axes]:
-    """A figure of `count` lines of 34 pixels, first on top."""
-    figure, axes = canvas(count * 34 + bottom + 4, 8, right, bottom, 4)
-    axes.set_ylim(count - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.grid(axis="x")
-    axes.set_xlabel(axis, loc="left")
-    return figure, axes
-
-
-def _words(axes: Axes, index: int, label: str, text: str, colour: str) -> None:
-    """The label above a line and the number at its right."""
-    axes.text(0, index - 0.22, shortened(label, LABEL), transform=axes.get_yaxis_transform(), va="center", color=INK)
-    axes.text(1.03, index + 0.2, text, transform=axes.get_yaxis_transform(), va="center", color=colour)
 
 
 def scatter(data: Scatter) -> Figure:
@@ -176,21 +49,14 @@ def scatter(data: Scatter) -> Figure:
         axes.text(point.memory, point.throughput, str(point.place), ha="center", va="center_baseline", color=ink, fontsize=10, zorder=5)
     if len(front) > 1:
         axes.step([p.memory for p in front][::-1], [p.throughput for p in front][::-1], where="post", color=BEST, linewidth=1.2, zorder=1)
-    axes.set_xlim(*_around([v for p in data.points for v in (p.memory_low, p.memory)]))
-    axes.set_ylim(*_around([v for p in data.points for v in (p.low, p.throughput, p.high) if v is not None]))
+    axes.set_xlim(*around([v for p in data.points for v in (p.memory_low, p.memory)]))
+    axes.set_ylim(*around([v for p in data.points for v in (p.low, p.throughput, p.high) if v is not None]))
     axes.grid()
     axes.locator_params(nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.set_xlabel("peak memory of the fullest device (MiB)", loc="left")
     axes.set_title(f"throughput ({data.unit}); better is up and left", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=5)
     return figure
-
-
-def _around(values: list[float]) -> tuple[float, float]:
-    """Limits with a margin; of equal values, a tenth around them."""
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.1 or high * 0.1 or 1.0
-    return low - margin, high + margin
 
 
 def scaling(data: Scaling) -> Figure:

@@ -27,6 +27,8 @@ SERIES = tuple(f"#0a0b{i:02x}" for i in range(7))
 _THEME = {INK: "ink", SOFT: "soft", GRID: "grid", PAPER: "paper", BEST: "best", REST: "rest", WARN: "warn"}
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
+WIDTH = 360
+"""Of every picture, in pixels of the page at 100 %."""
 FEW = 8
 """Pictures that are drawn before another process has started."""
 
@@ -66,6 +68,11 @@ class Pictures:
         self._asked.append(picture := Picture(draw, shown))
         return picture
 
+    @staticmethod
+    def write(write: Callable[[Any], str], shown: Any) -> Picture:
+        """A picture that is its own SVG at once."""
+        return Picture(write, shown, write(shown))
+
     def draw(self) -> None:
         import matplotlib.figure  # noqa: F401  # here, so that the processes forked off have it
 
@@ -91,7 +98,7 @@ class Pictures:
 class Picture:
     """One figure as `<svg role=img>`, once it is drawn."""
 
-    draw: Callable[[Any], Figure]
+    draw: Callable[[Any], Any]
     shown: Any
     svg: str = ""
 

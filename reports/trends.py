@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reports.figures import WIDTH, canvas
-from reports.svg import BEST, INK, PAPER, REST, SOFT, WARN
+from reports.figures import canvas
+from reports.svg import BEST, INK, PAPER, REST, SOFT, WARN, WIDTH
 from reports.text import MIB, number, plain, plural, signed
 
 if TYPE_CHECKING:

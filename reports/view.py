@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reports import compared, curves, data, explained, facts, figures, groups, largest, states, systems, table, traffic
+from reports import compared, curves, data, explained, facts, figures, groups, largest, lines, states, systems, table, traffic
 from reports.groups import Group, Row, Verdict
 from reports.largest import Largest
 from reports.ran import ran
@@ -165,13 +165,16 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequen
     def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
         return Panel(title or shown.title, pictures.add(draw, shown), getattr(shown, "notes", ()), **more)
 
+    def lined(shown: Any, write: Callable[[Any], str], title: str = "") -> Panel:
+        return Panel(title or shown.title, pictures.write(write, shown), shown.notes)
+
     comparable = [group for group in found if len(group.rows) > 1][:MOST_PANELS]
     for index, group in enumerate(comparable):
         title = group.title if group.workload == found[0].workload else f"{group.workload} · {group.title}"
-        bars = panel(data.throughput_bars(group, f"speed-{index}"), figures.bars, title)
+        bars = lined(data.throughput_bars(group, f"speed-{index}"), lines.bars, title)
         (view.ranking if group.workload == found[0].workload else view.other_ranking).append(bars)
         if (memory := data.memory_bars(group, f"memory-{index}")) is not None:
-            view.memory.append(panel(memory, figures.bars, title))
+            view.memory.append(lined(memory, lines.bars, title))
         if (scatter := data.memory_scatter(group, f"front-{index}")) is not None:
             view.front.append(panel(scatter, figures.scatter, title, numbered=tuple(scatter.front), unit=scatter.unit))
     for regime in ("strong", "weak"):
@@ -182,19 +185,19 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequen
         ("parity_max_update_deviation", "parity_update_tolerance", "Parameters: largest deviation of any tensor, relative to its update"),
     ):
         if (bars_ := data.deviation_bars(cells, column, tolerance, f"{column}", title)) is not None:
-            view.deviations.append(panel(bars_, figures.bars))
+            view.deviations.append(lined(bars_, lines.bars))
     if (bubble := data.bubble_bars(cells, "bubble")) is not None:
-        view.bubble = [panel(bubble, figures.bars)]
+        view.bubble = [lined(bubble, lines.bars)]
     if not view.largest:  # models of a search differ in size
-        view.states = [panel(one, figures.stacks) for one in states.charts(cells)[:MOST_PANELS]]
-        view.traffic = [panel(one, figures.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
-    view.parts = [panel(one, figures.stacks) for one in explained.charts(told)[:MOST_PANELS]]
+        view.states = [lined(one, lines.stacks) for one in states.charts(cells)[:MOST_PANELS]]
+        view.traffic = [lined(one, lines.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
+    view.parts = [lined(one, lines.stacks) for one in explained.charts(told)[:MOST_PANELS]]
     if (uneven := states.ranks(cells)) is not None:
-        view.ranks = [panel(uneven, figures.ranks)]
-    view.wrappers = [Compared(one.title, panel(one.bars, figures.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]
+        view.ranks = [lined(uneven, lines.ranks)]
+    view.wrappers = [Compared(one.title, lined(one.bars, lines.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]
     for one in compared.variants(cells)[:MOST_PANELS]:
-        view.variants.append(Compared(one.title, panel(one.stacks, figures.stacks) if one.stacks else None, one.grid))
+        view.variants.append(Compared(one.title, lined(one.stacks, lines.stacks) if one.stacks else None, one.grid))
     if view.largest:
-        view.largest_panel = panel(view.largest.bars, figures.bars)
+        view.largest_panel = lined(view.largest.bars, lines.bars)
     pictures.draw()
     view.figure_styles = pictures.styles
