@@ -11,8 +11,8 @@ from harness.measure.split import SPLIT
 from reports.data import MOST_ROWS, notes_for, rest
 from reports.groups import Row, by_setting, named, records
 from reports.states import Stack, Stacks
-from reports.table import Column, Grid, figure, grid, mebibytes, word
-from reports.text import DASH, missing, number, plain, plural, scaled, signed
+from reports.table import Column, Grid, device_columns, figure, grid, mebibytes, word
+from reports.text import DASH, missing, number, plural, scaled, signed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,7 @@ def table(rows: Sequence[Row]) -> Grid | None:
     ordered = [row for group in by_setting(rows) for row in sorted(group.rows, key=lambda row: float(row["profiled_ms"]))]
     columns = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(ordered),
         *(Column(WORDS.get(name, name).capitalize(), "ms", "", figure(f"{name}_ms", number)) for name in COMPONENTS),
         Column("Overlapped", "ms", "communication in flight during the others; not part of the sum", figure("overlapped_ms", number)),
         Column("Operators", "ms", "part of the step in which one ran", figure("operators_ms", number)),
@@ -96,7 +96,7 @@ def memory(rows: Sequence[Row]) -> Grid | None:
     ordered = [row for group in by_setting(rows) for row in group.rows if not missing(row["peak_tracked"])]
     columns = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(ordered),
         *(Column(kind.capitalize(), "MiB", "", mebibytes(f"peak_{kind}")) for kind in SPLIT),
         Column("Tensors", "MiB", "at their peak", mebibytes("peak_tracked")),
         Column("Private memory", "MiB", "peak of the same step as trials measure it", figure("private", lambda v: scaled(v, 1 / 2**20))),

@@ -28,7 +28,7 @@ SETTING = [
     "optimizer",
     "threads_per_device",
 ]
-STAND_IN, OVERSUBSCRIBED = "†", "‡"
+STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
 
 Row = dict[str, Any]
 

@@ -16,10 +16,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 def render(results: Results) -> str:
     """The page of one run. Its content policy allows the one style and the one script by their hashes."""
     from reports.groups import marks, named, pareto
+    from reports.table import disturbance
     from reports.view import make_view
 
     view = make_view(results)
-    return fill("report.html.j2", view.figure_styles, view=view, named=named, marks=marks, pareto=pareto)
+    return fill("report.html.j2", view.figure_styles, view=view, named=named, marks=marks, pareto=pareto, disturbance=disturbance)
 
 
 def fill(template: str, more_style: str = "", **values: Any) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from reports.data import MOST_ROWS, main_workload, notes_for, rest, where
 from reports.groups import Row, by_setting, named
-from reports.table import Column, Grid, Part, Td, figure, grid, mebibytes, word
-from reports.text import MIB, exact, missing, number, plain, plural, scaled, signed, size
+from reports.table import Column, Grid, Part, Td, device_columns, figure, grid, mebibytes, word
+from reports.text import MIB, exact, missing, number, plural, scaled, signed, size
 
 KINDS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes", "library": "library_bytes"}
 WITHIN = 0.05
@@ -115,7 +115,7 @@ def table(cells: Sequence[Row]) -> Grid | None:
     rows = [row for group in by_setting(known(cells)) for row in sorted(group.rows, key=lambda row: float(row["state_bytes"]))]
     columns = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(rows),
         *(
             Column(kind.capitalize(), "MiB", f"{kind} of the fullest rank between steps", mebibytes(column))
             for kind, column in KINDS.items()
@@ -187,7 +187,7 @@ def ranks_table(cells: Sequence[Row]) -> Grid | None:
     """The same of all cells, in MiB."""
     columns = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(_of_ranks(cells)),
         Column("Uneven", "largest / mean", "", lambda row: Td((Part(number(imbalance(row)), "imbalance", exact(imbalance(row))),))),
         Column("Peaks", "MiB, in the order of ranks", "in the trial with the largest", _peaks),
     ]

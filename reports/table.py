@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.groups import Group, Row, unit
+from reports.groups import DISTURBED, Group, Row, unit
 from reports.text import DASH, MIB, deviation, exact, missing, number, percent, plain, plural, scaled
 
 STATUS = {
@@ -80,7 +80,7 @@ def flags(row: Row) -> tuple[Flag, ...]:
     if row["oversubscribed"] and not missing(row["samples_per_second"]):
         found.append(Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware"))
     if row["disturbed"]:
-        found.append(Flag("disturbed", f"something else used the machine during {row['disturbed']} of {plural(row['trials'], 'trial')}"))
+        found.append(Flag(f"{DISTURBED} disturbed", f"{disturbance(row)} of {plural(row['trials'], 'trial')}"))
     if not missing(row["trend"]) and row["trend"] != 0:
         found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
     if row["trials"] == 1 and row["status"] == "ok":
@@ -88,6 +88,11 @@ def flags(row: Row) -> tuple[Flag, ...]:
     if row["expected"] and row["status"] == "diverged":
         found.append(Flag("expected to diverge", "the matrix says so: no failure"))
     return tuple(found)
+
+
+def disturbance(row: Row) -> str:
+    """Trials beside which others used the machine, in words; empty where there is none."""
+    return f"something else used the machine beside {row['disturbed']}" if row.get("disturbed") else ""
 
 
 def figure(field: str, text: Callable[[Any], str], tip: str = "") -> Callable[[Row], Td]:
@@ -145,7 +150,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that have something to show."""
     kept = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(rows),
         Column("Precision", "", "", word("precision")),
         Column("Batch", "samples", "global batch", _batch),
         Column("Place", "", "within workload, devices, precision, batch and optimizer; ≈ cannot be told apart from the one above", _place),
@@ -163,6 +168,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     if any(not missing(row.get("mfu")) for row in rows):
         kept.append(Column("MFU", "%", "model FLOPs utilisation", figure("mfu", lambda v: scaled(v, 100))))
     return kept
+
+
+def device_columns(rows: Sequence[Row]) -> list[Column]:
+    """Number of devices, and of nodes where some row is of several."""
+    found = [Column("Devices", "", "", figure("devices", plain)), Column("Nodes", "", "that the devices are on", figure("nodes", plain))]
+    return found[: 2 if any(not missing(row.get("nodes")) and row["nodes"] > 1 for row in rows) else 1]
 
 
 def _throughput(row: Row) -> str:
@@ -198,13 +209,17 @@ def throughput_column(rows: Sequence[Row]) -> Column:
     return Column("Throughput", unit(same) if same else "", tip, lambda row: _interval(row, same or _throughput(row), with_unit=not same))
 
 
-def efficiency_rows(cells: Sequence[Row]) -> list[TableRow]:
+def efficiency(cells: Sequence[Row]) -> Grid | None:
     """Scaling efficiency of what ran on several devices and has something to compare with, best first."""
     rows = [r for r in cells if r["devices"] > 1 and not (missing(r["efficiency_own"]) and missing(r["efficiency_single"]))]
     rows.sort(key=lambda r: (r["workload"], r["devices"], -(r["efficiency_own"] if not missing(r["efficiency_own"]) else -1)))
-    found = []
-    for row in rows:
-        tds = [word("workload")(row), figure("devices", plain)(row), word("regime")(row), word("precision")(row), _batch(row)]
-        tds += [figure(name, percent)(row) for name in ("efficiency_own", "efficiency_single")]
-        found.append(TableRow(row, tuple(tds), flags(row)))
-    return found
+    columns = [
+        Column("Workload", "", "", word("workload")),
+        *device_columns(rows),
+        Column("Scaling", "", "", word("regime")),
+        Column("Precision", "", "", word("precision")),
+        Column("Batch", "samples", "global batch", _batch),
+        Column("Against itself", "on one device", "", figure("efficiency_own", percent)),
+        Column("Against the plain process", "on one device", "", figure("efficiency_single", percent)),
+    ]
+    return grid("efficiency", "Scaling efficiency", rows, columns)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from reports.data import MOST_ROWS, Bar, Bars, notes_for, rest
 from reports.groups import Row, by_setting, marks, named
-from reports.table import Column, Grid, Part, Td, figure, grid, mebibytes, throughput_column, word
+from reports.table import Column, Grid, Part, Td, device_columns, figure, grid, mebibytes, throughput_column, word
 from reports.text import exact, missing, number, plain, plural
 
 AT_BOUND = 1.02
@@ -101,7 +101,7 @@ def offload(cells: Sequence[Row]) -> Grid | None:
     rows = [row for row in cells if row["status"] == "ok" and not missing(row.get("offload_kept_bytes"))]
     columns = [
         Column("Workload", "", "", word("workload")),
-        Column("Devices", "", "", figure("devices", plain)),
+        *device_columns(rows),
         Column("Read", "MiB per step", "from the disk, all ranks", mebibytes("offload_read_bytes_per_step")),
         Column("Written", "MiB per step", "to the disk, all ranks", mebibytes("offload_written_bytes_per_step")),
         Column("In the folder", "MiB", "size of its files", mebibytes("offload_kept_bytes")),

@@ -69,7 +69,7 @@ class View:
     memory: list[Panel] = field(default_factory=list)
     front: list[Panel] = field(default_factory=list)
     scaling: list[Panel] = field(default_factory=list)
-    efficiency: list[table.TableRow] = field(default_factory=list)
+    efficiency: table.Grid | None = None
     losses: list[Panel] = field(default_factory=list)
     deviations: list[Panel] = field(default_factory=list)
     tolerances: list[facts.Tolerance] = field(default_factory=list)
@@ -120,7 +120,7 @@ def make_view(results: Results) -> View:
     view.parity = _parity(cells)
     view.columns = table.columns(cells) if cells else []
     view.rows = table.table_rows(cells, found, view.columns)
-    view.efficiency = table.efficiency_rows(cells)
+    view.efficiency = table.efficiency(cells)
     view.states_table, view.buffers, view.ranks_table = states.table(cells), states.buffers(cells), states.ranks_table(cells)
     view.traffic_table, view.offload, view.ring_bound = traffic.table(cells), traffic.offload(cells), traffic.ranks(cells)
     told = [] if largest.is_search(run) else explained.known(cells, results.explained)

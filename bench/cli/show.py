@@ -152,18 +152,19 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
         shown = Table(title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)", title_justify="left")
-        for column in ("", "strategy", "devices", "precision", "samples/s", "95 %", "peak MiB/rank", "parity", "loss deviation"):
+        nodes = ["nodes"] if (group["nodes"] > 1).any() else []
+        for column in ("", "strategy", "devices", *nodes, "precision", "samples/s", "95 %", "peak MiB/rank", "parity", "loss deviation"):
             shown.add_column(column, justify="left" if column in ("strategy", "precision", "parity", "") else "right")
         rows = group.to_dict("records")
         for same, row in zip(alike(rows), rows, strict=True):
             half = (row["samples_per_second_high"] or 0) - row["samples_per_second"] if _known(row["samples_per_second_high"]) else None
             marks = "".join(m for m, on in (("†", _known(row["stand_in"])), ("‡", row["oversubscribed"]), ("¶", row["disturbed"])) if on)
-            on = f" on {row['nodes']} nodes" if row["nodes"] > 1 else ""
-            on += f" {over(row['links'])}" if _known(row["links"]) else ""
+            on = f" {over(row['links'])}" if _known(row["links"]) else ""
             shown.add_row(
                 "~" if same else "",
                 escape(row["label"]) + marks,
                 f"{row['devices']}{on}{' weak' if row['regime'] == 'weak' else ''}",
+                *(str(row[name]) for name in nodes),
                 row["precision"],
                 f"{row['samples_per_second']:.1f}",
                 f"± {half:.1f}" if half is not None else "1 trial",

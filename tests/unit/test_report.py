@@ -631,6 +631,39 @@ def test_the_terminal_names_systems_that_are_not_on_this_host(more: Results, res
     assert "not on this host" not in capsys.readouterr().out
 
 
+def test_nodes_are_a_column_only_where_a_cell_has_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (Cell(strategy="spread", devices=4, nodes=n) for n in (1, 2))
+    rows = trial_rows(one, [9.0, 9.1, 9.2]) + trial_rows(Cell(strategy="spread"), [4.0, 4.1, 4.2])
+    page = page_of(stored(tmp_path / "one", rows), tmp_path)
+    assert "nodes" not in page.rows[f"cell-{one.id}"]
+    several = stored(tmp_path / "several", rows + trial_rows(two, [7.0, 7.1, 7.2]))
+    page = page_of(several, tmp_path)
+    assert [page.rows[f"cell-{cell.id}"]["nodes"] for cell in (one, two)] == ["1", "2"]
+    assert [value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)] == ["1", "2"], "of the efficiency"
+    show.ranking(show.console(), summarise(several.trials[several.trials["nodes"] == 1]))
+    assert "nodes" not in capsys.readouterr().out
+    show.ranking(show.console(), summarise(several.trials))
+    table = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
+    split = [[word.strip() for word in line.replace("┃", "│").split("│")] for line in table]
+    place = split[0].index("nodes")
+    assert [line[place] for line in split[1:]] == ["1", "2", "1"], "fastest first"
+
+
+def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path: Path) -> None:
+    busy, calm = Cell(strategy="busy", devices=2), Cell(strategy="calm", devices=2)
+    rows = trial_rows(calm, [9.0, 9.1])
+    page = page_of(stored(tmp_path / "calm", rows), tmp_path)
+    assert "¶" not in page.text
+    disturbed = trial_rows(busy, [8.0, 8.1, 8.2])
+    for row in disturbed[1:]:
+        row["foreign_load_cores"] = 0.5
+    page = page_of(stored(tmp_path / "busy", rows + disturbed), tmp_path)
+    assert "busy ¶" in page.text.replace("busy¶", "busy ¶")
+    assert "calm¶" not in page.text.replace("calm ¶", "calm¶")
+    assert "¶: something else used the machine beside some of its trials" in page.text
+    assert "¶ disturbed something else used the machine beside 2 of 3 trials" in page.text
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
     app.command()(report)
