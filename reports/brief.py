@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from reports import facts, systems
+from reports import facts, links, systems
 from reports.groups import Group, Pick, Row, biggest, headline, named, verdict
 from reports.largest import largest
 from reports.markdown import escaped, table
@@ -112,6 +112,19 @@ def _efficiencies(row: Row) -> list[str]:
     return [percent(row[name]) for name in ("efficiency_own", "efficiency_single")]
 
 
+def _links(one: Ran) -> list[str]:
+    lines = []
+    for chapter in links.chapters(one.cells, one.trials, one.results.explained):
+        columns = ["strategy", *(f"{link.words} ({link.rate}, {link.latency} measured)" for link in chapter.links)]
+        rows = [
+            [str(row.row["label"]), *("".join(part.text for part in cell.parts) for cell in row.cells[: len(chapter.links)])]
+            for row in chapter.grid.rows
+        ]
+        lines += [f"### {escaped(chapter.title)}", f"Throughput ({chapter.unit}) over {links.EMULATED}.", table(columns, columns[1:], rows)]
+        lines.append("\n".join(f"- {escaped(said)}" for said in (*chapter.crossovers, chapter.by_bytes) if said))
+    return [line for line in lines if line]
+
+
 def _parity(one: Ran) -> list[str]:
     judged = [row for row in one.cells if not missing(row.get("parity_loss_tolerance"))]
     columns = ["cell", "parity", "loss deviation", "allowed", "parameter deviation", "allowed there"]
@@ -149,6 +162,7 @@ SECTIONS: dict[str, Callable[[Ran], list[str]]] = {
     "verdict": _verdict,
     "ranking": _ranking,
     "scaling": _scaling,
+    "links": _links,
     "parity": _parity,
     "failures": _failures,
     "environment": lambda one: _facts(facts.environment(one.run)),
@@ -158,6 +172,7 @@ TITLES = {
     "verdict": "Verdict",
     "ranking": "Throughput",
     "scaling": "Scaling",
+    "links": "Links",
     "parity": "Parity",
     "failures": "What failed, diverged or did not run",
     "environment": "Environment",

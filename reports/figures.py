@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from reports.curves import COLOURED, Losses, Scaling
 from reports.data import Scatter
 from reports.lines import around
-from reports.svg import BEST, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH
+from reports.links import Bandwidths, bits
+from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH
 from reports.text import plain, shortened
 
 if TYPE_CHECKING:
@@ -99,6 +100,43 @@ def _legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
     figure.legend(
         handles, labels, loc="lower left", bbox_to_anchor=(0, 0), frameon=False, handlelength=1.8, borderaxespad=0.2, labelspacing=0.35
     )
+
+
+def links(data: Bandwidths) -> Figure:
+    """Throughput over measured bandwidth on logarithmic axes, a line for each strategy, the links as asked for on top."""
+    from matplotlib.ticker import LogLocator
+
+    legend = 17 * len(data.lines)
+    figure, axes = canvas(310 + legend, 58, 14, 44 + legend, 38)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    handles: list[Artist] = []
+    for index, line in enumerate(data.lines):
+        colour, dashes = SERIES[index % len(SERIES)], ("-", "--", ":")[index // len(SERIES) % 3]
+        (drawn,) = axes.plot(line.bits_per_second, line.values, dashes, color=colour, linewidth=1.8, zorder=3)
+        drawn.set(marker=_MARKERS[index % len(_MARKERS)], markersize=5.5)
+        handles.append(drawn)
+        for x, low, high in zip(line.bits_per_second, line.lows, line.highs, strict=True):
+            if low is not None and high is not None:
+                axes.plot([x, x], [max(low, high * 1e-3), high], color=colour, linewidth=1.3, zorder=2)
+    values = [value for line in data.lines for value in line.values]
+    axes.set_xlim(data.links[0][0] / 1.4, data.links[-1][0] * 1.4)
+    axes.set_ylim(min(values) / 1.5, max(values) * 1.5)
+    axes.xaxis.set_major_locator(LogLocator(numticks=12))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axes.xaxis.set_major_formatter(lambda value, _: bits(value))
+    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
+    axes.minorticks_off()
+    for place, asked in data.links:
+        axes.axvline(place, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
+        axes.text(place, 1.02, asked, transform=axes.get_xaxis_transform(), ha="center", color=SOFT, fontsize=10)
+    axes.grid(axis="y")
+    axes.set_xlabel("measured bandwidth of the emulated link", loc="left")
+    axes.set_title(
+        f"throughput ({data.unit}); on top: the link asked for", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=20
+    )
+    _legend(figure, handles, [shortened(line.label, 52) for line in data.lines])
+    return figure
 
 
 def losses(data: Losses) -> Figure:

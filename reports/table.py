@@ -110,7 +110,8 @@ def word(field: str) -> Callable[[Row], Td]:
     return lambda row: Td((Part(DASH if missing(row.get(field)) else str(row[field])),), kind="word")
 
 
-def _interval(row: Row, column: str, with_unit: bool) -> Td:
+def interval(row: Row, column: str, with_unit: bool) -> Td:
+    """A figure with the interval around it."""
     value, low, high = (row[column + end] for end in ("", "_low", "_high"))
     parts = [Part(number(value), column, exact(value))]
     if with_unit and not missing(value):
@@ -206,7 +207,7 @@ def throughput_column(rows: Sequence[Row]) -> Column:
     kinds = {_throughput(row) for row in rows if not missing(row["samples_per_second"])}
     same = kinds.pop() if len(kinds) == 1 else ""
     tip = "mean and 95 % interval over trials"
-    return Column("Throughput", unit(same) if same else "", tip, lambda row: _interval(row, same or _throughput(row), with_unit=not same))
+    return Column("Throughput", unit(same) if same else "", tip, lambda row: interval(row, same or _throughput(row), with_unit=not same))
 
 
 def efficiency(cells: Sequence[Row]) -> Grid | None:

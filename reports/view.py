@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reports import compared, curves, data, explained, facts, figures, groups, largest, lines, states, systems, table, traffic
+from reports import compared, curves, data, explained, facts, figures, groups, largest, lines, links, states, systems, table, traffic
 from reports.groups import Group, Row, Verdict
 from reports.largest import Largest
+from reports.links import Chapter
 from reports.ran import ran
 from reports.states import Buffers
 from reports.svg import Picture, Pictures
@@ -93,6 +94,7 @@ class View:
     ring_bound: str = ""
     """In words, for the numbers of ranks that occur."""
     offload: table.Grid | None = None
+    links: list[tuple[Chapter, Panel | None]] = field(default_factory=list)
     wrappers: list[Compared] = field(default_factory=list)
     variants: list[Compared] = field(default_factory=list)
     largest: Largest | None = None
@@ -123,6 +125,7 @@ def make_view(results: Results) -> View:
     view.efficiency = table.efficiency(cells)
     view.states_table, view.buffers, view.ranks_table = states.table(cells), states.buffers(cells), states.ranks_table(cells)
     view.traffic_table, view.offload, view.ring_bound = traffic.table(cells), traffic.offload(cells), traffic.ranks(cells)
+    linked = links.chapters(cells, trials, results.explained)
     told = [] if largest.is_search(run) else explained.known(cells, results.explained)
     view.parts_table, view.peak_table = explained.table(told), explained.memory(told)
     if largest.is_search(run):
@@ -133,7 +136,7 @@ def make_view(results: Results) -> View:
     if not view.largest:
         view.systems = systems.overview(by_system, found, groups.headline(found))
         _verdicts(view, found)
-    _pictures(view, cells, [] if view.largest else found, told)
+    _pictures(view, cells, [] if view.largest else found, told, linked)
     return view
 
 
@@ -159,7 +162,7 @@ def _verdicts(view: View, found: list[Group]) -> None:
     view.verdicts = [groups.verdict(group) for group in groups.biggest(found) if len(group.rows) > 1]
 
 
-def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequence[Row]) -> None:
+def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequence[Row], linked: Sequence[Chapter]) -> None:
     pictures = Pictures()
 
     def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
@@ -192,6 +195,7 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequen
         view.states = [lined(one, lines.stacks) for one in states.charts(cells)[:MOST_PANELS]]
         view.traffic = [lined(one, lines.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
     view.parts = [lined(one, lines.stacks) for one in explained.charts(told)[:MOST_PANELS]]
+    view.links = [(one, panel(one.chart, figures.links) if one.chart else None) for one in linked]
     if (uneven := states.ranks(cells)) is not None:
         view.ranks = [lined(uneven, lines.ranks)]
     view.wrappers = [Compared(one.title, lined(one.bars, lines.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]
