@@ -81,7 +81,7 @@ class Pictures:
             if workers > 1:
                 context = multiprocessing.get_context("fork")
                 pool = held.enter_context(ProcessPoolExecutor(workers, context))
-                drawn = pool.map(_drawn, self._asked, chunksize=4)
+                drawn = pool.map(_drawn, self._asked, chunksize=2)
             else:
                 drawn = map(_drawn, self._asked)
             for picture, (svg, styles) in zip(self._asked, drawn, strict=True):
