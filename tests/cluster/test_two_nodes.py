@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.cluster.conftest import Bench, Slurm, end, until
 
@@ -112,29 +117,67 @@ def test_a_controller_that_is_started_anew_disturbs_nothing(slurm: Slurm, bench:
     assert set(trials["status"]) == {"ok"}
 
 
-def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(slurm: Slurm, bench: Bench) -> None:
+@pytest.fixture
+def webhook() -> Iterator[tuple[list[str], str]]:
+    """What is posted, as it comes, and the address to post to."""
+    posted: list[str] = []
+
+    class Hears(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Hears) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield posted, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
+    slurm: Slurm, bench: Bench, webhook: tuple[list[str], str]
+) -> None:
     planted, heard = bench.folder / "planted", bench.folder / "heard"
     matrix = f"trials: 3\ndefaults: {SMALL}\ncells:\n  - {{strategy: planted, devices: 2, options: {{file: {planted}}}}}\n"
+    posted, address = webhook
+    letter = bench.folder / "letter"
+    bench.site["prologue"] = [f'mail() {{ echo "$@" > {letter}; cat >> {letter}; }}', "export -f mail"]
     bench.site["nightly"] = {
         "publish": str(bench.folder / "pages"),
         "textfile": str(bench.folder),
-        "notify": {"command": f"tee -a {heard}.text | cat > /dev/null; echo >> {heard}"},
+        "notify": {
+            "mail": "owner@cluster.example",
+            "webhook": address,
+            "command": f"tee -a {heard}.text | cat > /dev/null; echo >> {heard}",
+        },
     }
     outcomes = []
     for night in range(3):
         if night == 2:
             planted.write_text("")
+            bench.site["nightly"]["again"] = "now+1hour"
         told = bench.submit("--nightly", "--matrix", bench.matrix(matrix))
         outcomes.append(slurm.wait_job(told["job"])[0].state)
         if night == 1:
             assert outcomes == ["COMPLETED", "COMPLETED"], slurm.story(told["job"])
             assert not heard.exists()
+            assert not letter.exists()
+            assert not posted
             assert 'outcome="well"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
     assert outcomes == ["COMPLETED", "COMPLETED", "FAILED"], slurm.story(told["job"])
     assert 'outcome="regression"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
     assert heard.read_text().strip() == "regression"
     assert "planted" in heard.with_suffix(".text").read_text()
     assert "slower" in heard.with_suffix(".text").read_text()
+    assert letter.read_text().startswith("-s parallelism-bench: regression in night ")
+    assert letter.read_text().splitlines()[0].endswith(" owner@cluster.example")
+    assert "slower" in letter.read_text()
+    assert ["regression" in json.loads(text)["text"] and "slower" in json.loads(text)["text"] for text in posted] == [True]
+    following = slurm.call("squeue", "-h", "-n", "bench-nightly-matrix", "-o", "%i %T %r").stdout.split()
+    assert following[1:] == ["PENDING", "BeginTime"], "the next night waits for its hour"
+    slurm.call("scancel", following[0])
     runs = bench.results / "runs"
     pages = {page.name for page in (bench.folder / "pages").glob("*.html")}
     assert {f"{run.stem}.html" for run in runs.glob("*.parquet")} <= pages
