@@ -33,7 +33,8 @@ class Trial:
         self.cell = specs[0].cell
         self.left = Left()
         self.lost: list[str] = []
-        self.open: dict[Any, Node] = {node.line.connection: node for node in nodes}
+        self.open: dict[Any, Node] = {}
+        """Who was told to run and has not answered."""
         self.sent_at = 0.0
 
     def run(self) -> Outcome:
@@ -60,17 +61,23 @@ class Trial:
         first = self.nodes[0]
         if not self._say(first, "meet"):
             return False
-        if not wait([first.line.connection], ANSWER_SECONDS):
-            self._lose(first, f"did not answer for {ANSWER_SECONDS:g} s")
-            return False
         try:
+            if not wait([first.line.connection], ANSWER_SECONDS):
+                self._lose(first, f"did not answer for {ANSWER_SECONDS:g} s")
+                return False
             _, port = first.line.receive()
         except (EOFError, OSError):
             self._lose(first, "its agent is gone")
             return False
+        except KeyboardInterrupt:  # its answer is still to come: nobody would know what it belongs to
+            self._lose(first, "interrupted")
+            raise
         self.sent_at = time.time()
-        parts = [dataclasses.replace(spec, meeting=(first.facts["address"], port)) for spec in self.specs]
-        return all(self._say(node, "run", part) for node, part in zip(self.nodes, parts, strict=True))
+        for node, spec in zip(self.nodes, self.specs, strict=True):
+            self.open[node.line.connection] = node
+            if not self._say(node, "run", dataclasses.replace(spec, meeting=(first.facts["address"], port))):
+                return False
+        return True
 
     def _say(self, node: Node, word: str, what: Any = None) -> bool:
         try:

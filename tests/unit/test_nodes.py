@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,9 @@ from harness.cell import Cell
 from harness.cores import oversubscribed
 from harness.errors import Mistake
 from harness.nodes.facts import distinct_cores, link_speed, numa_nodes, shared_machine
-from harness.nodes.wire import Meeting, addresses_of, interface_of
+from harness.nodes.head import Node
+from harness.nodes.trial import Trial
+from harness.nodes.wire import Line, Meeting, addresses_of, interface_of
 from harness.outcome import Left, judge
 from harness.trial import TrialSpec
 from harness.workloads import DataSource
@@ -122,3 +128,24 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
     left.add(Left(exit_codes={1: -9}))
     left.add(Left(exit_codes={0: -15}))
     assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
+    """The first node is still busy: it is given up, the others were told nothing and are kept."""
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    nodes = [Node(Line(near, ""), {"number": i, "name": f"n{i}", "machine": "m"}) for i, (near, _) in enumerate(pairs)]
+    specs = [TrialSpec(Cell(strategy="ddp", devices=2, nodes=2), DATA, 2, node=i) for i in range(2)]
+    lost: list[str] = []
+
+    class All:
+        def lose(self, node: Node, why: str) -> None:
+            lost.append(node.name)
+
+    stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    stop.start()
+    outcome = Trial(All(), nodes, specs, None).run()  # type: ignore[arg-type]
+    stop.join()
+    assert (outcome.status, lost) == ("interrupted", ["n0"])
+    for pair in pairs:
+        for end in pair:
+            end.close()
