@@ -6,10 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from harness.cell import Cell
-from harness.errors import Unavailable
+from harness.errors import Refused, Unavailable
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import all_reduced, ddp_buckets, passed_once, standard_step, whole_model_states
+from harness.workloads import make_workload
+from harness.workloads.facts import model_facts
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +27,12 @@ HOOKS = {
 
 
 class Ddp(Strategy):
-    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during backward."""
+    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during backward.
+
+    PowerSGD reduces each bucket several times, each time but the first from a callback of the one before, in another thread. With
+    several buckets nothing keeps these in one order on all ranks; gloo pairs what comes, and the ranks abort ("Received data size
+    doesn't match", 3 of 3 launches). On CPUs it therefore gets one bucket for all gradients.
+    """
 
     bucket_cap_mb: float | None = None
     """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the others. Giving 25 is not the same."""
@@ -39,6 +46,18 @@ class Ddp(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.comm_hook == "bf16" and cell.device == "cpu":
             raise Unavailable("the bf16 compression hook runs on the NCCL backend only: it needs GPUs")
+        least = self._least_bucket(cell, workload)
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb < least:
+            raise Refused(f"PowerSGD aborts on gloo with several buckets: give bucket_cap_mb {least} or more, or leave it out")
+
+    def _least_bucket(self, cell: Cell, workload: Workload) -> int:
+        """MiB that a bucket must hold."""
+        one = self.comm_hook == "powersgd" and cell.device == "cpu"
+        return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20) if one else 0
+
+    def _bucket(self, cell: Cell, workload: Workload) -> float | None:
+        """The size that DDP is told, in MiB."""
+        return self.bucket_cap_mb or self._least_bucket(cell, workload) or None
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return HOOKS.get(self.comm_hook, EXACT)
@@ -59,9 +78,10 @@ class Ddp(Strategy):
         return None if self.model_fields_set else names[cell.launcher]
 
     def export(self, cell: Cell, to: str) -> Export | None:
+        bucket = {"bucket_cap_mb": self._bucket(cell, make_workload(cell.workload))}
         if to == "accelerate":
-            return accelerate_export(cell, ddp=self.model_dump())
-        return Export("ddp.py.j2") if to in ("torchrun", "slurm") else None
+            return accelerate_export(cell, ddp=self.model_dump() | bucket)
+        return Export("ddp.py.j2", bucket) if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +89,7 @@ class Ddp(Strategy):
         model = DistributedDataParallel(
             job.model(),
             device_ids=[job.device] if job.device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_cap_mb,
+            bucket_cap_mb=self._bucket(job.cell, job.workload),
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.cell import Cell
-from harness.errors import Mistake, Unavailable
+from harness.errors import Mistake, Refused, Unavailable
 from harness.registry import admit, make_strategy, strategies
 from harness.strategy import Layout, Strategy
 from harness.workloads import make_workload
@@ -76,3 +76,12 @@ def test_an_entry_point_that_is_no_strategy_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     with pytest.raises(Mistake, match=r"'mine'.*must name a Strategy class.*json:dumps"):
         strategies.__wrapped__()
+
+
+def test_powersgd_gets_one_bucket_on_cpus() -> None:
+    """The gradients of the model are 3.5 MiB; several buckets abort on gloo."""
+    workload = make_workload("llama-micro")
+    one = Cell(strategy="ddp", devices=2, workload="llama-micro", options={"comm_hook": "powersgd", "bucket_cap_mb": 3})
+    with pytest.raises(Refused, match="give bucket_cap_mb 4 or more"):
+        admit(one, workload)
+    admit(one.model_copy(update={"options": {"comm_hook": "powersgd", "bucket_cap_mb": 4}}), workload)
