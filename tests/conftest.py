@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,14 @@ ROOT = Path(__file__).parents[1]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """After the unit tests every strategy once, then each in depth: what most changes break is seen first."""
     items.sort(key=lambda item: (item.path.parent.name != "unit", item.path.name != "test_strategies.py"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stop_from_the_keyboard() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
