@@ -74,10 +74,10 @@ def _helpers() -> set[int]:
     for child in children:
         try:
             said = " ".join(child.cmdline())
-            if "harness.agent" in said or "harness.links" in said:  # nodes, which serve the tests of a file; their own helpers
+            if "harness.agent" in said or "harness.links" in said or child.name() == "slurmctld":  # serve a file's tests; their helpers
                 found.add(child.pid)
                 children += child.children()
-            if any(word in said for word in words) or child.name() in ("slurmctld", "slurmd", "slurmstepd"):
+            if any(word in said for word in words) or child.name() in ("slurmctld", "slurmscriptd", "slurmd", "slurmstepd"):
                 found.add(child.pid)
         except psutil.Error:
             continue

@@ -175,9 +175,12 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     assert letter.read_text().splitlines()[0].endswith(" owner@cluster.example")
     assert "slower" in letter.read_text()
     assert ["regression" in json.loads(text)["text"] and "slower" in json.loads(text)["text"] for text in posted] == [True]
-    following = slurm.call("squeue", "-h", "-n", "bench-nightly-matrix", "-o", "%i %T %r").stdout.split()
-    assert following[1:] == ["PENDING", "BeginTime"], "the next night waits for its hour"
-    slurm.call("scancel", following[0])
+
+    def following() -> list[str]:
+        return slurm.call("squeue", "-h", "-n", "bench-nightly-matrix", "-o", "%i %T %r").stdout.split()
+
+    until(lambda: following()[1:] == ["PENDING", "BeginTime"], 30, lambda: f"the next night waits for its hour: {following()}")
+    slurm.call("scancel", following()[0])
     runs = bench.results / "runs"
     pages = {page.name for page in (bench.folder / "pages").glob("*.html")}
     assert {f"{run.stem}.html" for run in runs.glob("*.parquet")} <= pages
