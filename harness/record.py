@@ -16,7 +16,7 @@ from harness.nodes.facts import distinct_cores, shared_machine
 from harness.outcome import Outcome
 from harness.parity import Verdict, as_row
 from harness.schema import VERSION
-from harness.stats import percentile, slowest, trend
+from harness.stats import over_cycles, percentile, slowest, trend
 from harness.store import TrialKey
 from harness.strategy import Layout, States
 from harness.workloads.facts import ModelFacts
@@ -87,12 +87,15 @@ def mean_losses(answers: Sequence[dict[str, Any]]) -> list[float | None]:
     return losses
 
 
-def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, peak_flops: float | None) -> dict[str, Any]:
-    """A finished trial's columns from its ranks' steps: throughput is the global batch over the slowest rank's step."""
+def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, peak_flops: float | None, cycle: int = 1) -> dict[str, Any]:
+    """A finished trial's columns from its ranks' steps: throughput is the global batch over the slowest rank's step.
+
+    `cycle`: steps after which the strategy's work repeats; the median step of one that averages at every fourth is one without.
+    """
     timed = [[s for s in a["steps"] if s["phase"] == "timed"] for a in answers]
     steps = slowest([[s["step_seconds"] for s in rank] for rank in timed])
     fetches = slowest([[s["data_seconds"] for s in rank] for rank in timed])
-    median = percentile(steps, 0.5)
+    typical = percentile(over_cycles(steps, [s["step"] for s in timed[0]], cycle), 0.5)
     flops = float(facts.flops_per_sample * cell.global_batch)
     method = answers[0]["memory_method"]
     alike = [a for a in answers if a["memory_method"] == method]  # a server's host memory is not to be set beside GPUs'
@@ -100,15 +103,15 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
     known_peaks = all(p is not None for p in peaks)
     reserved = [a["reserved_memory_bytes"] for a in answers if a["reserved_memory_bytes"] is not None]
     return {
-        "step_seconds_p50": median,
+        "step_seconds_p50": percentile(steps, 0.5),
         "step_seconds_p95": percentile(steps, 0.95),
         "step_seconds_mean": sum(steps) / len(steps),
         "data_seconds_p50": percentile(fetches, 0.5),
-        "samples_per_second": cell.global_batch / median,
-        "tokens_per_second": None if cell.data == "images" else cell.global_batch * cell.sequence_length / median,
+        "samples_per_second": cell.global_batch / typical,
+        "tokens_per_second": None if cell.data == "images" else cell.global_batch * cell.sequence_length / typical,
         "trend": trend(steps),
         "flops_per_step": flops,
-        "mfu": mfu(flops, median, cell.devices, peak_flops),
+        "mfu": mfu(flops, typical, cell.devices, peak_flops),
         "peak_memory_bytes": max(peaks) if known_peaks else None,
         "peak_memory_bytes_by_rank": peaks if known_peaks else [],
         "memory_imbalance": imbalance(peaks) if known_peaks else None,
@@ -194,6 +197,7 @@ def trial_row(
     peak_flops: float | None,
     bubble: float | None,
     formula: States | None = None,
+    cycle: int = 1,
     **more: Any,
 ) -> dict[str, Any]:
     """The row of a trial that was launched, whatever became of it. `formula`: what a rank should keep; `more`: further columns."""
@@ -238,7 +242,7 @@ def trial_row(
         row |= _shortage(outcome.answers)
     if outcome.status != "ok" or verdict is None:
         return row
-    row |= figures(cell, outcome.answers, facts, peak_flops) | as_row(verdict) | {"bubble_fraction": bubble}
+    row |= figures(cell, outcome.answers, facts, peak_flops, cycle) | as_row(verdict) | {"bubble_fraction": bubble}
     if verdict.verdict == "unknown":
         row["reason"] = f"not verified, so not ranked: {verdict.reason}"
     if verdict.verdict == "diverged":

@@ -217,6 +217,7 @@ class Runner:
             peak,
             bubble_fraction(busy) if busy else None,
             formula=strategy.states(cell, layout, facts),
+            cycle=strategy.cycle,
             wraps_ddp=strategy.same_as_ddp(cell),
             idle_before=idle_before,
             idle_after=idle_after,

@@ -125,7 +125,11 @@ TRIALS = (
     ("step_seconds_p95", "double?", "95th percentile of the same"),
     ("step_seconds_mean", "double?", "mean of the same"),
     ("data_seconds_p50", "double?", "median share of the step for getting the batch, slowest rank"),
-    ("samples_per_second", "double?", "global batch / step_seconds_p50"),
+    (
+        "samples_per_second",
+        "double?",
+        "global batch / step_seconds_p50; of a strategy that communicates every few steps, / the median of whole cycles",
+    ),
     ("tokens_per_second", "double?", "null for images"),
     ("idle_before", "double?", "share of the cores' time that was idle just before the launch"),
     ("idle_after", "double?", "the same just after its end"),

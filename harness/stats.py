@@ -131,6 +131,15 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
+def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
+    """Means over each `cycle` steps in a row, beginning anywhere: where work repeats after so many steps, each mean holds all of it.
+
+    `steps`: the values' numbers, ascending. Where nowhere so many are in a row, the mean of all.
+    """
+    starts = [i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1]
+    return [sum(values[i : i + cycle]) / cycle for i in starts] or [sum(values) / len(values)]
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7: numpy's default)."""
     ordered = sorted(values)

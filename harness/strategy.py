@@ -255,6 +255,11 @@ class Strategy(BaseModel, ABC):
         return None
 
     @property
+    def cycle(self) -> int:
+        """Steps after which its work repeats: more than 1 where some of them do what others do not, such as communicate."""
+        return 1
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether it cuts parameters into parts that are put together when their layer runs."""
         return False

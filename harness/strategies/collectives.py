@@ -35,6 +35,10 @@ class Collectives(Strategy):
     period: int = Field(default=1, ge=1)
     """Steps between two averages of parameters."""
 
+    @property
+    def cycle(self) -> int:
+        return self.period
+
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.average == "gradients" and self.period > 1:
             raise Refused(f"gradients are averaged at every step: period={self.period} goes with average=parameters only")

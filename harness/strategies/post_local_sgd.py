@@ -32,6 +32,10 @@ class PostLocalSgd(Strategy):
     period: int = Field(default=4, ge=1)
     """Steps between two averages of parameters."""
 
+    @property
+    def cycle(self) -> int:
+        return self.period
+
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return EXACT if self.start_step >= cell.parity_steps or cell.devices == 1 else LOCAL
 

@@ -17,7 +17,7 @@ from harness.measure.flops import mfu, peak_flops_per_second
 from harness.measure.load import FRESH_SECONDS, WINDOW_SECONDS, Idle, Load, cpu_seconds, disturbed, foreign_load, idle_share
 from harness.measure.memory import imbalance
 from harness.record import figures, mean_losses
-from harness.stats import efficiency, percentile, slowest, trend
+from harness.stats import efficiency, over_cycles, percentile, slowest, trend
 from harness.workloads.facts import ModelFacts
 
 
@@ -141,6 +141,21 @@ def test_percentile_is_numpys(values: list[float], share: float) -> None:
     import numpy as np
 
     assert percentile(values, share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-6)
+
+
+def test_whole_cycles_hold_the_steps_that_communicate() -> None:
+    """Every fourth step takes 5 s, the others 1 s: 2 s a step, wherever one begins. The median step is one of 1 s."""
+    steps = [3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
+    values = [5.0 if step % 4 == 3 else 1.0 for step in steps]
+    assert over_cycles(values, steps, 4) == [2.0] * 4, "10 is missing: what spans it is no cycle"
+    assert over_cycles(values, steps, 1) == values
+    assert over_cycles([1.0, 2.0, 6.0], [3, 4, 6], 3) == [3.0]
+
+
+def test_throughput_of_local_steps_is_that_of_whole_cycles() -> None:
+    """Steps of 1, 1, 1, 5 s, over and over: 8 samples in 2 s each."""
+    row = figures(CELL, [answer(0, [1.0, 1.0, 1.0, 5.0] * 2)], FACTS, None, cycle=4)
+    assert (row["step_seconds_p50"], row["samples_per_second"]) == (1.0, 4.0)
 
 
 def test_slowest_rank_at_each_step() -> None:
