@@ -221,6 +221,6 @@ def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> l
     schema, found = _nullable(table, columns), []
     for one in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
         present = set(one.column_names)
-        columns = [one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type) for f in schema]
-        found.append(pa.table(columns, schema=schema))
+        cast = [one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type) for f in schema]
+        found.append(pa.table(cast, schema=schema))
     return found

@@ -276,25 +276,21 @@ def _by_bytes(series: Sequence[Series], slowest: Measured) -> str:
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if _order(a, b, slowest.asked)]
     against, judged = [], 0
     for a, b in pairs:
-        fast, slow = (a, b) if _order(a, b, slowest.asked) > 0 else (b, a)
+        fast, slow = (a, b) if _lead(a, b, slowest.asked, "samples_per_second") > 0 else (b, a)
         more, less = fast.sent or 0.0, slow.sent or 0.0
         if abs(more - less) > ALIKE_BYTES * max(more, less):
             judged += 1
             if more > less:
-                against.append(
-                    (
-                        more / max(less, 1.0),
-                        f"{fast.label} ({number(more / MIB)} MiB) is faster than {slow.label} ({number(less / MIB)} MiB)",
-                    )
-                )
+                said = f"{fast.label} ({number(more / MIB)} MiB) is faster than {slow.label} ({number(less / MIB)} MiB)"
+                against.append((more / max(less, 1.0), said))
     if not judged:
         return ""
     where = f"On the slowest link, {slowest.words} ({slowest.rate} measured),"
     told = f"{plural(judged, 'pair')} that can be told apart"
     if not against:
         return f"{where} the order by throughput is the order of the bytes sent, fewest first, in all {told}."
-    said = listed([words for _, words in sorted(against, reverse=True)], 3)
-    return f"{where} the faster of two strategies sends fewer bytes in {judged - len(against)} of {told}; not so: {said}."
+    worst = listed([words for _, words in sorted(against, reverse=True)], 3)
+    return f"{where} the faster of two strategies sends fewer bytes in {judged - len(against)} of {told}; not so: {worst}."
 
 
 def bits(value: float, digits: int = 3) -> str:
