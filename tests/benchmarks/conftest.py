@@ -26,12 +26,17 @@ def launcher(plugin: object) -> Launcher:
     )
 
 
-def step_seconds(launcher: Launcher, one: Cell, heard: Callable[[int, float], None] | None = None) -> float:
-    """Median step time of a launch, the slowest rank's at each step."""
+def steps_of(launcher: Launcher, one: Cell, heard: Callable[[int, float], None] | None = None) -> list[float]:
+    """Step times of a launch in seconds, the slowest rank's at each step; the timed ones are the last."""
     workload = make_workload(one.workload)
     outcome = launcher.run(one, prepare_data(one.data, workload, one.sequence_length), admit(one, workload)[1].processes, on_progress=heard)
     assert outcome.status == "ok", outcome.reason
-    return percentile(slowest([[s["step_seconds"] for s in a["steps"] if s["phase"] == "timed"] for a in outcome.answers]), 0.5)
+    return slowest([[step["step_seconds"] for step in answer["steps"]] for answer in outcome.answers])
+
+
+def step_seconds(launcher: Launcher, one: Cell) -> float:
+    """Median timed step of a launch."""
+    return percentile(steps_of(launcher, one)[-one.timed_steps :], 0.5)
 
 
 @pytest.fixture
