@@ -84,10 +84,10 @@ def _helpers() -> set[int]:
     return found
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
     """Not ended: what a killed run leaves is handed to this process, which has no reason to wait for it."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -114,7 +114,7 @@ def leaks_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 3
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
-        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in there | _helpers() and _runs(p)]
+        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in there | _helpers() and runs(p)]
         if not left and not processes:
             return
         if time.monotonic() > deadline:

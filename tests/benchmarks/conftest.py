@@ -26,17 +26,17 @@ def launcher(plugin: object) -> Launcher:
     )
 
 
-def steps_of(launcher: Launcher, one: Cell, heard: Callable[[int, float], None] | None = None) -> list[float]:
-    """Step times of a launch in seconds, the slowest rank's at each step; the timed ones are the last."""
+def steps_of(launcher: Launcher, one: Cell, heard: Callable[[int, float], None] | None = None, timed: bool = False) -> list[float]:
+    """Step times of a launch in seconds, all or the timed ones, the slowest rank's at each step."""
     workload = make_workload(one.workload)
     outcome = launcher.run(one, prepare_data(one.data, workload, one.sequence_length), admit(one, workload)[1].processes, on_progress=heard)
     assert outcome.status == "ok", outcome.reason
-    return slowest([[step["step_seconds"] for step in answer["steps"]] for answer in outcome.answers])
+    return slowest([[s["step_seconds"] for s in a["steps"] if s["phase"] == "timed" or not timed] for a in outcome.answers])
 
 
 def step_seconds(launcher: Launcher, one: Cell) -> float:
     """Median timed step of a launch."""
-    return percentile(steps_of(launcher, one)[-one.timed_steps :], 0.5)
+    return percentile(steps_of(launcher, one, timed=True), 0.5)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from harness.cell import Cell
 from harness.launch import Launcher
 from harness.stats import slowest
 from tests.benchmarks.conftest import Ratio, steps_of
+from tests.conftest import runs
 
 PLAIN = Path(__file__).with_name("plain.py")
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "9"))
@@ -60,13 +61,6 @@ def script(name: str, devices: int, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def lives(rank: psutil.Process) -> bool:
-    try:
-        return rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two looks
-        return False
-
-
 class Turns:
     """Stops and continues the ranks of two trainings from outside, so that one of them trains at a time, by turns.
 
@@ -90,7 +84,7 @@ class Turns:
         ]
         (self.folder / "wait").unlink()
         trains = 1
-        while all(any(lives(rank) for rank in side) for side in sides):
+        while all(any(runs(rank) for rank in side) for side in sides):
             for side, tell in ((sides[1 - trains], psutil.Process.suspend), (sides[trains], psutil.Process.resume)):
                 for rank in side:
                     with contextlib.suppress(psutil.NoSuchProcess):

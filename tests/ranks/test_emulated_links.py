@@ -25,6 +25,7 @@ from harness.links.link import Link
 from harness.plan import Plan
 from harness.runner import Runner
 from harness.store import Results, Store
+from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -181,6 +182,6 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(tmp_path: Path, 
     run.send_signal(how)
     assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=5)
-    assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [p for p in below if runs(p)] == []
     there = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout.split()
     assert not {space.strip("net:[]") for space in made} & set(there)

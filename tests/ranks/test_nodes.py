@@ -28,6 +28,7 @@ from harness.registry import admit
 from harness.runner import Runner
 from harness.store import Results, Store
 from harness.workloads import make_workload, prepare_data
+from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
 
 
@@ -169,7 +170,7 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
     assert outcome.status == "failed"
     assert outcome.reason.startswith("node n2 was lost: its agent is gone")
     psutil.wait_procs(below, timeout=3)
-    assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [p for p in below if runs(p)] == []
 
     cluster.launcher.patience_seconds = 1.0
     outcome = cluster.run(cell("ddp", nodes=2))
