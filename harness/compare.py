@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.errors import Mistake
 from harness.sides import Measured, Side
-from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs
+from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs, within_rounds
 from harness.summary import NOT_LAUNCHED
 
 RUNS_METHOD = (
@@ -128,7 +128,7 @@ class Compared:
     @property
     def headline(self) -> str:
         """`2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen 12`; of cells of one run, what B is."""
-        if self.test == COMPARISON_METHOD:
+        if self.test.startswith(COMPARISON_METHOD):
             memory = [line.memory_verdict for line in self.lines if line.memory_verdict not in (None, "no difference seen")]
             return _counts(Counter([*(line.kind for line in self.lines), *map(str, memory)]))
         bad, rest = self.regressions, Counter(line.kind for line in self.lines if not line.regression)
@@ -188,12 +188,13 @@ def compare_cells(run: str, pairs: Iterable[tuple[Measured, Measured]], names: t
     """Cells of one run against each other, by the ratio within its rounds."""
     lines = []
     for one, two in pairs:
-        line = _line(one, two, compare_rounds)
+        line = _line(one, two, one_run=True)
         if not (one.ok and two.ok):
             said = "; ".join(f"{side.label} {side.state}: {side.reason}" for side in (one, two) if not side.ok)
             line = Line("not compared", "", one, two, said)
         lines.append(dataclasses.replace(line, cell_name=f"{two.cell_name} against {one.label}"))
-    return Compared(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), COMPARISON_METHOD)
+    test = within_rounds(any(line.first and line.first.turns for line in lines))
+    return Compared(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 
 def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -214,17 +215,21 @@ def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
     pairs = [(one, two) for two in after for one in before if not one.hardware.difference(two.hardware, two.device)]
     if not pairs:
         return [Line("not compared", now.cell_name, before[-1], now, before[-1].hardware.difference(now.hardware, now.device))]
-    return [_line(one, two, lambda b, a: compare_runs(list(b.values()), list(a.values()))) for one, two in pairs]
+    return [_line(one, two, one_run=False) for one, two in pairs]
 
 
-def _line(was: Measured, now: Measured, ratio: Callable[[Mapping[int, float], Mapping[int, float]], Comparison | None]) -> Line:
-    """One cell on equal hardware. Parity and failures decide first, speed second. `ratio`: of the first to the second, by round."""
+def _line(was: Measured, now: Measured, one_run: bool) -> Line:
+    """One cell on equal hardware. Parity and failures decide first, speed second. `one_run`: compared within its rounds."""
     kind: Kind = "not compared"
     if was.ok and now.ok:
-        speed = ratio(now.speeds, was.speeds)
+        if one_run:
+            speed, memory = compare_rounds(now.speeds, was.speeds, (now.turns, was.turns)), compare_rounds(now.peaks, was.peaks)
+        else:
+            sides = (now.speeds, was.speeds), (now.peaks, was.peaks)
+            speed, memory = (compare_runs(list(b.values()), list(a.values())) for b, a in sides)
         if speed is None:
             return Line(kind, now.cell_name, was, now, "no round in common")
-        memory = ratio(now.peaks, was.peaks) if was.memory_method == now.memory_method else None
+        memory = memory if was.memory_method == now.memory_method else None
         return Line(speed.verdict, now.cell_name, was, now, "", speed, memory)
     said = f"{now.state}: {now.reason}"
     if now.ok:

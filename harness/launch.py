@@ -90,15 +90,17 @@ class Launcher:
         *,
         command: Command = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
+        waited: Callable[[], float] = float,
         **more: Any,
     ) -> Outcome:
         """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`.
 
-        `command`: the strategy's own command line for a folder, see `Strategy.command`. `more`: further fields of TrialSpec.
+        `command`: the strategy's own command line for a folder, see `Strategy.command`. `waited`: seconds so far that the time
+        limit does not count. `more`: further fields of TrialSpec.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
-        left, by = self.run_ranks(spec, command=command, on_progress=on_progress)
+        left, by = self.run_ranks(spec, command=command, on_progress=on_progress, waited=waited)
         return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **judge(cell, processes, left))
 
     def run_ranks(
@@ -109,6 +111,7 @@ class Launcher:
         on_progress: Callable[[int, float], None] | None = None,
         store: Store | None = None,
         stop: threading.Event | None = None,
+        waited: Callable[[], float] = float,
     ) -> tuple[Left, str]:
         """Runs this node's ranks of a trial; returns what they left, and who started them.
 
@@ -121,7 +124,7 @@ class Launcher:
             kill = functools.partial(self._kill, scratch, spec.ranks)
             with (
                 _listen(scratch, on_progress) as progress,
-                Deadline(scratch, spec.ranks, cell.time_limit_seconds, kill) as deadline,
+                Deadline(scratch, spec.ranks, cell.time_limit_seconds, kill, waited) as deadline,
                 _stopped(stop, kill),
             ):
                 own = command(Path(scratch))
@@ -262,20 +265,28 @@ def _stopped(stop: threading.Event | None, kill: Callable[[], Any]) -> Iterator[
 
 
 class Deadline:
-    """At the time limit: asks each rank for its stacks, then kills them all."""
+    """At the time limit: asks each rank for its stacks, then kills them all. `waited`: seconds so far that do not count."""
 
-    def __init__(self, scratch: str, ranks: range, seconds: float, kill: Callable[[], Any]) -> None:
-        self.scratch, self.ranks, self.kill = scratch, ranks, kill
+    def __init__(self, scratch: str, ranks: range, seconds: float, kill: Callable[[], Any], waited: Callable[[], float]) -> None:
+        self.scratch, self.ranks, self.seconds, self.kill, self.waited = scratch, ranks, seconds, kill, waited
         self.passed = False
-        self.timer = threading.Timer(seconds, self._strike)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._wait, daemon=True)
 
     def __enter__(self) -> Deadline:
-        self.timer.start()
+        self.began = time.monotonic()
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
-        self.timer.join()
+        self.over.set()
+        self.thread.join()
+
+    def _wait(self) -> None:
+        while (left := self.seconds + self.waited() - (time.monotonic() - self.began)) > 0:
+            if self.over.wait(left):
+                return
+        self._strike()
 
     def _strike(self) -> None:
         self.passed = True

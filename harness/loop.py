@@ -20,6 +20,7 @@ from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity import Reference, update_deviations
 from harness.strategy import Batch, Exposed, Job, TrainStep
 from harness.trial import TrialSpec
+from harness.turns import Place
 
 
 class Progress:
@@ -54,9 +55,14 @@ class Loop:
         self.dtypes: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
         self.settling = False
+        self.timed = 0
+        """Timed steps so far."""
         self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
         self.load, self.energy = Load(), Energy.of(job.device, job.rank)
         self._counted_from: int | None = None
+        self.place = Place(spec.turns.address) if spec.turns else None
+        self.turns_began: list[tuple[int, float]] = []
+        """First step of each turn, and when that began, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         self.share = slice(share * size, (share + 1) * size)
@@ -102,13 +108,29 @@ class Loop:
             "kept": folder_bytes(exposed.offload_folder),
         }
 
+    def over(self) -> bool:
+        """Whether all steps were taken; by turns more of them, for those that settle."""
+        cell = self.job.cell
+        return len(self.rows) >= cell.total_steps and (self.spec.turns is None or self.timed >= cell.timed_steps)
+
+    def take_turn(self, index: int) -> None:
+        """Waits for it. The step after that does not count: caches are cold."""
+        assert self.place is not None
+        self.stop_counting()
+        last = self.rows[-1]["step_seconds"]
+        self.turns_began.append((index, self.place.wait(index - len(self.turns_began) - 1, last)))
+        self.settling = True
+
     def one(self, index: int) -> None:
+        if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
+            self.take_turn(index)
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
         loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
         warm = index < self.job.cell.warmup_steps
         phase = "warmup" if warm else "settling" if self.settling else "timed"
         self.settling = False
+        self.timed += phase == "timed"
         value = None if loss is None else float(loss.detach())
         self.rows.append({"step": index, "phase": phase, **asdict(took), "loss": value})
         self.progress.tell(index, took.step_seconds)

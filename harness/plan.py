@@ -42,6 +42,8 @@ class Plan:
     """Half width of the interval over the throughput that further rounds are to reach; None: `trials` rounds and no more."""
     time_budget_seconds: float | None = None
     """When no further round is begun; None: never."""
+    by_turns: bool = False
+    """Whether the launches of a round train at once, by turns of a few steps (see harness/ring.py)."""
 
     @classmethod
     def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut], run_id: str = "") -> Plan:
@@ -68,6 +70,7 @@ class Plan:
                 **({"search": self.search} if self.search else {}),
                 "precision": self.precision,
                 "time_budget_seconds": self.time_budget_seconds,
+                "by_turns": self.by_turns,
             }
         )
 
@@ -78,6 +81,7 @@ class Plan:
         left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
         cells = tuple(Cell(**c) for c in plan["cells"])
         more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
+        more["by_turns"] = plan.get("by_turns", False)
         return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], **more)
 
 

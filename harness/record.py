@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -75,6 +77,8 @@ _LISTS = [
     "host_state_bytes",
     "sent_bytes_per_step",
     "node_names",
+    "turn_began",
+    "turn_samples_per_second",
 ]
 
 
@@ -95,7 +99,9 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
     timed = [[s for s in a["steps"] if s["phase"] == "timed"] for a in answers]
     steps = slowest([[s["step_seconds"] for s in rank] for rank in timed])
     fetches = slowest([[s["data_seconds"] for s in rank] for rank in timed])
-    typical = percentile(over_cycles(steps, [s["step"] for s in timed[0]], cycle), 0.5)
+    numbers = [s["step"] for s in timed[0]]
+    typical = percentile(over_cycles(steps, numbers, cycle), 0.5)
+    turns = _turns(answers[0].get("turns", ()), steps, numbers, cycle)
     flops = float(facts.flops_per_sample * cell.global_batch)
     method = answers[0]["memory_method"]
     alike = [a for a in answers if a["memory_method"] == method]  # a server's host memory is not to be set beside GPUs'
@@ -109,6 +115,8 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "data_seconds_p50": percentile(fetches, 0.5),
         "samples_per_second": cell.global_batch / typical,
         "tokens_per_second": None if cell.data == "images" else cell.global_batch * cell.sequence_length / typical,
+        "turn_began": [began for began, _ in turns],
+        "turn_samples_per_second": [cell.global_batch / seconds for _, seconds in turns],
         "trend": trend(steps),
         "flops_per_step": flops,
         "mfu": mfu(flops, typical, cell.devices, peak_flops),
@@ -129,6 +137,16 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         **_traffic(answers),
         **_states(answers),
     }
+
+
+def _turns(begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int) -> list[tuple[float, float]]:
+    """When each turn began and its typical step in seconds, from the timed steps and their numbers."""
+    found = []
+    for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
+        own = [i for i, number in enumerate(numbers) if first <= number < end]
+        if own:
+            found.append((began, percentile(over_cycles([steps[i] for i in own], [numbers[i] for i in own], cycle), 0.5)))
+    return found
 
 
 def _foreign_load(answers: Sequence[dict[str, Any]]) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +19,12 @@ from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
 from harness.measure.load import Idle
+from harness.outcome import Outcome
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row, step_rows, trial_row
 from harness.registry import admit, make_strategy
+from harness.ring import Launch, Ring
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.store import Store, TrialKey
 from harness.summary import too_wide
@@ -37,6 +41,9 @@ class Watcher(Protocol):
     def step(self, step: int, seconds: float) -> None: ...
     def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
 
+
+Todo = tuple[int, Cell, TrialKey]
+"""A trial that is to be launched, its position first."""
 
 # What a cell did once it would do again: its other trials are not launched.
 _NOT_AGAIN = ("out_of_memory", "timeout")
@@ -67,7 +74,7 @@ class Runner:
         """Whether no share of the run has anything left to do."""
         return not replace(self, share=(0, 1)).open_trials()
 
-    def open_trials(self) -> list[tuple[int, Cell, TrialKey]]:
+    def open_trials(self) -> list[Todo]:
         """(position, cell, key) of the trials that have no final record yet."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
@@ -105,15 +112,19 @@ class Runner:
         todo = self.open_trials() or self.another_round(0.0, watcher)
         if not todo:
             return True
-        launcher = self.start([cell for _, cell, _ in todo])
-        references = self._references(launcher, [cell for _, cell, _ in todo], watcher)
-        while todo:
-            if not self._trials(launcher, references, todo, watcher):
-                return False
-            todo = self.another_round(self.now() - began, watcher)
+        wanted = [cell for _, cell, _ in todo]
+        if self.plan.by_turns:
+            watcher.preparing(f"importing what ranks need, once for each of {len(self.cells)} cells, which will train by turns")
+        with contextlib.closing(Ring(packages(wanted), len(self.cells))) if self.plan.by_turns else contextlib.nullcontext() as ring:
+            launcher = ring or self.start(wanted)
+            references = self._references(launcher, wanted, watcher)
+            while todo:
+                if not self._trials(launcher, references, todo, watcher):
+                    return False
+                todo = self.another_round(self.now() - began, watcher)
         return True
 
-    def another_round(self, spent_seconds: float, watcher: Watcher) -> list[tuple[int, Cell, TrialKey]]:
+    def another_round(self, spent_seconds: float, watcher: Watcher) -> list[Todo]:
         """A further trial of each cell whose interval is too wide; none where the time that is left is too short for it."""
         if self.plan.precision is None:
             return []
@@ -130,26 +141,40 @@ class Runner:
         trial, position = int(trials["trial"].max()) + 1, int(trials["position"].max()) + 1
         return [(position + i, cell, TrialKey(cell.id, trial, 1)) for i, cell in enumerate(self.plan.shuffled(cells, trial))]
 
-    def _trials(
-        self, launcher: Launches, references: dict[str, Reference], todo: Sequence[tuple[int, Cell, TrialKey]], watcher: Watcher
-    ) -> bool:
+    def _trials(self, launcher: Launches, references: dict[str, Reference], todo: Sequence[Todo], watcher: Watcher) -> bool:
         """Runs these trials in order; False if it was interrupted."""
-        for position, cell, key in todo:
-            if cell.id in self._given_up and key.trial > 0:
-                continue
-            if key.trial == 0 and (reason := self._needs_more_memory(cell)):  # later ones have a trial that says it fits
-                self._given_up[cell.id] = "out_of_memory"
-                row = left_out_row(self.plan.run_id, cell, "out_of_memory", reason) | {"attempt": key.attempt, "position": position}
-                self.store.write_trial(row, [])
+        for group in self._groups(todo):
+            now = [one for one in group if self._is_launched(*one, watcher)]
+            for position, cell, key in now:
+                watcher.trial_started(cell, key.trial, position)
+            if isinstance(launcher, Ring):
+                rows = self._by_turns(launcher, now, references, watcher.step)
+            else:
+                rows = [self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step) for at, cell, key in now]
+            for (_, cell, _), row in zip(now, rows, strict=True):
                 watcher.trial_finished(cell, row)
-                continue
-            watcher.trial_started(cell, key.trial, position)
-            row = self.one(launcher, cell, key, position, references[reference_key(cell)], watcher.step)
-            watcher.trial_finished(cell, row)
-            if row["status"] in _NOT_AGAIN:
-                self._given_up[cell.id] = row["status"]
-            if row["status"] == "interrupted":
+                if row["status"] in _NOT_AGAIN:
+                    self._given_up[cell.id] = row["status"]
+            if any(row["status"] == "interrupted" for row in rows):
                 return False
+        return True
+
+    def _groups(self, todo: Sequence[Todo]) -> list[list[Todo]]:
+        """What is launched at once: one trial, or a round."""
+        if not self.plan.by_turns:
+            return [[one] for one in todo]
+        return [list(group) for _, group in itertools.groupby(todo, key=lambda one: one[2].trial)]
+
+    def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
+        """False for what ran out of memory or time before, and where another cell says that memory will not do; that is recorded."""
+        if cell.id in self._given_up and key.trial > 0:
+            return False
+        if key.trial == 0 and (reason := self._needs_more_memory(cell)):  # later ones have a trial that says it fits
+            self._given_up[cell.id] = "out_of_memory"
+            row = left_out_row(self.plan.run_id, cell, "out_of_memory", reason) | {"attempt": key.attempt, "position": position}
+            self.store.write_trial(row, [])
+            watcher.trial_finished(cell, row)
+            return False
         return True
 
     def explain(self, watcher: Watcher) -> bool:
@@ -177,22 +202,38 @@ class Runner:
         self, launcher: Launches, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
+        how = _how(cell, reference)
+        idle_before = self._idle.before()
+        outcome = launcher.run(how.cell, how.data, how.processes, on_progress=heard, **how.more)
+        return self._record(cell, key, position, reference, outcome, (idle_before, self._idle.after()))
+
+    def _by_turns(
+        self, ring: Ring, todo: Sequence[Todo], references: dict[str, Reference], heard: Callable[[int, float], None]
+    ) -> list[dict[str, Any]]:
+        """A round whose launches train by turns: their rows."""
+        idle_before = self._idle.before()
+        outcomes = ring.together([_how(cell, references[reference_key(cell)]) for _, cell, _ in todo], heard)
+        idle = idle_before, self._idle.after()
+        return [
+            self._record(cell, key, position, references[reference_key(cell)], outcome, idle)
+            for (position, cell, key), outcome in zip(todo, outcomes, strict=True)
+        ]
+
+    def _record(
+        self,
+        cell: Cell,
+        key: TrialKey,
+        position: int,
+        reference: Reference | None,
+        outcome: Outcome,
+        idle: tuple[float | None, float | None],
+    ) -> dict[str, Any]:
+        """Judges and records a trial; returns its row. `idle`: shares of the cores' time before and after."""
         workload = make_workload(cell.workload)
         strategy, layout = admit(cell, workload)
         data = prepare_data(cell.data, workload, cell.sequence_length)
         facts = model_facts(workload, cell.sequence_length)
         known = reference if reference and reference.exists else None
-        idle_before = self._idle.before()
-        outcome = launcher.run(
-            cell,
-            data,
-            layout.processes,
-            reference=known.folder if known else None,
-            max_restarts=strategy.max_restarts,
-            command=functools.partial(strategy.command, cell),
-            on_progress=heard,
-        )
-        idle_after = self._idle.after()
         reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
         verdict = None
         if outcome.status == "ok":
@@ -219,8 +260,8 @@ class Runner:
             formula=strategy.states(cell, layout, facts),
             cycle=strategy.cycle,
             wraps_ddp=strategy.same_as_ddp(cell),
-            idle_before=idle_before,
-            idle_after=idle_after,
+            idle_before=idle[0],
+            idle_after=idle[1],
             fp32_loss_deviation=distance_to_fp32(cell, outcome),
         )
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
@@ -253,6 +294,18 @@ class Runner:
             if _more_of_the_same(cell, other):
                 return f"left out: {other.name} ran out of memory and this needs more"
         return None
+
+
+def _how(cell: Cell, reference: Reference | None) -> Launch:
+    """What a launcher is told to launch a trial."""
+    workload = make_workload(cell.workload)
+    strategy, layout = admit(cell, workload)
+    more = {
+        "reference": reference.folder if reference and reference.exists else None,
+        "max_restarts": strategy.max_restarts,
+        "command": functools.partial(strategy.command, cell),
+    }
+    return Launch(cell, prepare_data(cell.data, workload, cell.sequence_length), layout.processes, strategy.cycle, more)
 
 
 def _more_of_the_same(cell: Cell, other: Cell) -> bool:

@@ -7,6 +7,7 @@ History of the version:
   3  table explained; idle time around a trial, foreign load, energy.
   4  several nodes: their number, names and facts, and the job that a run was part of.
   5  emulated links between nodes: as asked for, as measured, and how.
+  6  launches that train by turns: when each turn began, and its throughput.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 5
+VERSION = 6
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -131,6 +132,8 @@ TRIALS = (
         "global batch / step_seconds_p50; of a strategy that communicates every few steps, / the median of whole cycles",
     ),
     ("tokens_per_second", "double?", "null for images"),
+    ("turn_began", "list<double>", "of a launch that trained by turns with its round's others: when each began, seconds after the epoch"),
+    ("turn_samples_per_second", "list<double>", "throughput in each of them"),
     ("idle_before", "double?", "share of the cores' time that was idle just before the launch"),
     ("idle_after", "double?", "the same just after its end"),
     ("foreign_load_cores", "double?", "cores that others than the ranks kept busy during the timed steps"),
@@ -167,7 +170,7 @@ STEPS = (
     ("attempt", "int32", ""),
     ("rank", "int32", ""),
     ("step", "int32", "from 0"),
-    ("phase", "string", "warmup, settling (after the parity check), timed"),
+    ("phase", "string", "warmup, settling (after the parity check, and at the begin of a turn), timed"),
     ("data_seconds", "double", "getting the batch and moving it to the device"),
     ("step_seconds", "double", "the whole step between two device synchronisations, data included"),
     ("loss", "double?", "mean loss of this rank's samples; null where the rank has none"),

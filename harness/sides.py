@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import Mistake
 from harness.measure.load import disturbed
+from harness.stats import Turns
 from harness.store import Results, Store
-from harness.summary import LOAD, RANKED, known
+from harness.summary import LOAD, RANKED, known, turns_of
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -96,6 +97,8 @@ class Measured:
     """Samples per second by round."""
     peaks: Mapping[int, float] = field(default_factory=dict)
     """Peak memory of the fullest rank in bytes by round, where it is known."""
+    turns: Mapping[int, Turns] = field(default_factory=dict)
+    """Samples per second in each turn by round, of launches that trained by turns."""
     memory_method: str | None = None
     disturbed: tuple[str, ...] = ()
     """Trials during which others used the machine, in words."""
@@ -127,11 +130,12 @@ def measured(results: Results) -> list[Measured]:
 
 
 _TRIAL = ("trial", "status", "reason", "parity_verdict", "parity_reason", "samples_per_second", "peak_memory_bytes", "memory_method")
+_TURNS = ("turn_began", "turn_samples_per_second")
 
 
 def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
     first = group.iloc[0]
-    trials = group[[*_TRIAL, *LOAD]].to_dict("records")
+    trials = group[[*_TRIAL, *_TURNS, *LOAD]].to_dict("records")
     bad = [t for t in trials if t["status"] != "ok"]
     unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
     state, reason = "ok", ""
@@ -157,6 +161,7 @@ def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
         len(trials),
         _by_round(good, "samples_per_second"),
         _by_round(good, "peak_memory_bytes"),
+        turns_of(good),
         _text(good[0]["memory_method"]) if good else None,
         tuple(said for t in trials if (said := _foreign(t))),
     )

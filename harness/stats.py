@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,12 @@ COMPARISON_METHOD = (
     " said where the interval leaves out 1 and the ratio is at least 0.5 % from it, so of comparisons between equals at most one"
     " in 200 is to be a false alarm"
 )
+TURNS_METHOD = (
+    "of launches that trained by turns, the ratio within a round is the median over all turns of a turn's figure over the geometric mean of"
+    " the other launch's before and after it"
+)
+Turns = Sequence[tuple[float, float]]
+"""When each turn of a launch began, in seconds, ascending, and its throughput."""
 Verdict = Literal["faster", "slower", "no difference seen"]
 
 
@@ -87,6 +94,11 @@ class Comparison:
     rounds: int
 
     @property
+    def precision(self) -> float | None:
+        """Half the width of the interval over the ratio; None without one."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2 / self.ratio
+
+    @property
     def verdict(self) -> Verdict:
         """What may be said of the first; without an interval nothing."""
         if self.low is None or self.high is None or self.low <= 1 <= self.high or abs(self.ratio - 1) < SMALLEST_EFFECT:
@@ -94,14 +106,42 @@ class Comparison:
         return "faster" if self.ratio > 1 else "slower"
 
 
-def compare_rounds(first: Mapping[int, float], second: Mapping[int, float]) -> Comparison | None:
-    """Throughputs by round, those that both have; None where there is none. Drift of the machine hits both in a round alike."""
-    logs = [math.log(first[r] / second[r]) for r in sorted(first.keys() & second.keys())]
+def compare_rounds(
+    first: Mapping[int, float], second: Mapping[int, float], turns: tuple[Mapping[int, Turns], Mapping[int, Turns]] = ({}, {})
+) -> Comparison | None:
+    """Throughputs by round, those that both have; None where there is none. Drift of the machine hits both in a round alike.
+
+    `turns`: of both, in rounds in which they trained by turns.
+    """
+    logs = []
+    for r in sorted(first.keys() & second.keys()):
+        by_turns = log_ratio(*(one.get(r, ()) for one in turns))
+        logs.append(math.log(first[r] / second[r]) if by_turns is None else by_turns)
     if not logs:
         return None
     mean, count = statistics.fmean(logs), len(logs)
     half = quantile(COMPARED_CONFIDENCE, count) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else None
     return _comparison(mean, half, count)
+
+
+def log_ratio(first: Turns, second: Turns) -> float | None:
+    """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by turns with each other."""
+    logs = [*_between(first, second), *(-log for log in _between(second, first))]
+    return statistics.median(logs) if logs else None
+
+
+def within_rounds(by_turns: bool) -> str:
+    """How cells of one run are compared, in words."""
+    return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if by_turns else COMPARISON_METHOD
+
+
+def _between(these: Turns, others: Turns) -> Iterator[float]:
+    """Logarithm of each of these turns over the others' before and after it."""
+    begins = [began for began, _ in others]
+    for began, figure in these:
+        after = bisect.bisect(begins, began)
+        if 0 < after < len(begins):
+            yield math.log(figure) - (math.log(others[after - 1][1]) + math.log(others[after][1])) / 2
 
 
 def compare_runs(first: Sequence[float], second: Sequence[float]) -> Comparison | None:

@@ -6,12 +6,12 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.load import disturbed
-from harness.stats import LEAST_TRIALS, Comparison, Estimate, compare_rounds, compare_runs, efficiency, estimate
+from harness.stats import LEAST_TRIALS, Comparison, Estimate, Turns, compare_rounds, compare_runs, efficiency, estimate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,8 +26,9 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     """One row per run and cell. Columns beside the cell's own:
 
     status (the worst of its trials), reason, expected, trials (finished ones), samples_per_second, tokens_per_second with
-    _low and _high (95 %), by_round (samples_per_second by number of trial), disturbed (trials beside which others used the
-    machine), step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
+    _low and _high (95 %), by_round (samples_per_second by number of trial), turns (by number of trial, of those that trained
+    by turns), disturbed (trials beside which others used the machine), step_seconds_p50, peak_memory_bytes (largest),
+    parity_* (of the trial that deviates most),
     ranked (may be compared by speed), efficiency_own (against the same strategy on one device), efficiency_single (against
     the single process), both null where there is nothing to compare with.
 
@@ -110,6 +111,7 @@ def _cell(group: Sequence[Row]) -> Row:
         row[figure] = found.value if found else None
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
     row["by_round"] = {int(one["trial"]): float(one["samples_per_second"]) for one in good}
+    row["turns"] = turns_of(good)
     row["disturbed"] = sum(disturbed(*(one[name] for name in LOAD)) for one in good)
     for figure in _TYPICAL:
         row[figure] = statistics.median(values) if (values := _known(good, figure)) else None
@@ -158,15 +160,32 @@ def known(value: Any) -> float | None:
     return None if value is None or value != value else float(value)
 
 
+def turns_of(trials: Iterable[Mapping[Any, Any]]) -> dict[int, Turns]:
+    """Begin and throughput of each turn, by number of trial, of those that trained by turns."""
+    found: dict[int, Turns] = {}
+    for one in trials:
+        if begins := _numbers(one["turn_began"]):
+            found[int(one["trial"])] = list(zip(begins, _numbers(one["turn_samples_per_second"]), strict=True))
+    return found
+
+
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Ranked cell's id -> half width of the interval over the throughput, where that is above `precision` or trials are too few."""
-    found = {}
-    for row in cells(trials).to_dict("records"):
-        if row["ranked"]:
+    """Ranked cell's id -> half width of the interval over the throughput, where that is above `precision` or trials are too few.
+
+    Of cells that trained by turns with others in their setting it is the interval of the ratio, the widest of them.
+    """
+    ranked, found = [row for row in cell_rows(trials) if row["ranked"]], {}
+    for row in ranked:
+        alike = [x for x in ranked if x is not row and all(x[name] == row[name] for name in _SETTING)]
+        comparisons = [one for x in alike if x["turns"] and row["turns"] and (one := compared(row, x))]
+        if comparisons:
+            reached = max(math.inf if one.precision is None else one.precision for one in comparisons)
+        else:
             low, high = (known(row[f"samples_per_second_{end}"]) for end in ("low", "high"))
-            reached = Estimate(row["samples_per_second"], low, high, row["trials"]).precision
-            if reached is None or reached > precision or row["trials"] < LEAST_TRIALS:
-                found[str(row["cell_id"])] = math.inf if reached is None else reached
+            own = Estimate(row["samples_per_second"], low, high, row["trials"]).precision
+            reached = math.inf if own is None else own
+        if reached > precision or row["trials"] < LEAST_TRIALS:
+            found[str(row["cell_id"])] = reached
     return found
 
 
@@ -234,7 +253,7 @@ def alike(rows: Sequence[Any]) -> list[bool]:
 def compared(row: Any, other: Any) -> Comparison | None:
     """The throughput of one cell over another's: within rounds where both are of one run; None where one has no trial."""
     if row["run_id"] == other["run_id"]:
-        return compare_rounds(row["by_round"], other["by_round"])
+        return compare_rounds(row["by_round"], other["by_round"], (row["turns"], other["turns"]))
     return compare_runs(list(row["by_round"].values()), list(other["by_round"].values()))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cell import Cell
+from harness.turns import Turns
 from harness.workloads import DataSource
 
 
@@ -30,6 +31,8 @@ class TrialSpec:
     """Whether the ranks are to say where time and memory go, instead of being timed (see harness/explain.py)."""
     traces: str | None = None
     """Folder for the traces of such a launch."""
+    turns: Turns | None = None
+    """How this launch trains by turns with others; None: alone."""
     node: int = 0
     """Which of the cell's nodes this is."""
     node_name: str = ""

@@ -193,9 +193,9 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     gc.collect()
     meter.reset()
     gc.disable()  # a collection in a timed step is a noise of the harness's making
-    for index in range(cell.total_steps):
-        loop.one(index)
-        if index + 1 == cell.parity_steps:
+    while not loop.over():
+        loop.one(len(loop.rows))
+        if len(loop.rows) == cell.parity_steps:
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
@@ -206,6 +206,7 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         "setup_peak_memory_bytes": setup_peak,
         "restarts": restarts,
         "steps": loop.rows,
+        "turns": loop.turns_began,
         "peak_memory_bytes": loop.peak_allocated,
         "reserved_memory_bytes": loop.peak_reserved,
         "memory_method": meter.method,

@@ -98,6 +98,7 @@ def environment(run: Row) -> list[tuple[str, str]]:
         ("Started", f"{run['started_at']:%Y-%m-%d %H:%M:%S} UTC" if not missing_time(run["started_at"]) else DASH),
         ("Matrix", run["matrix"]),
         ("Trials of each cell", plan.get("trials")),
+        ("Launches of a round", "by turns of a few steps, all at once" if plan.get("by_turns") else ""),
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),
         ("Memory of the host", memory),
@@ -144,7 +145,7 @@ def tolerances(cells: Sequence[Row]) -> list[Tolerance]:
 def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     """Name of a method and the method in words."""
     from harness.measure.flops import FORMULA
-    from harness.stats import COMPARISON_METHOD, INTERVAL_METHOD
+    from harness.stats import INTERVAL_METHOD, within_rounds
 
     memory = list(dict.fromkeys(str(row["memory_method"]) for row in cells if not missing(row["memory_method"])))
     throughput = (
@@ -163,10 +164,11 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
         "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
         " batch that each device has"
     )
+    method = within_rounds(any(row.get("turns") for row in cells))
     rows = [
         ("Throughput", throughput),
         ("Interval", INTERVAL_METHOD),
-        ("Told apart", f"two neighbours in a ranking are marked ≈ where no difference is seen: {COMPARISON_METHOD}"),
+        ("Told apart", f"two neighbours in a ranking are marked ≈ where no difference is seen: {method}"),
         ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
         ("States between steps", states if any(not missing(row.get("state_bytes")) for row in cells) else ""),
         ("Bytes sent", sent if any(not missing(row.get("sent_bytes_per_step")) for row in cells) else ""),

@@ -29,6 +29,9 @@ def run(
         str, typer.Option("--precision", help="Adds rounds until each interval is this narrow: 2% is half its width over the throughput.")
     ] = "",
     time_budget: Annotated[str, typer.Option("--time-budget", help="With --precision: no round is added after 45min, 2h, ...")] = "1h",
+    by_turns: Annotated[
+        bool, typer.Option("--by-turns", help="The launches of a round train at once, one of them at a time: tells small differences.")
+    ] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run.")] = False,
     run_id: Annotated[str, typer.Option("--run", help="Name of the run: begins it, or goes on with it where it has begun.")] = "",
@@ -69,13 +72,17 @@ def run(
     if begun:
         plan = kept_plan(store, run_id)
     elif resume:
-        if only or skip or settings or trials or precision:
-            raise Mistake("--resume goes on with a run as it was planned: leave --only, --skip, --set, --trials and --precision out")
+        if only or skip or settings or trials or precision or by_turns:
+            said = "leave --only, --skip, --set, --trials, --precision and --by-turns out"
+            raise Mistake(f"--resume goes on with a run as it was planned: {said}")
         plan = resumable(store, matrix or None)
     elif matrix:
         plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id)
         if precision:
             plan = dataclasses.replace(plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget))
+        if by_turns:
+            _require_few(plan)
+            plan = dataclasses.replace(plan, by_turns=True)
     else:
         raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
 
@@ -148,6 +155,18 @@ def _seconds(text: str) -> float:
     if not found or not float(found[1]):
         raise Mistake(f"--time-budget {text!r} is not a time; give a number with s, min or h, like 45min")
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+
+
+def _require_few(plan: Plan) -> None:
+    """Raises Mistake for cells that cannot train by turns."""
+    from harness.errors import Mistake
+    from harness.ring import MOST_CELLS
+
+    if not 2 <= len(plan.cells) <= MOST_CELLS:
+        raise Mistake(f"--by-turns is for 2 to {MOST_CELLS} cells, which are all in memory, not {len(plan.cells)}; choose them with --only")
+    for cell in plan.cells:
+        if cell.nodes > 1:
+            raise Mistake(f"--by-turns is for cells of one node: leave {cell.name!r} out with --skip or --only")
 
 
 def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int, run_id: str) -> Plan:

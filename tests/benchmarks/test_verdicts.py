@@ -1,18 +1,19 @@
 """How often a comparison is right on this machine: a cell against itself, and against one that is slower by a known share.
 
-One run takes rounds of four cells, shuffled, the two equal ones, one slowed by 3 % and one by 1.5 %. Rounds in a row make a
-comparison, which shares none of them with another. BENCH_COMPARISONS sets how many (20), half of them beside a busy neighbour that
-computes on one core for some rounds of each.
+Rounds of the cells, shuffled; as many in a row as a run has trials make a comparison, which shares none of them with another.
+BENCH_COMPARISONS sets how many (20). Of a cell with itself half of them are beside a busy neighbour that computes on one core for
+some rounds of each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -20,22 +21,58 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from bench.matrix import DEFAULT_TRIALS
 from harness.cell import Cell
 from harness.launch import Launcher
-from harness.stats import LEAST_TRIALS, compare_rounds, estimate
+from harness.record import figures
+from harness.registry import admit
+from harness.ring import Launch, Ring
+from harness.stats import LEAST_TRIALS, Comparison, Turns, compare_rounds
+from harness.workloads import make_workload, prepare_data
+from harness.workloads.facts import model_facts
 from tests.benchmarks.conftest import Ratio, step_seconds
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
+SLOWER = {"one": 0.0, "same": 0.0, "slower by 3 %": 3.0, "slower by 1.5 %": 1.5}
+Round = dict[str, tuple[float, Turns]]
+"""Samples per second of each cell, in all and in each turn."""
+Take = Callable[[Sequence[str]], Round]
 
 
-def cell_of(percent: float) -> Cell:
-    axes = {"devices": 2, "workload": "llama-nano", "global_batch": 8, "sequence_length": 64, "warmup_steps": 3, "timed_steps": 10}
-    return Cell(strategy="slowed", options={"percent": percent}, parity_steps=3, **axes)  # type: ignore[arg-type]
+def cell_of(name: str, devices: int, timed_steps: int) -> Cell:
+    axes = {"devices": devices, "workload": "llama-nano", "global_batch": 8, "sequence_length": 64, "warmup_steps": 3}
+    return Cell(strategy="slowed", options={"percent": SLOWER[name]}, parity_steps=3, timed_steps=timed_steps, **axes)  # type: ignore[arg-type]
 
 
-CELLS = {"one": cell_of(0), "same": cell_of(0), "slower by 3 %": cell_of(3), "slower by 1.5 %": cell_of(1.5)}
+def alone(launcher: Launcher) -> Take:
+    """One launch after the other, as runs do without being told otherwise: DDP, two ranks, 10 steps."""
+    return lambda names: {name: (8 / step_seconds(launcher, cell_of(name, 2, 10)), ()) for name in names}
 
 
-def rounds(launcher: Launcher, names: Sequence[str], count: int, busy: bool, rng: random.Random) -> list[dict[str, float]]:
-    """Steps per second of each cell in each round; `busy`: beside a neighbour that computes on one core for part of the rounds."""
+def by_turns(ring: Ring) -> Take:
+    """All at once, by turns: one rank, 60 steps."""
+    workload = make_workload("llama-nano")
+    facts = model_facts(workload, 64)
+
+    def take(names: Sequence[str]) -> Round:
+        cells = [cell_of(name, 1, 60) for name in names]
+        launches = [Launch(one, prepare_data(one.data, workload, 64), admit(one, workload)[1].processes) for one in cells]
+        found = {}
+        for name, one, outcome in zip(names, cells, ring.together(launches), strict=True):
+            assert outcome.status == "ok", outcome.reason
+            row = figures(one, outcome.answers, facts, None)
+            turns = list(zip(row["turn_began"], row["turn_samples_per_second"], strict=True))
+            found[name] = (row["samples_per_second"], turns)
+        return found
+
+    return take
+
+
+@pytest.fixture(scope="module")
+def ring(plugin: object) -> Iterator[Ring]:
+    with contextlib.closing(Ring(["bench_plugin"], 2)) as found:
+        yield found
+
+
+def rounds(take: Take, names: Sequence[str], count: int, busy: bool, rng: random.Random) -> list[Round]:
+    """`busy`: beside a neighbour that computes on one core for part of the rounds."""
     found = []
     from_round, to_round = sorted(rng.sample(range(count + 1), 2)) if busy else (0, 0)
     neighbour: subprocess.Popen[bytes] | None = None
@@ -47,9 +84,7 @@ def rounds(launcher: Launcher, names: Sequence[str], count: int, busy: bool, rng
                 neighbour.kill()
                 neighbour.wait()
                 neighbour = None
-            order = rng.sample(names, len(names))
-            taken = {name: 1 / step_seconds(launcher, CELLS[name]) for name in order}
-            found.append(taken)
+            found.append(take(rng.sample(names, len(names))))
     finally:
         if neighbour:
             neighbour.kill()
@@ -57,48 +92,59 @@ def rounds(launcher: Launcher, names: Sequence[str], count: int, busy: bool, rng
     return found
 
 
-def verdict(taken: Sequence[dict[str, float]], first: str, second: str = "one") -> str:
-    compared = compare_rounds(*({i: one[name] for i, one in enumerate(taken)} for name in (first, second)))
-    assert compared is not None
-    return compared.verdict
+def compared(taken: Sequence[Round], first: str, second: str = "one") -> Comparison:
+    speeds, turns = ([{i: one[name][what] for i, one in enumerate(taken)} for name in (first, second)] for what in (0, 1))
+    found = compare_rounds(*speeds, (turns[0], turns[1]))  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def default_trials(take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str) -> None:
+    """False alarms of a cell against itself, and how often 3 % are seen, with the default number of trials."""
+    rng, alarms, seen, ones = random.Random(1), [], [], []
+    take(["one", "same"])
+
+    def compare() -> None:
+        taken = rounds(take, ["one", "same"], DEFAULT_TRIALS, len(alarms) % 2 == 1, rng)
+        alarms.append(compared(taken, "same").verdict != "no difference seen")
+        taken = rounds(take, ["one", "slower by 3 %"], DEFAULT_TRIALS, False, rng)
+        seen.append(compared(taken, "slower by 3 %").verdict == "slower")
+        ones.extend(one["one"][0] for one in taken)
+
+    benchmark.pedantic(compare, rounds=COMPARISONS)
+    spread = statistics.stdev(ones) / statistics.fmean(ones)
+    ratio(f"spread of {len(ones)} launches of one cell, {how}, standard deviation over mean", [spread], "")
+    ratio(f"A/A alarms in {len(alarms)} comparisons of {DEFAULT_TRIALS} trials, {how}, share", [sum(alarms) / len(alarms)], "at most 0.01")
+    ratio(f"A/B of 3 %, {how}, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], wanted)
 
 
 @pytest.mark.timeout(120 + 60 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
 def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher) -> None:
-    """False alarms of a cell against itself, and how often 3 % are seen, with the default number of trials."""
-    rng, alarms, seen, ones = random.Random(1), [], [], []
-    step_seconds(launcher, CELLS["one"])
+    default_trials(alone(launcher), benchmark, ratio, "one after the other", "")
 
-    def compare() -> None:
-        busy = len(alarms) % 2 == 1
-        taken = rounds(launcher, ["one", "same", *(["slower by 3 %"] if not busy else [])], DEFAULT_TRIALS, busy, rng)
-        alarms.append(verdict(taken, "same") != "no difference seen")
-        if not busy:
-            ones.extend(one["one"] for one in taken)
-            seen.append(verdict(taken, "slower by 3 %") == "slower")
 
-    benchmark.pedantic(compare, rounds=COMPARISONS)
-    spread = statistics.stdev(ones) / statistics.fmean(ones)
-    ratio(f"spread of {len(ones)} launches of one cell, standard deviation over mean", [spread], "")
-    ratio(f"A/A alarms in {len(alarms)} comparisons of {DEFAULT_TRIALS} trials, share", [sum(alarms) / len(alarms)], "at most 0.01")
-    ratio(f"A/B of 3 %, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], "at least 0.95")
+@pytest.mark.timeout(120 + 120 * COMPARISONS)
+@pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
+def test_default_trials_by_turns(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -> None:
+    default_trials(by_turns(ring), benchmark, ratio, "by turns", "at least 0.95")
 
 
 @pytest.mark.timeout(600 + 60 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher) -> None:
-    """How often 1.5 % are seen with --precision 0.5%, and the trials that took."""
+def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -> None:
+    """How often 1.5 % are seen with --by-turns --precision 0.5%, and the trials that took."""
     rng, seen, trials = random.Random(2), [], []
-    step_seconds(launcher, CELLS["one"])
+    take = by_turns(ring)
+    take(["one"])
 
     def compare() -> None:
         names, taken = ["one", "slower by 1.5 %"], []
-        while len(taken) < LEAST_TRIALS or any((estimate([one[n] for one in taken]).precision or 1.0) > 0.005 for n in names):
-            taken += rounds(launcher, names, 1, False, rng)
-        seen.append(verdict(taken, "slower by 1.5 %") == "slower")
+        while len(taken) < LEAST_TRIALS or (compared(taken, names[1]).precision or 0.0) > 0.005:
+            taken += rounds(take, names, 1, False, rng)
+        seen.append(compared(taken, names[1]).verdict == "slower")
         trials.append(float(len(taken)))
 
     benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 10))
-    ratio(f"A/B of 1.5 % at --precision 0.5%, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], "at least 0.95")
+    ratio(f"A/B of 1.5 % at --precision 0.5%, by turns, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], "at least 0.95")
     ratio("trials that --precision 0.5% took", trials, "")

@@ -33,6 +33,8 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "smoke", "--set", "options={colour: red}"], ["no option 'colour'"]),
         (["run", "--matrix", "smoke", "--resume", "--trials", "3"], ["--resume", "--trials"]),
         (["run", "--resume"], ["nothing to resume"]),
+        (["run", "--matrix", "full", "--by-turns"], ["--by-turns", "2 to 8 cells", "--only"]),
+        (["run", "--matrix", "smoke", "--only", "single", "--by-turns"], ["--by-turns", "not 1"]),
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),

@@ -18,6 +18,7 @@ from harness.measure.load import FRESH_SECONDS, WINDOW_SECONDS, Idle, Load, cpu_
 from harness.measure.memory import imbalance
 from harness.record import figures, mean_losses
 from harness.stats import efficiency, over_cycles, percentile, slowest, trend
+from harness.turns import Turns
 from harness.workloads.facts import ModelFacts
 
 
@@ -29,6 +30,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.readings.pop(0)
+
+
+def test_turns_of_a_trial_by_hand() -> None:
+    """Steps 1 and 2 are a turn, 4 and 5 another; step 3 settled. Of a cycle of two a turn has one mean; the first turn began at 7 s."""
+    told = answer(0, [1.0, 3.0, 50.0, 2.0, 2.0], turns=[(1, 7.0), (3, 9.5)])
+    told["steps"][3]["phase"] = "settling"
+    for cycle in (1, 2):
+        row = figures(CELL, [told], FACTS, None, cycle)
+        assert row["turn_began"] == [7.0, 9.5]
+        assert row["turn_samples_per_second"] == [CELL.global_batch / 2.0, CELL.global_batch / 2.0]
+    assert figures(CELL, [answer(0, [1.0])], FACTS, None)["turn_began"] == []
+
+
+def test_a_turn_is_two_cycles_and_a_step_that_settles() -> None:
+    turns, longer = Turns.of("address", cycle=1), Turns.of("address", cycle=4)
+    assert [number for number in range(-3, 8) if turns.begins(number)] == [0, 3, 6]
+    assert [number for number in range(-3, 20) if longer.begins(number)] == [0, 9, 18]
 
 
 def test_a_step_is_timed_between_two_synchronisations() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.stats import SMALLEST_EFFECT, compare_rounds, compare_runs, estimate, median_error
+from harness.stats import SMALLEST_EFFECT, compare_rounds, compare_runs, estimate, log_ratio, median_error
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
@@ -84,6 +84,30 @@ def test_words() -> None:
     assert (equal.ratio, equal.verdict) == (1.0, "no difference seen")
     assert compare_runs([], [1.0]) is None
     assert compare_runs([1.0], [2.0, 2.0]) is not None
+
+
+def test_turns_by_hand() -> None:
+    """Turns at 0, 1, 2, 3, 4 s, one launch and the other in turn. 110 lies between 100 and 121: a drift that cancels; so does 121."""
+    first, second = [(0.0, 100.0), (2.0, 121.0), (4.0, 146.41)], [(1.0, 110.0), (3.0, 133.1)]
+    assert log_ratio(first, second) == pytest.approx(0.0)
+    assert log_ratio([(began, 1.03 * speed) for began, speed in first], second) == pytest.approx(math.log(1.03))
+    assert log_ratio(second, [(began, 1.03 * speed) for began, speed in first]) == pytest.approx(-math.log(1.03))
+    assert log_ratio(first, [(began + 10, speed) for began, speed in second]) is None, "they did not train with each other"
+    assert log_ratio(first, []) is None
+
+
+def test_where_there_are_turns_they_are_the_rounds_ratio() -> None:
+    """Round 0 by turns says 1.02, whatever the launches' own figures; round 1 has none, and says 1.04."""
+    turns = {0: [(0.0, 102.0), (2.0, 102.0)]}, {0: [(1.0, 100.0), (3.0, 100.0)]}
+    found = compare_rounds({0: 70.0, 1: 104.0}, {0: 100.0, 1: 100.0}, turns)
+    assert found is not None
+    assert found.ratio == pytest.approx(math.sqrt(1.02 * 1.04))
+
+
+@given(drift=some.floats(-0.05, 0.05), slower=some.floats(0.5, 2.0), count=some.integers(3, 30))
+def test_by_turns_a_drift_in_proportion_cancels(drift: float, slower: float, count: int) -> None:
+    speeds = [(float(turn), math.exp(drift * turn) / (slower if turn % 2 else 1.0)) for turn in range(count)]
+    assert log_ratio(speeds[::2], speeds[1::2]) == pytest.approx(math.log(slower), abs=1e-9)
 
 
 throughputs = some.lists(some.floats(1.0, 1e6), min_size=2, max_size=8)

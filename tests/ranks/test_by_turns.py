@@ -1,0 +1,122 @@
+"""Launches that train by turns: one at a time, and whatever becomes of one of them, the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from harness.cell import Cell
+from harness.outcome import Outcome
+from harness.plan import Plan
+from harness.registry import admit
+from harness.ring import Launch, Ring
+from harness.runner import Runner
+from harness.store import Store
+from harness.workloads import make_workload, prepare_data
+from tests.ranks.conftest import Silent, cell
+
+
+@pytest.fixture(scope="module")
+def ring(plugin: object) -> Iterator[Ring]:
+    found = Ring([], 3)
+    yield found
+    found.close()
+
+
+def launch(one: Cell) -> Launch:
+    workload = make_workload(one.workload)
+    strategy, layout = admit(one, workload)
+    return Launch(one, prepare_data(one.data, workload, one.sequence_length), layout.processes, strategy.cycle)
+
+
+def faulty(fault: str, **axes: object) -> Cell:
+    return cell("faulty", options={"fault": fault}, **axes)
+
+
+def together(ring: Ring, *cells: Cell) -> list[Outcome]:
+    return ring.together([launch(one) for one in cells])
+
+
+def fine(outcome: Outcome, timed: int = 5) -> None:
+    assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
+    assert [sum(step["phase"] == "timed" for step in answer["steps"]) for answer in outcome.answers] == [timed, timed]
+
+
+def test_one_trains_at_a_time(ring: Ring) -> None:
+    """Turns of three launches follow each other, and each of one ends before the next of another begins."""
+    axes = {"timed_steps": 20, "parity_steps": 3}
+    outcomes = together(ring, cell("ddp", **axes), cell("fsdp2", **axes), cell("ddp", **axes))
+    for outcome in outcomes:
+        fine(outcome, 20)
+    turns = sorted(
+        (began, number, sum(step["step_seconds"] for step in outcome.answers[0]["steps"][first : first + 3]))
+        for number, outcome in enumerate(outcomes)
+        for first, began in outcome.answers[0]["turns"]
+    )
+    assert [number for _, number, _ in turns] == [0, 1, 2] * 10
+    for (began, _, seconds), (after, _, _) in itertools.pairwise(turns):
+        assert began + seconds < after
+
+
+def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = Store(tmp_path_factory.mktemp("turns") / "results")
+    plan = Plan("turns", "test", (cell("single", devices=1, timed_steps=9), cell("ddp", timed_steps=9)), 2, by_turns=True)
+    runner = Runner(store, plan)
+    runner.begin()
+    assert runner.run(Silent())
+    results = store.load()
+    assert list(results.trials["status"]) == ["ok"] * 4
+    assert set(results.trials["parity_verdict"]) == {"exact"}
+    for name in ("turn_began", "turn_samples_per_second"):
+        assert set(map(len, results.trials[name])) == {5}
+    for _, both in results.trials.groupby("trial"):
+        one, other = both["turn_began"]
+        assert max(one[0], other[0]) < min(one[1], other[1])
+    assert (results.steps.groupby(["cell_id", "trial", "rank"])["phase"].apply(lambda p: (p == "timed").sum()) == 9).all()
+
+
+@pytest.mark.parametrize("fault", ["raises", "raises_in_setup", "killed", "exits"])
+def test_one_that_fails_leaves_the_others_alone(ring: Ring, fault: str) -> None:
+    first, failed, last = together(ring, cell("ddp"), faulty(fault), cell("ddp"))
+    fine(first)
+    fine(last)
+    assert (failed.status, failed.reason[:6]) == ("failed", "rank 1")
+
+
+def test_a_time_limit_counts_a_launchs_own_turns(ring: Ring) -> None:
+    """The others wait for longer than their own limit while one of them hangs until its own."""
+    first, hung, last = together(ring, cell("ddp", time_limit_seconds=6), faulty("hangs", time_limit_seconds=8), cell("ddp"))
+    fine(first)
+    fine(last)
+    assert hung.status == "timeout"
+    assert "faulty.py" in hung.stacks
+    assert first.wall_seconds < 6 < 8 < hung.wall_seconds
+
+
+def test_a_stop_interrupts_them_all(ring: Ring) -> None:
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    outcomes = together(ring, cell("ddp"), faulty("hangs"), cell("ddp"))
+    assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
+    assert time.monotonic() - begin < 15
+    for outcome in together(ring, cell("ddp"), cell("ddp")):
+        fine(outcome)
+
+
+def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
+    with contextlib.closing(Ring([], 2)) as ring:
+        keeper = psutil.Process(ring._keepers[1].ready())
+        threading.Timer(3, keeper.kill).start()
+        first, lost = together(ring, cell("ddp"), faulty("hangs"))
+        fine(first)
+        assert (lost.status, lost.reason) == ("failed", "the process that launched its ranks was killed from outside")
+        for outcome in together(ring, cell("ddp"), cell("ddp")):
+            fine(outcome)
