@@ -49,6 +49,23 @@ Todo = tuple[int, Cell, TrialKey]
 _NOT_AGAIN = ("out_of_memory", "timeout")
 
 
+class _Prepared:
+    """A trial, and what a launcher is told to launch it."""
+
+    def __init__(self, cell: Cell, key: TrialKey, position: int, reference: Reference | None) -> None:
+        self.cell, self.key, self.position, self.reference = cell, key, position, reference
+        self.known = reference if reference and reference.exists else None
+        self.workload = make_workload(cell.workload)
+        self.strategy, self.layout = admit(cell, self.workload)
+        more = {
+            "reference": self.known.folder if self.known else None,
+            "max_restarts": self.strategy.max_restarts,
+            "command": functools.partial(self.strategy.command, cell),
+        }
+        data = prepare_data(cell.data, self.workload, cell.sequence_length)
+        self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+
+
 @dataclass
 class Runner:
     """Runs what is open of a plan, in order, recording each trial as it ends."""
@@ -202,38 +219,28 @@ class Runner:
         self, launcher: Launches, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
-        how = _how(cell, reference)
+        prepared = _Prepared(cell, key, position, reference)
         idle_before = self._idle.before()
+        how = prepared.launch
         outcome = launcher.run(how.cell, how.data, how.processes, on_progress=heard, **how.more)
-        return self._record(cell, key, position, reference, outcome, (idle_before, self._idle.after()))
+        return self._record(prepared, outcome, (idle_before, self._idle.after()))
 
     def _by_turns(
         self, ring: Ring, todo: Sequence[Todo], references: dict[str, Reference], heard: Callable[[int, float], None]
     ) -> list[dict[str, Any]]:
         """A round whose launches train by turns: their rows."""
+        round_ = [_Prepared(cell, key, position, references[reference_key(cell)]) for position, cell, key in todo]
         idle_before = self._idle.before()
-        outcomes = ring.together([_how(cell, references[reference_key(cell)]) for _, cell, _ in todo], heard)
+        outcomes = ring.together([one.launch for one in round_], heard)
         idle = idle_before, self._idle.after()
-        return [
-            self._record(cell, key, position, references[reference_key(cell)], outcome, idle)
-            for (position, cell, key), outcome in zip(todo, outcomes, strict=True)
-        ]
+        return [self._record(one, outcome, idle) for one, outcome in zip(round_, outcomes, strict=True)]
 
-    def _record(
-        self,
-        cell: Cell,
-        key: TrialKey,
-        position: int,
-        reference: Reference | None,
-        outcome: Outcome,
-        idle: tuple[float | None, float | None],
-    ) -> dict[str, Any]:
+    def _record(self, prepared: _Prepared, outcome: Outcome, idle: tuple[float | None, float | None]) -> dict[str, Any]:
         """Judges and records a trial; returns its row. `idle`: shares of the cores' time before and after."""
-        workload = make_workload(cell.workload)
-        strategy, layout = admit(cell, workload)
-        data = prepare_data(cell.data, workload, cell.sequence_length)
+        cell, key, reference = prepared.cell, prepared.key, prepared.reference
+        workload, strategy, layout = prepared.workload, prepared.strategy, prepared.layout
         facts = model_facts(workload, cell.sequence_length)
-        known = reference if reference and reference.exists else None
+        known = prepared.known
         reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
         verdict = None
         if outcome.status == "ok":
@@ -247,12 +254,12 @@ class Runner:
             self.plan.run_id,
             cell,
             key,
-            position,
+            prepared.position,
             layout,
             strategy.stand_in(cell),
             outcome,
             facts,
-            data.fingerprint,
+            prepared.launch.data.fingerprint,
             verdict,
             reference_losses,
             peak,
@@ -294,18 +301,6 @@ class Runner:
             if _more_of_the_same(cell, other):
                 return f"left out: {other.name} ran out of memory and this needs more"
         return None
-
-
-def _how(cell: Cell, reference: Reference | None) -> Launch:
-    """What a launcher is told to launch a trial."""
-    workload = make_workload(cell.workload)
-    strategy, layout = admit(cell, workload)
-    more = {
-        "reference": reference.folder if reference and reference.exists else None,
-        "max_restarts": strategy.max_restarts,
-        "command": functools.partial(strategy.command, cell),
-    }
-    return Launch(cell, prepare_data(cell.data, workload, cell.sequence_length), layout.processes, strategy.cycle, more)
 
 
 def _more_of_the_same(cell: Cell, other: Cell) -> bool:

@@ -129,13 +129,23 @@ def measured(results: Results) -> list[Measured]:
     return found
 
 
-_TRIAL = ("trial", "status", "reason", "parity_verdict", "parity_reason", "samples_per_second", "peak_memory_bytes", "memory_method")
-_TURNS = ("turn_began", "turn_samples_per_second")
+_TRIAL = (
+    "trial",
+    "status",
+    "reason",
+    "parity_verdict",
+    "parity_reason",
+    "samples_per_second",
+    "peak_memory_bytes",
+    "memory_method",
+    "turn_began",
+    "turn_samples_per_second",
+)
 
 
 def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
     first = group.iloc[0]
-    trials = group[[*_TRIAL, *_TURNS, *LOAD]].to_dict("records")
+    trials = group[[*_TRIAL, *LOAD]].to_dict("records")
     bad = [t for t in trials if t["status"] != "ok"]
     unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
     state, reason = "ok", ""

@@ -126,7 +126,7 @@ def compare_rounds(
 
 def log_ratio(first: Turns, second: Turns) -> float | None:
     """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by turns with each other."""
-    logs = [*_between(first, second), *(-log for log in _between(second, first))]
+    logs = [*beside(first, second), *(-log for log in beside(second, first))]
     return statistics.median(logs) if logs else None
 
 
@@ -135,7 +135,7 @@ def within_rounds(by_turns: bool) -> str:
     return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if by_turns else COMPARISON_METHOD
 
 
-def _between(these: Turns, others: Turns) -> Iterator[float]:
+def beside(these: Turns, others: Turns) -> Iterator[float]:
     """Logarithm of each of these turns over the others' before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:

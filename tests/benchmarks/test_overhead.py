@@ -22,7 +22,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.cell import Cell
 from harness.launch import Launcher
-from harness.stats import slowest
+from harness.stats import beside, slowest
 from tests.benchmarks.conftest import Ratio, steps_of
 from tests.conftest import runs
 
@@ -109,8 +109,8 @@ def by_turns(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[
 
 def compared(suite: Mapping[int, float], script: Mapping[int, float]) -> float:
     """Suite over script: of each turn of the suite over the script's before and after it, the median."""
-    turns = [number for number in suite if number in script and number + 1 in script]
-    return statistics.median(suite[number] / math.sqrt(script[number] * script[number + 1]) for number in turns)
+    own = [(number + 0.5, seconds) for number, seconds in sorted(suite.items())]  # the script has the first turn
+    return math.exp(statistics.median(beside(own, sorted(script.items()))))
 
 
 def both(launcher: Launcher, name: str, folder: Path, turn_seconds: float) -> tuple[dict[int, float], dict[int, float]]:
