@@ -107,11 +107,14 @@ class Comparison:
 
 
 def compare_rounds(
-    first: Mapping[int, float], second: Mapping[int, float], turns: tuple[Mapping[int, Turns], Mapping[int, Turns]] = ({}, {})
+    first: Mapping[int, float],
+    second: Mapping[int, float],
+    turns: tuple[Mapping[int, Turns], Mapping[int, Turns]] = ({}, {}),
+    confidence: float = COMPARED_CONFIDENCE,
 ) -> Comparison | None:
     """Throughputs by round, those that both have; None where there is none. Drift of the machine hits both in a round alike.
 
-    `turns`: of both, in rounds in which they trained by turns.
+    `turns`: of both, in rounds in which they trained by turns. `confidence`: of the interval; a verdict needs the usual one.
     """
     logs = []
     for r in sorted(first.keys() & second.keys()):
@@ -120,7 +123,7 @@ def compare_rounds(
     if not logs:
         return None
     mean, count = statistics.fmean(logs), len(logs)
-    half = quantile(COMPARED_CONFIDENCE, count) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else None
+    half = quantile(confidence, count) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else None
     return _comparison(mean, half, count)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.load import disturbed
-from harness.stats import LEAST_TRIALS, Comparison, Estimate, Turns, compare_rounds, compare_runs, efficiency, estimate
+from harness.stats import CONFIDENCE, LEAST_TRIALS, Comparison, Estimate, Turns, compare_rounds, compare_runs, efficiency, estimate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,12 +172,13 @@ def turns_of(trials: Iterable[Mapping[Any, Any]]) -> dict[int, Turns]:
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
     """Ranked cell's id -> half width of the interval over the throughput, where that is above `precision` or trials are too few.
 
-    Of cells that trained by turns with others in their setting it is the interval of the ratio, the widest of them.
+    Of cells that trained by turns with others in their setting it is the interval of the ratio (95 % too), the widest of them.
     """
     ranked, found = [row for row in cell_rows(trials) if row["ranked"]], {}
     for row in ranked:
         alike = [x for x in ranked if x is not row and all(x[name] == row[name] for name in _SETTING)]
-        comparisons = [one for x in alike if x["turns"] and row["turns"] and (one := compared(row, x))]
+        beside = [(x["by_round"], (row["turns"], x["turns"])) for x in alike if x["turns"] and row["turns"]]
+        comparisons = [one for speeds, turns in beside if (one := compare_rounds(row["by_round"], speeds, turns, CONFIDENCE))]
         if comparisons:
             reached = max(math.inf if one.precision is None else one.precision for one in comparisons)
         else:

@@ -1,8 +1,8 @@
 """How often a comparison is right on this machine: a cell against itself, and against one that is slower by a known share.
 
 Rounds of the cells, shuffled; as many in a row as a run has trials make a comparison, which shares none of them with another.
-BENCH_COMPARISONS sets how many (20). Of a cell with itself half of them are beside a busy neighbour that computes on one core for
-some rounds of each.
+BENCH_COMPARISONS sets how many (20; with a precision half as many, which take twice as long). Of a cell with itself half of them are
+beside a busy neighbour that computes on one core for some rounds of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness.launch import Launcher
 from harness.record import figures
 from harness.registry import admit
 from harness.ring import Launch, Ring
-from harness.stats import LEAST_TRIALS, Comparison, Turns, compare_rounds
+from harness.stats import COMPARED_CONFIDENCE, CONFIDENCE, Comparison, Turns, compare_rounds
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.facts import model_facts
 from tests.benchmarks.conftest import Ratio, step_seconds
@@ -92,9 +92,9 @@ def rounds(take: Take, names: Sequence[str], count: int, busy: bool, rng: random
     return found
 
 
-def compared(taken: Sequence[Round], first: str, second: str = "one") -> Comparison:
-    speeds, turns = ([{i: one[name][what] for i, one in enumerate(taken)} for name in (first, second)] for what in (0, 1))
-    found = compare_rounds(*speeds, (turns[0], turns[1]))  # type: ignore[arg-type]
+def compared(taken: Sequence[Round], name: str, confidence: float = COMPARED_CONFIDENCE) -> Comparison:
+    speeds, turns = ([{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")] for what in (0, 1))
+    found = compare_rounds(*speeds, (turns[0], turns[1]), confidence)  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -139,12 +139,13 @@ def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -
     take(["one"])
 
     def compare() -> None:
-        names, taken = ["one", "slower by 1.5 %"], []
-        while len(taken) < LEAST_TRIALS or (compared(taken, names[1]).precision or 0.0) > 0.005:
+        names = ["one", "slower by 1.5 %"]
+        taken = rounds(take, names, DEFAULT_TRIALS, False, rng)
+        while (compared(taken, names[1], CONFIDENCE).precision or 0.0) > 0.005:
             taken += rounds(take, names, 1, False, rng)
         seen.append(compared(taken, names[1]).verdict == "slower")
         trials.append(float(len(taken)))
 
-    benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 10))
+    benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 2))
     ratio(f"A/B of 1.5 % at --precision 0.5%, by turns, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], "at least 0.95")
     ratio("trials that --precision 0.5% took", trials, "")

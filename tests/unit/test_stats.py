@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.stats import SMALLEST_EFFECT, compare_rounds, compare_runs, estimate, log_ratio, median_error
+from harness.stats import CONFIDENCE, SMALLEST_EFFECT, compare_rounds, compare_runs, estimate, log_ratio, median_error
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
@@ -167,3 +167,16 @@ def test_three_percent_are_seen_in_ten_rounds() -> None:
         found = compare_rounds(dict(enumerate(map(float, first))), dict(enumerate(map(float, second))))
         seen += found is not None and found.verdict == "slower"
     assert seen >= 950
+
+
+@pytest.mark.parametrize(("slower", "least", "most"), [(0.0, 0.0, 0.02), (0.015, 0.97, 1.0)])
+def test_half_a_percent_asked_for_tells_1_5_percent_apart_and_alarms_seldom(slower: float, least: float, most: float) -> None:
+    """Rounds are added to ten, whose ratios spread by 1.3 %, until the interval of 95 % is that narrow."""
+    rng = np.random.default_rng(5)
+    called = 0
+    for _ in range(500):
+        first, second = ({r: float(v) for r, v in enumerate(rng.normal(level, 0.0092, 10))} for level in (1 / (1 + slower), 1.0))
+        while (compare_rounds(first, second, confidence=CONFIDENCE).precision or 0.0) > 0.005:
+            first[len(first)], second[len(second)] = float(rng.normal(1 / (1 + slower), 0.0092)), float(rng.normal(1.0, 0.0092))
+        called += compare_rounds(first, second).verdict != "no difference seen"
+    assert least <= called / 500 <= most

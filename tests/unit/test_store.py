@@ -318,7 +318,7 @@ def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(tmp_p
 
 
 def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
-    """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all turns: 0.3 % is reached, 0.1 % is not."""
+    """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all turns: +-0.19 % (95 %)."""
     store = Store(tmp_path)
     store.write_run(run_row())
     for number, (level, faster) in enumerate(zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)):
@@ -326,8 +326,8 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
             turns = {"turn_began": [began + i for i in range(4)], "turn_samples_per_second": [speed] * 4}
             store.write_trial(trial_row(Cell(strategy=strategy), number, samples_per_second=speed, **turns), [])
     trials = store.load().trials
-    assert not too_wide(trials, 0.004)
-    assert set(too_wide(trials, 0.003)) == {Cell(strategy="single").id, Cell(strategy="ddp").id}
+    assert not too_wide(trials, 0.0020)
+    assert set(too_wide(trials, 0.0018)) == {Cell(strategy="single").id, Cell(strategy="ddp").id}
     alone = trials.assign(turn_began=None, turn_samples_per_second=None)
     assert len(too_wide(alone, 0.2)) == 2
 
