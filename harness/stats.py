@@ -147,7 +147,7 @@ def beside(these: Turns, others: Turns) -> Iterator[float]:
             yield math.log(figure) - (math.log(others[after - 1][1]) + math.log(others[after][1])) / 2
 
 
-def compare_runs(first: Sequence[float], second: Sequence[float]) -> Comparison | None:
+def compare_runs(first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE) -> Comparison | None:
     """Throughputs of two runs, whose rounds have nothing in common: Welch's t interval (Biometrika 34, 1947) of the logarithms."""
     if not first or not second:
         return None
@@ -159,7 +159,7 @@ def compare_runs(first: Sequence[float], second: Sequence[float]) -> Comparison 
     if not sum(errors):
         return _comparison(mean, 0.0, count)
     degrees = sum(errors) ** 2 / sum(e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True))
-    return _comparison(mean, _students_t((1 + COMPARED_CONFIDENCE) / 2, degrees) * math.sqrt(sum(errors)), count)
+    return _comparison(mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count)
 
 
 def _comparison(mean: float, half: float | None, count: int) -> Comparison:

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.load import disturbed
-from harness.stats import CONFIDENCE, LEAST_TRIALS, Comparison, Estimate, Turns, compare_rounds, compare_runs, efficiency, estimate
+from harness.stats import (
+    COMPARED_CONFIDENCE,
+    CONFIDENCE,
+    LEAST_TRIALS,
+    Comparison,
+    Estimate,
+    Turns,
+    compare_rounds,
+    compare_runs,
+    efficiency,
+    estimate,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,8 +188,7 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
     ranked, found = [row for row in cell_rows(trials) if row["ranked"]], {}
     for row in ranked:
         alike = [x for x in ranked if x is not row and all(x[name] == row[name] for name in _SETTING)]
-        beside = [(x["by_round"], (row["turns"], x["turns"])) for x in alike if x["turns"] and row["turns"]]
-        comparisons = [one for speeds, turns in beside if (one := compare_rounds(row["by_round"], speeds, turns, CONFIDENCE))]
+        comparisons = [one for x in alike if x["turns"] and row["turns"] and (one := compared(row, x, CONFIDENCE))]
         if comparisons:
             reached = max(math.inf if one.precision is None else one.precision for one in comparisons)
         else:
@@ -251,11 +261,11 @@ def alike(rows: Sequence[Any]) -> list[bool]:
     return [False, *(same(row, above) for above, row in itertools.pairwise(rows))][: len(rows)]
 
 
-def compared(row: Any, other: Any) -> Comparison | None:
+def compared(row: Any, other: Any, confidence: float = COMPARED_CONFIDENCE) -> Comparison | None:
     """The throughput of one cell over another's: within rounds where both are of one run; None where one has no trial."""
     if row["run_id"] == other["run_id"]:
-        return compare_rounds(row["by_round"], other["by_round"], (row["turns"], other["turns"]))
-    return compare_runs(list(row["by_round"].values()), list(other["by_round"].values()))
+        return compare_rounds(row["by_round"], other["by_round"], (row["turns"], other["turns"]), confidence)
+    return compare_runs(list(row["by_round"].values()), list(other["by_round"].values()), confidence)
 
 
 def same(row: Any, other: Any) -> bool:
