@@ -15,7 +15,7 @@ from harness.errors import Mistake
 from harness.measure.load import disturbed
 from harness.stats import Turns
 from harness.store import Results, Store
-from harness.summary import LOAD, RANKED, known, turns_of
+from harness.summary import LOAD, RANKED, ended, known, turns_of
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -89,10 +89,13 @@ class Measured:
     """JSON."""
     device: str
     state: str
-    """`ok` (verified, may be compared by speed), `unverified`, or the status of the first trial that was not ok."""
+    """`ok` (verified, may be compared by speed), `unverified`, or the status of the first trial that was not ok.
+
+    Trials that the user stopped count only where there is no other.
+    """
     reason: str
     trials: int
-    """Recorded ones."""
+    """Recorded ones, without those that the user stopped."""
     speeds: Mapping[int, float] = field(default_factory=dict)
     """Samples per second by round."""
     peaks: Mapping[int, float] = field(default_factory=dict)
@@ -145,13 +148,12 @@ _TRIAL = (
 
 def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
     first = group.iloc[0]
-    trials = group[[*_TRIAL, *LOAD]].to_dict("records")
+    trials = ended(group[[*_TRIAL, *LOAD]].to_dict("records"))
     bad = [t for t in trials if t["status"] != "ok"]
     unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
     state, reason = "ok", ""
     if bad:
-        worst = min(bad, key=lambda t: (t["status"] == "interrupted", t["trial"]))
-        state, reason = worst["status"], worst["reason"]
+        state, reason = bad[0]["status"], bad[0]["reason"]
         if 1 < len(trials) != len(bad):
             reason = f"{len(bad)} of {len(trials)} trials: {reason}"
     elif unverified:

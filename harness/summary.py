@@ -36,10 +36,10 @@ Row = dict[str, Any]
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
     """One row per run and cell. Columns beside the cell's own:
 
-    status (the worst of its trials), reason, expected, trials (finished ones), samples_per_second, tokens_per_second with
-    _low and _high (95 %), by_round (samples_per_second by number of trial), turns (by number of trial, of those that trained
-    by turns), disturbed (trials beside which others used the machine), step_seconds_p50, peak_memory_bytes (largest),
-    parity_* (of the trial that deviates most),
+    status (the worst of its trials, of those that the user did not stop), reason, expected, trials (finished ones),
+    samples_per_second, tokens_per_second with _low and _high (95 %), by_round (samples_per_second by number of trial),
+    turns (by number of trial, of those that trained by turns), disturbed (trials beside which others used the machine),
+    step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
     ranked (may be compared by speed), efficiency_own (against the same strategy on one device), efficiency_single (against
     the single process), both null where there is nothing to compare with.
 
@@ -106,10 +106,15 @@ def _plain(trials: pd.DataFrame) -> Iterator[Row]:
     return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
+def ended(trials: Sequence[dict[Any, Any]]) -> Sequence[dict[Any, Any]]:
+    """Without those that the user stopped, which say nothing of the cell; all of them where none came to an end."""
+    return [trial for trial in trials if trial["status"] != "interrupted"] or trials
+
+
 def _cell(group: Sequence[Row]) -> Row:
     """One cell's row. Only the last attempt of each trial counts."""
     attempts = {row["trial"]: row for row in sorted(group, key=lambda row: row["attempt"])}
-    last = [attempts[trial] for trial in sorted(attempts)]
+    last = ended([attempts[trial] for trial in sorted(attempts)])
     row = {name: last[0][name] for name in _SAME}
     row["nodes"] = int(row["nodes"] or 1)  # unknown before version 4, when there was but one
     worst = min(last, key=lambda one: _WORST.index(one["status"]))

@@ -145,7 +145,8 @@ def losses(data: Losses) -> Figure:
     figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
     axes.plot(range(len(data.reference)), data.reference, color=REST, alpha=0.6, linewidth=9, solid_capstyle="round", label="reference")
     for index, curve in enumerate(data.kept):
-        label = f"{len(data.kept)} cells that agree with it" if index == 0 else None
+        count = len(data.kept)
+        label = (f"{count} cells that agree with it" if count > 1 else "the cell that agrees with it") if index == 0 else None
         axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=label)
     for index, (label, curve) in enumerate(data.diverged):
         name = f"diverged: {shortened(label, 44)}" if index < 3 else None

@@ -113,7 +113,7 @@ def _line(system: System, groups: Sequence[Group], leading: Group | None) -> Ove
     ok = sum(row["status"] == "ok" or row["expected"] for row in system.cells)
     left = Counter(_WORDS[row["status"]] for row in system.cells if row["status"] != "ok" and not row["expected"])
     details = tuple(f"{count} {what}" for what, count in left.items())
-    broken = len(system.cells) - ok - system.count(*_LEFT_OUT)
+    broken = len(system.cells) - ok - system.count(*_LEFT_OUT, "interrupted")
     if system.absent:
         kind, status = "absent", "not on this host"
     elif broken:

@@ -104,7 +104,7 @@ def state(name: str) -> list[dict[str, Any]]:
         return trial_rows(CELL, [50.0, 51.0], parity_verdict="unknown", parity_reason="no reference")
     if name == "diverged":
         return diverged_rows(CELL)
-    if name in ("refused", "unavailable"):
+    if name in ("refused", "unavailable", "interrupted"):
         return left_out(CELL, name, "the reason")
     return [good[0], left_out(CELL, name, "the reason")[0] | {"trial": 1}] if name else []
 
@@ -234,6 +234,14 @@ def test_only_the_last_attempt_counts() -> None:
     now = trial_rows(CELL, [10.0, 10.1])
     again = [left_out(CELL, "interrupted", "stopped")[0] | {"attempt": 1}] + [row | {"attempt": 2} for row in now]
     assert only(now, again).kind == "no difference seen"
+
+
+def test_a_trial_that_the_user_stopped_says_nothing_of_the_cell() -> None:
+    whole = trial_rows(CELL, [10.0, 10.1, 10.0])
+    stopped = [*whole[:2], left_out(CELL, "interrupted", "stopped by the user")[0] | {"trial": 2}]
+    assert only(whole, stopped).kind == "no difference seen"
+    failed = left_out(CELL, "failed", "the reason")[0] | {"trial": 1}
+    assert only(whole, [whole[0], failed, stopped[2]]).kind == "newly failing"
 
 
 def test_disturbed_trials_are_named_in_every_format() -> None:

@@ -508,6 +508,9 @@ def test_overview_of_systems(more: Results) -> None:
     assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
     assert adapters.best is not None
     assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
+    stopped = {"status": "interrupted"}
+    halted = [row | (stopped if row["system"] == wrapped.name and row["label"] != "plain" else {}) for row in records(frame)]
+    assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
     plain = [row | {"system": None} for row in records(frame)]
     assert overview(systems(plain), groups, headline(groups)) == []
 

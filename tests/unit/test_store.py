@@ -223,6 +223,23 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
     assert alike(table.iloc[:2].to_dict("records")) == [False, True], "two rounds say nothing"
 
 
+def test_a_trial_that_the_user_stopped_does_not_take_the_others_place(tmp_path: Path) -> None:
+    import pandas as pd
+
+    def row(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
+        return dict(cells(frame).loc[0])
+
+    one = Cell(strategy="single")
+    stopped = {"status": "interrupted", "reason": "stopped by the user", "samples_per_second": None, "parity_verdict": None}
+    part = row([trial_row(one, 0, samples_per_second=10.0), trial_row(one, 1, samples_per_second=12.0), trial_row(one, 2, **stopped)])
+    assert (part["status"], part["ranked"], part["trials"], part["samples_per_second"]) == ("ok", True, 2, 11.0)
+    failed = row([trial_row(one, 0, status="failed"), trial_row(one, 1, **stopped)])
+    assert (failed["status"], failed["ranked"]) == ("failed", False)
+    none = row([trial_row(one, trial, **stopped) for trial in (0, 1)])
+    assert (none["status"], none["ranked"], none["trials"]) == ("interrupted", False, 0)
+
+
 class Recorder:
     """A watcher that keeps what it is told."""
 
