@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import Mistake
-from harness.schema import TABLES, arrow_schema
+from harness.schema import arrow_schema
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -156,12 +156,10 @@ class Store:
     def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
         import pyarrow as pa
 
-        names = {name for name, _, _ in TABLES[table]}
-        for row in rows:
-            if unknown := row.keys() - names:
-                raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
-        columns = [pa.array([row.get(field.name) for row in rows], field.type) for field in arrow_schema(table)]
-        return self._whole(path, arrow_schema(table), [pa.table(columns, schema=arrow_schema(table))])
+        schema = arrow_schema(table)
+        if unknown := set().union(*rows) - set(schema.names):
+            raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
+        return self._whole(path, schema, [pa.Table.from_pylist(rows, schema=schema)])
 
     def _whole(self, path: Path, schema: Any, parts: Iterable[Any]) -> Path:
         """Writes a file whole or not at all."""
