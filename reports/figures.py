@@ -144,10 +144,9 @@ def losses(data: Losses) -> Figure:
     legend = 17 * (2 + len(data.diverged[:3]))
     figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
     axes.plot(range(len(data.reference)), data.reference, color=REST, alpha=0.6, linewidth=9, solid_capstyle="round", label="reference")
+    agree = f"{len(data.kept)} cells that agree with it" if len(data.kept) > 1 else "the cell that agrees with it"
     for index, curve in enumerate(data.kept):
-        count = len(data.kept)
-        label = (f"{count} cells that agree with it" if count > 1 else "the cell that agrees with it") if index == 0 else None
-        axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=label)
+        axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=None if index else agree)
     for index, (label, curve) in enumerate(data.diverged):
         name = f"diverged: {shortened(label, 44)}" if index < 3 else None
         axes.plot(range(len(curve)), curve, "--", marker=_MARKERS[index % 6], markersize=4, color=WARN, linewidth=1.3, label=name)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,6 +22,9 @@ from harness.runner import Runner
 from harness.schema import TABLES, VERSION, arrow_schema
 from harness.store import Store, TrialKey, load
 from harness.summary import alike, cells, too_wide
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -67,6 +70,13 @@ def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) ->
 def step(key: TrialKey, number: int = 0) -> dict[str, Any]:
     same = {"run_id": "run-1", "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
     return {**same, "rank": 0, "step": number, "phase": "timed", "data_seconds": 0.1, "step_seconds": 1.0, "loss": None}
+
+
+def frame_of(trials: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """As they are read; what a row does not have is null."""
+    import pandas as pd
+
+    return pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in trials])
 
 
 def filled(folder: Path) -> Store:
@@ -202,9 +212,7 @@ def test_rounds_hold_every_cell_once_and_are_shuffled() -> None:
     assert len({tuple(one) for one in rounds}) == 3
 
 
-def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
-    import pandas as pd
-
+def test_the_summary_ranks_only_what_passed_parity() -> None:
     single, ddp, bad = Cell(strategy="single"), Cell(strategy="ddp", devices=2), Cell(strategy="fsdp2", devices=2)
     rows = [
         trial_row(single, 0, samples_per_second=10.0),
@@ -214,8 +222,7 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
         trial_row(bad, 0, samples_per_second=99.0, status="diverged", parity_verdict="diverged"),
         trial_row(bad, 1, samples_per_second=99.0),
     ]
-    frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
-    table = cells(frame)
+    table = cells(frame_of(rows))
     assert list(table["strategy"]) == ["ddp", "single", "fsdp2"]
     assert list(table["ranked"]) == [True, True, False]
     assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
@@ -223,12 +230,9 @@ def test_the_summary_ranks_only_what_passed_parity(tmp_path: Path) -> None:
     assert alike(table.iloc[:2].to_dict("records")) == [False, True], "two rounds say nothing"
 
 
-def test_a_trial_that_the_user_stopped_does_not_take_the_others_place(tmp_path: Path) -> None:
-    import pandas as pd
-
+def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
     def row(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
-        return dict(cells(frame).loc[0])
+        return dict(cells(frame_of(rows)).loc[0])
 
     one = Cell(strategy="single")
     stopped = {"status": "interrupted", "reason": "stopped by the user", "samples_per_second": None, "parity_verdict": None}
@@ -356,9 +360,7 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
     assert resumable(store, None) == plan
 
 
-def test_trials_beside_which_others_used_the_machine_are_counted(tmp_path: Path) -> None:
-    import pandas as pd
-
+def test_trials_beside_which_others_used_the_machine_are_counted() -> None:
     quiet = {"foreign_load_cores": 0.1, "idle_before": 1.0, "idle_after": 0.95}
     one = Cell(strategy="single")
     rows = [
@@ -367,5 +369,4 @@ def test_trials_beside_which_others_used_the_machine_are_counted(tmp_path: Path)
         trial_row(one, 2, **quiet | {"idle_after": 0.5}),
         trial_row(one, 3),
     ]
-    frame = pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in rows])
-    assert cells(frame).loc[0, "disturbed"] == 2
+    assert cells(frame_of(rows)).loc[0, "disturbed"] == 2
