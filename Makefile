@@ -3,32 +3,37 @@ MATRIX ?= full
 ARGS ?=
 PY := .venv/bin/python
 
-.PHONY: help setup run smoke test test-cluster lint bench screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-cluster lint bench screenshots
 help:
 	@sed -n 's/^## //p' Makefile
-## make setup   installs everything into .venv
+## make setup   installs everything into .venv, and tries again what could not be built
 setup:
 	@scripts/setup.sh
+## make setup-cuda-check   proves the set-up of a CUDA machine on one without a GPU (9 GB, an hour on 2 cores)
+setup-cuda-check:
+	@scripts/cuda_check.sh $(ARGS)
+need:
+	@scripts/setup.sh --need
 ## make run     runs matrix full (or MATRIX=name) and writes its HTML report
-run: setup
+run: need
 	$(PY) -m bench run --matrix $(MATRIX) $(ARGS)
 ## make smoke   a first look in a minute
-smoke: setup
+smoke: need
 	$(PY) -m bench run --matrix smoke $(ARGS)
 ## make test    all tests
-test: setup
+test: need
 	$(PY) -m pytest $(ARGS)
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
-test-cluster: setup
+test-cluster: need
 	$(PY) -m pytest -rs tests/cluster $(ARGS)
 ## make lint    ruff and strict mypy
-lint: setup
+lint: need
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 ## make bench   the suite's own performance, as ratios
-bench: setup
+bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
 ## make screenshots   pictures of the report for docs/, in headless Chromium
-screenshots: setup
+screenshots: need
 	$(PY) scripts/screenshots.py

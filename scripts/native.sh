@@ -1,62 +1,177 @@
 #!/usr/bin/env bash
-# Builds the wheels that have no binary release, once for this Python, torch and CPU: native.sh PYTHON. Prints their folder on stdout.
+# Builds what has no binary release, once for each kind of machine: native.sh PYTHON. Prints the wheels' files on stdout, one a line.
+# native.sh PYTHON --plan only says what Horovod would be built for here.
+# What cannot be built is left out, and harness/unbuilt.py keeps the reason in Python's environment, where a plan finds it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+project=$PWD
+# shellcheck source=scripts/cuda.sh
+. scripts/cuda.sh
 
 python=$(realpath --no-symlinks "$1")
-PATH="$(dirname "$python"):$PATH" # ninja and cmake from the virtual environment
+export PATH="${python%/*}:$PATH" CC="${CC:-gcc}" CXX="${CXX:-g++}" # ninja and cmake from the virtual environment
+march=${PARALLELISM_BENCH_MARCH:-native}
+choose_cuda
+if [ "${2:-}" = --plan ]; then
+  if [ "$cuda_by" = none ]; then
+    echo "Horovod for the CPU alone: $cuda_why"
+  else
+    echo "Horovod with NCCL $nccl_version for CUDA $cuda_version, $cuda_why, for GPUs $cuda_capabilities"
+  fi
+  exit
+fi
+wheels=${PARALLELISM_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/parallelism-bench}/wheels
 say() { printf 'setup: %s\n' "$*" >&2; }
+mkdir -p "$wheels" || { say "cannot write $wheels; name another folder in PARALLELISM_BENCH_CACHE"; exit 1; }
 
-has() { printf '#include <%s>\n' "$1" | g++ -E -x c++ - >/dev/null 2>&1; }
-mpi=0 aio=0
-command -v mpirun mpicxx >/dev/null && mpi=1
+has() { printf '#include <%s>\n' "$1" | "$CXX" -E -x c++ - >/dev/null 2>&1; }
+mpi=none aio=0
+command -v mpirun mpicxx >/dev/null && mpi=$(mpicxx -show 2>/dev/null || echo unknown)
 has libaio.h && aio=1
-cpu=$(grep -m1 -E '^flags' /proc/cpuinfo | sha256sum | cut -c1-8)
-key=$("$python" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")')-$cpu
-cache=${PARALLELISM_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/parallelism-bench}/wheels/$key
+cuda=none # what Horovod's operations on GPUs are built with
+[ "$cuda_by" = none ] || cuda="$cuda_version, $cuda_why, NCCL $nccl_version, GPUs $cuda_capabilities"
 
-# wheel NAME VERSION SHA256 FOLDER "WHAT": builds FOLDER's wheel by the function build_NAME in its unpacked source, where it is not there yet.
+# --- Horovod ---------------------------------------------------------------------------------------------------------
+
+build_horovod() { # build_horovod FOLDER: in the unpacked source; leaves the wheel in FOLDER
+  # torch's headers want C++17; Release leaves out 17 MB of debug symbols.
+  sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' CMakeLists.txt horovod/torch/CMakeLists.txt
+  sed -i "s/'RelWithDebInfo'/'Release'/" setup.py
+  # Its flatbuffers assigns to a const member, which GCC refuses from 14 on, and forgets to return from the assignment.
+  sed -i 's/^  const size_type count_;/  size_type count_;/; s/^    count_ = other.count_;/&\n    return *this;/' \
+    third_party/flatbuffers/include/flatbuffers/stl_emulation.h
+  # Python has no distutils from 3.12 on.
+  sed -i "s/from distutils.sysconfig import get_python_inc; print(get_python_inc())/import sysconfig; print(sysconfig.get_path('include'))/" \
+    horovod/torch/CMakeLists.txt
+  local with=(HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1)
+  if [ "$cuda" = none ]; then
+    no_cuda
+  else
+    local nccl
+    nccl_settings "${1%/*}/toolkit" || return
+    with+=("${nccl[@]}")
+  fi
+  if [ "$mpi" = none ]; then with+=(HOROVOD_WITHOUT_MPI=1); else with+=(HOROVOD_WITH_MPI=1); fi
+  [ "$march" = native ] || with+=("HOROVOD_BUILD_ARCH_FLAGS=-march=$march") # by itself it asks this processor for AVX, F16C and FMA
+  # It uses std::string, std::logic_error and sized integers without their headers, which GCC's other headers brought along before 13, 14 and 15.
+  with+=("CXXFLAGS=-include string -include stdexcept -include cstdint ${CXXFLAGS:-}")
+  env MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 "${with[@]}" \
+    "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
+}
+
+build_plain_horovod() { build_horovod "$1"; } # for the CPU alone, where there is a GPU
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+# Its setup.py, which a mere download runs too, would ask a CUDA toolkit in sight for its version, and fail with it. What is built runs on the host.
+export DS_ACCELERATOR=cpu TORCH_CUDA_ARCH_LIST=8.0
+
+build_deepspeed() {
+  # Its CPU builder forgets the libraries of an operation, so that async_io would lack libaio.
+  sed -i 's/extra_compile_args=compile_args)/extra_compile_args=compile_args, extra_link_args=self.strip_empty_entries(self.extra_ldflags()))/' \
+    op_builder/cpu/builder.py
+  # It compiles for the processor it finds, whatever it is asked for: the flag, and which vector code is chosen.
+  if [ "$march" != native ]; then
+    sed -i "s/^    def cpu_arch(self):/&\n        return '-march=$march'/; s/^    def simd_width(self):/&\n        return '$(vectors)'/" \
+      op_builder/builder.py
+  fi
+  env DS_ENABLE_NINJA=1 MAX_JOBS="$(nproc)" DS_ACCELERATOR=cpu DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=$aio \
+    "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
+}
+
+vectors() { # what DeepSpeed calls the widest vectors that code for $march may use
+  local macros
+  macros=$("$CXX" "-march=$march" -dM -E -x c++ /dev/null)
+  case $macros in
+    *__AVX512F__*) echo -D__AVX512__ ;;
+    *__AVX2__*) echo -D__AVX256__ ;;
+    *__ARM_FEATURE_SVE*) echo -D__SVE__ ;;
+    *__aarch64__*) echo -D__NEON__ ;;
+    *) echo -D__SCALAR__ ;;
+  esac
+}
+
+build_plain_deepspeed() { # without compiled parts: what keeps its states on the device does not need them
+  env DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+label=$("$python" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")')-$march
+
+# built_for RECIPE: what its wheel fits, a line each. With any other line it is another wheel.
+built_for() {
+  printf '%s\n' "$label" "$("$CXX" --version | head -n 1)" "$(getconf GNU_LIBC_VERSION 2>/dev/null)"
+  [ "$march" != native ] || printf 'processor %s\n' "$("$CXX" -march=native -dM -E -x c++ /dev/null | sort | sha256sum)" # what it may use
+  [ "${1#plain_}" != horovod ] || printf 'mpi %s\ncuda %s\nrecipe %s\n' "$mpi" "$cuda" \
+    "$(declare -f build_horovod no_cuda unpack_toolkit nccl_settings | sha256sum)"
+  [ "$1" != deepspeed ] || printf 'libaio %s\n' "$aio"
+  printf 'recipe %s\n' "$(declare -f "build_$1" | sha256sum)"
+}
+
+# wheel RECIPE NAME VERSION SHA256 WHAT: prints the wheel of this release, built by the function build_RECIPE where it is not there yet.
+# Where it cannot be built: keeps the reason and returns 1.
 wheel() {
-  local name=$1 version=$2 sha=$3 folder=$4 what=$5
-  if compgen -G "$folder/$name-$version-*.whl" >/dev/null; then return; fi
+  local recipe=$1 name=$2 version=$3 sha=$4 what=$5 fits folder work log started=$SECONDS
+  fits=$(built_for "$recipe")
+  folder=$wheels/$recipe-$version/$label-$(sha256sum <<<"$fits" | cut -c1-10)
+  if compgen -G "$folder/$name-$version*.whl"; then return; fi
   say "$what, once; later set-ups take it from $folder"
-  local work log started=$SECONDS
-  work=$(mktemp -d) log=$(mktemp)
-  "$python" -m pip --disable-pip-version-check download --quiet --no-deps --no-build-isolation --no-binary "$name" -d "$work" "$name==$version" >"$log" 2>&1 ||
-    { cat "$log" >&2; say "cannot download the source release of $name $version"; exit 1; }
+  mkdir -p "$folder"
+  work=$(mktemp -d) log=$folder/build.log
+  if ! "$python" -m pip --disable-pip-version-check download --quiet --no-deps --no-build-isolation --no-binary "$name" -d "$work" "$name==$version" \
+    >"$log" 2>&1; then
+    failed "cannot download its source release" "let pip reach a package index that has $name $version"
+    return 1
+  fi
   if ! echo "$sha  $work/$name-$version.tar.gz" | sha256sum --check --quiet >/dev/null 2>&1; then
-    say "the source release of $name $version has another checksum than $sha: not built"; exit 1
+    echo "ERROR: the source release has another checksum than $sha" >"$log"
+    failed "not built" "use a package index that serves the original release"
+    return 1
   fi
   tar -xzf "$work/$name-$version.tar.gz" -C "$work"
-  (cd "$work/$name-$version" && "build_$name" "$work/out") >"$log" 2>&1 &
+  (cd "$work/$name-$version" && "build_$recipe" "$work/out") >"$log" 2>&1 &
   local build=$!
   while kill -0 $build 2>/dev/null; do
     sleep 1
     [ $(((SECONDS - started) % 30)) != 0 ] || say "  $name: $((SECONDS - started)) s"
   done
-  wait $build || { tail -n 40 "$log" >&2; say "building $name $version failed; the whole log is $log"; exit 1; }
-  mkdir -p "$folder"
-  cp "$work/out/"*.whl "$folder/.new.$$" && mv "$folder/.new.$$" "$folder/$(basename "$work/out/"*.whl)" # whole or not at all
-  rm -rf "$work" "$log"
+  if ! wait $build; then
+    failed "cannot build it" "mend that, or use another compiler (CC=gcc-12 CXX=g++-12 make setup)"
+    return 1
+  fi
+  echo "$fits" >"$folder/built-for.txt"
+  if ! { cp "$work/out/"*.whl "$folder/.new.$$" && mv "$folder/.new.$$" "$folder/$(basename "$work/out/"*.whl)"; }; then # whole or not at all
+    echo "ERROR: cannot write into $folder" >"$log"
+    failed "cannot keep its wheel" "make room there, or name another folder in PARALLELISM_BENCH_CACHE"
+    return 1
+  fi
+  rm -rf "$work"
   say "  $name: built in $((SECONDS - started)) s"
+  compgen -G "$folder/$name-$version*.whl"
 }
 
-build_horovod() { # torch's headers want C++17; Release leaves out 17 MB of debug symbols
-  sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' CMakeLists.txt horovod/torch/CMakeLists.txt
-  sed -i "s/'RelWithDebInfo'/'Release'/" setup.py
-  local with_mpi=HOROVOD_WITHOUT_MPI=1
-  [ $mpi = 0 ] || with_mpi=HOROVOD_WITH_MPI=1
-  env MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    HOROVOD_WITH_GLOO=1 "$with_mpi" "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
+failed() { # failed WHAT MEND: keeps the reason of the wheel at hand (variables of the function `wheel`)
+  say "  $name $version: $1: $("$python" -m harness.unbuilt "$name" "$version" "$log" "$work" "$2")"
+  say "  cells that need it are unavailable, all else goes on; the whole log is $log"
+  rm -rf "$work"
 }
 
-build_deepspeed() { # its CPU builder forgets the libraries of an operation, so that async_io would lack libaio
-  sed -i 's/extra_compile_args=compile_args)/extra_compile_args=compile_args, extra_link_args=self.strip_empty_entries(self.extra_ldflags()))/' \
-    op_builder/cpu/builder.py
-  env DS_ENABLE_NINJA=1 MAX_JOBS="$(nproc)" DS_ACCELERATOR=cpu DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=$aio \
-    "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
-}
+forget() { rm -f "$("$python" -m harness.unbuilt "$1")"; } # the reason of an earlier set-up
 
-wheel horovod 0.28.1 92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 "$cache/mpi$mpi" "building Horovod (2 minutes on 2 cores)"
-wheel deepspeed 0.19.8 9e491abd0827ea5c389dd702e15e11e13d83d904bac4a20d6c2a4cb37207a9af "$cache/aio$aio" "building DeepSpeed's CPU Adam and disk access (4 minutes on 2 cores)"
-ls "$cache/mpi$mpi"/horovod-*.whl "$cache/aio$aio"/deepspeed-*.whl
+release=(horovod 0.28.1 92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0)
+forget horovod
+if [ "$cuda" = none ]; then
+  say "Horovod for the CPU alone: $cuda_why"
+  wheel horovod "${release[@]}" "building Horovod (2 minutes on 2 cores)" || true
+else
+  say "Horovod with NCCL for CUDA $cuda_version, $cuda_why"
+  wheel horovod "${release[@]}" "building Horovod with NCCL (5 minutes on 2 cores)" || {
+    cuda=none
+    wheel plain_horovod "${release[@]}" "building Horovod for the CPU alone (2 minutes on 2 cores)" || true
+  }
+fi
+release=(deepspeed 0.19.8 9e491abd0827ea5c389dd702e15e11e13d83d904bac4a20d6c2a4cb37207a9af)
+forget deepspeed
+wheel deepspeed "${release[@]}" "building DeepSpeed's CPU Adam and disk access (4 minutes on 2 cores)" ||
+  wheel plain_deepspeed "${release[@]}" "taking DeepSpeed without compiled parts" || true

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv with everything pinned; does nothing when it is already right. Works as an ordinary user.
+# setup.sh          also tries again what could not be built before
+# setup.sh --need   does not: before a run or a test
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
+export CC=${CC:-gcc} CXX=${CXX:-g++}
 say() { printf 'setup: %s\n' "$*"; }
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -14,11 +17,12 @@ fi
 # What a set-up needs from the system, and what adds strategies: `package:how to see that it is there`.
 there() { case $1 in
   python3-dev) [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
-  libaio-dev) printf '#include <libaio.h>' | g++ -E -x c++ - >/dev/null 2>&1 ;;
+  libaio-dev) printf '#include <libaio.h>' | "$CXX" -E -x c++ - >/dev/null 2>&1 ;;
   libopenmpi-dev) command -v mpicxx >/dev/null ;;
   slurm-wlm) PATH=$PATH:/usr/sbin command -v slurmctld >/dev/null ;;
   munge) PATH=$PATH:/usr/sbin command -v munged >/dev/null ;;
   openmpi-bin) command -v mpirun >/dev/null ;;
+  g++) command -v "$CXX" >/dev/null ;;
   *) command -v "$1" >/dev/null ;;
   esac; }
 missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
@@ -38,31 +42,92 @@ if [ ${#lack[@]} != 0 ]; then
 fi
 mapfile -t lack < <(missing "${like[@]}")
 
-want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/native.sh; echo "${lack[@]}"; } | sha256sum | cut -c1-16)
+# Which processor compiled parts are for: what this call says, else what the last one said, else this machine's.
+march=${PARALLELISM_BENCH_MARCH:-$(cat .venv/.march 2>/dev/null || echo native)}
+export PARALLELISM_BENCH_MARCH=$march
+if ! "$CXX" "-march=$march" -E -x c++ /dev/null >/dev/null 2>&1; then
+  say "PARALLELISM_BENCH_MARCH=$march is no processor that $CXX knows: use for instance x86-64-v3, or native for this machine's" >&2
+  exit 2
+fi
+
+# What builds Horovod's operations on GPUs: what this call says, else what the last one said, else what fits this machine.
+. scripts/cuda.sh
+cuda=${PARALLELISM_BENCH_CUDA:-$(cat .venv/.cuda 2>/dev/null || echo auto)}
+export PARALLELISM_BENCH_CUDA=$cuda
+case $cuda in
+  auto) fits="$(nvidia_driver | sed 's/..*/a driver/') $(nvcc=$(cuda_compiler) && [ -z "$nvcc" ] || compiler_version "$nvcc" || true)" ;;
+  toolkit | packages | no) fits=$cuda ;;
+  *) say "PARALLELISM_BENCH_CUDA=$cuda is not known: use auto, toolkit, packages or no" >&2; exit 2 ;;
+esac
+
+want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scripts/native.sh; echo "${lack[@]}"; "$CXX" --version; echo "$march $fits"; } |
+  sha256sum | cut -c1-16)
 want=$want-$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')
 stamp=.venv/.set-up
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-  exit 0
+unbuilt() { # libraries that could not be built
+  local file
+  for file in .venv/share/parallelism-bench/unbuilt/*.json; do [ ! -f "$file" ] || basename "$file" .json; done
+}
+identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null || true; }
+same=0
+[ -n "$(identity .venv/bin/python)" ] && [ "$(identity .venv/bin/python)" = "$(identity "$python")" ] && same=1
+if [ $same = 1 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  [ -n "$(unbuilt)" ] || exit 0
+  if [ "${1:-}" = --need ]; then
+    say "some cells are unavailable, as this could not be built: $(unbuilt | paste -sd ' '); \`make setup\` tries again, \`doctor\` says why"
+    exit 0
+  fi
 fi
 [ ${#lack[@]} = 0 ] || say "without Debian's packages ${lack[*]} some cells are unavailable; install them and run this again" >&2
-if [ ! -x .venv/bin/python ]; then
-  say "making .venv with $("$python" --version)"
-  if ! "$python" -m venv .venv 2>/dev/null; then
-    rm -rf .venv
+if [ -e .venv ] && [ ! -f .venv/pyvenv.cfg ] && [ -n "$(ls -A .venv)" ]; then
+  say ".venv is no virtual environment; move it away" >&2
+  exit 1
+fi
+if [ $same = 0 ]; then
+  if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     say "cannot make a virtual environment; install Debian's package python3-venv" >&2
     exit 1
   fi
+  if [ -f .venv/pyvenv.cfg ]; then
+    say "making .venv anew with $("$python" --version): it was of another Python, or of one that is gone"
+  else
+    say "making .venv with $("$python" --version)"
+  fi
+  "$python" -m venv --clear .venv
 fi
+echo "$march" >.venv/.march
+echo "$cuda" >.venv/.cuda
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 say "1/4 installing torch (the largest part)"
 pip install --quiet --constraint constraints.txt setuptools torch
+scripts/machine.sh .venv/bin/python
 say "2/4 installing the suite, its tools and the libraries of the strategies"
 pip install --quiet --constraint constraints.txt wheel cmake ninja
 pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 say "3/4 what has no binary release: Horovod, and DeepSpeed with its compiled parts"
-mapfile -t wheels < <(scripts/native.sh .venv/bin/python)
-[ ${#wheels[@]} = 2 ] || exit 1
-pip install --quiet --constraint constraints.txt "${wheels[@]}"
+built=$(scripts/native.sh .venv/bin/python)
+mapfile -t wheels <<<"$built"
+[ -z "$built" ] || pip install --quiet --constraint constraints.txt "${wheels[@]}"
+if [ -n "$built" ] && [ "$built" != "$(cat .venv/.wheels 2>/dev/null)" ]; then # pip keeps what has the same version, whatever it was built for
+  pip install --quiet --no-deps --force-reinstall "${wheels[@]}"
+fi
+echo "$built" >.venv/.wheels
 say "4/4 checking"
 .venv/bin/python -c 'import torch, transformers, bench.cli; print("setup: torch", torch.__version__, "transformers", transformers.__version__)'
-echo "$want" > "$stamp"
+loads() { # loads MODULE WHEEL: what was built but cannot be imported counts as not built
+  local name=${1%%.*} log=$PWD/.venv/.loads-${1%%.*}.log version=${2##*/}
+  version=${version#*-} version=${version%%-*}
+  if .venv/bin/python -c "import $1" >"$log" 2>&1; then rm "$log"; return; fi
+  say "  $name does not load: $(.venv/bin/python -m harness.unbuilt "$name" "$version" "$log" "$PWD" "remove the folder ${2%/*}")"
+}
+for wheel in "${wheels[@]}"; do
+  case $wheel in
+    */horovod-*) loads horovod.torch "$wheel" ;;
+    */deepspeed-*) loads deepspeed "$wheel" ;;
+  esac
+done
+for name in $(unbuilt); do # nor does one of an earlier set-up stay, which was built for something else
+  [[ $built == */plain_"$name"-* && ! -f .venv/.loads-$name.log ]] || pip uninstall --quiet --yes "$name" 2>/dev/null
+done
+echo "$want" >"$stamp"
+[ -z "$(unbuilt)" ] || say "done, without what could not be built: $(unbuilt | paste -sd ' ') (.venv/bin/python -m bench doctor says why)"

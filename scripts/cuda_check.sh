@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Proves the set-up of a CUDA machine on one without a GPU, in a checkout and an environment of their own (9 GB, and as much to download):
+# torch's CUDA build as the package index serves it; Horovod with NCCL compiled and linked by the packages of the compiler, and imported;
+# DeepSpeed's compiled parts beside CUDA; every test in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
+# What is committed is checked, with changes to it; new files are not. cuda_check.sh --clear removes the environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+cache=${PARALLELISM_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/parallelism-bench}
+copy=$cache/cuda-check
+say() { printf 'check: %s\n' "$*"; }
+if [ "${1:-}" = --clear ]; then
+  rm -rf "$copy"
+  exit
+fi
+
+mkdir -p "$cache"
+[ -d "$copy/.git" ] || git clone --quiet --no-hardlinks . "$copy"
+git -C "$copy" fetch --quiet "$PWD" HEAD
+git -C "$copy" reset --quiet --hard FETCH_HEAD
+git diff --binary HEAD | git -C "$copy" apply --allow-empty
+cd "$copy"
+
+# A local source of wheels may hold torch's CPU build, which pip would prefer: only the index stays, whichever pip was told to use.
+[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+for setting in index-url cert client-cert proxy trusted-host; do
+  variable=PIP_$(tr a-z- A-Z_ <<<"$setting")
+  value=${!variable:-$(.venv/bin/python -m pip config get "global.$setting" 2>/dev/null || .venv/bin/python -m pip config get "install.$setting" 2>/dev/null || true)}
+  [ -z "$value" ] || export "$variable=$value"
+done
+unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL PIP_NO_INDEX
+export PIP_CONFIG_FILE=/dev/null PARALLELISM_BENCH_CUDA=packages
+
+say "set-up in $copy"
+started=$SECONDS
+PYTHON=${PYTHON:-python3} scripts/setup.sh
+say "set-up took $((SECONDS - started)) s; the environment has $(du -sh .venv | cut -f1)"
+scripts/native.sh .venv/bin/python --plan
+wheel=$(grep horovod- .venv/.wheels)
+say "Horovod's wheel: $(stat --format %s "$wheel") bytes, $wheel"
+cat "${wheel%/*}/built-for.txt"
+.venv/bin/python -m tests.gpu.cuda_build
+say "tests/gpu, then those of tensors without data as on a GPU"
+.venv/bin/python -m pytest tests/gpu
+.venv/bin/python -m tests.gpu.fake_cuda
+say "matrix smoke on the CPU"
+.venv/bin/python -m bench run --matrix smoke
+say "all of it passed; scripts/cuda_check.sh --clear frees $(du -sh "$copy" | cut -f1)"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Says what a set-up is on: machine.sh PYTHON, with torch installed.
+set -euo pipefail
+
+python=$1
+say() { printf 'setup: %s\n' "$*"; }
+# shellcheck source=scripts/cuda.sh
+. "$(dirname "$0")/cuda.sh"
+
+driver=$(nvidia_driver) nvcc=$(cuda_compiler)
+toolkit=$([ -z "$nvcc" ] || compiler_version "$nvcc" || true)
+read -r version cuda <<<"$("$python" -c 'import torch; print(torch.__version__, torch.version.cuda or "none")' 2>/dev/null)"
+
+say "on $("$python" --version), $("${CXX:-g++}" --version | head -n 1), $(uname -m)"
+if [ "${PARALLELISM_BENCH_MARCH:-native}" = native ]; then
+  say "compiled parts are for this machine's processor; PARALLELISM_BENCH_MARCH=x86-64-v3 would be for older ones of a cluster too"
+else
+  say "compiled parts are for the processor $PARALLELISM_BENCH_MARCH (PARALLELISM_BENCH_MARCH=native: for this machine's)"
+fi
+say "NVIDIA driver ${driver:-none}, CUDA toolkit ${toolkit:+release }${toolkit:-none}${nvcc:+ ($nvcc)}, torch $version with CUDA $cuda"
+
+case ${cuda%%.*} in # the oldest driver that each major version of CUDA runs on
+  13) oldest=580 ;;
+  12) oldest=525 ;;
+  11) oldest=450 ;;
+  *) oldest=0 ;;
+esac
+if [ -n "$driver" ] && [ "${driver%%.*}" -lt $oldest ]; then
+  say "this driver is too old for torch's CUDA $cuda, which needs $oldest or newer: no GPU is used until it is renewed, or torch comes from an index of builds for an older CUDA (PIP_EXTRA_INDEX_URL)"
+fi
+if [ -n "$driver" ] && [ "$cuda" = none ]; then
+  say "this torch has no CUDA: no GPU is used until it comes from an index of CUDA builds (the default one has them)"
+fi
