@@ -3,14 +3,27 @@
 description: one sentence
 trials: 10                     # launches of each cell; 10 unless said otherwise
 workloads: {main: llama-mini}  # names that cells may use as their workload, also with suffixes: main+lora
+numbers: {images: 32}          # names that cells may use as a number, such as their batch
 defaults: {batch: 8}           # axes that hold where a cell says nothing
 hosts:                         # the first rule that fits the host adds to the above
-  - {device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}
+  - device: cuda
+    memory_at_least: 60GiB
+    workloads: {main: llama-1b}
+    defaults: {batch: 32}
+    trials: 2                  # in place of the matrix's
+    micro_batch_tokens: 4096   # what `micro_batches: fit` means here
+    parity: {workloads: {main: llama-mini}, defaults: {batch: 8}}
 cells:                         # a list as a value stands for one cell each; several lists for all combinations
   - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
 
 `devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each node of the cell.
 `nodes: many` is all nodes of the run; of cells with `links`, whose nodes are emulated, at least 2.
+`micro_batches: many` is 4 on a CPU; on GPUs two for each device, at least 4: what keeps a pipeline of that many stages busy.
+`micro_batches: fit` is 1, but on a host whose rule has `micro_batch_tokens` the fewest that leave a data-parallel rank at most so
+many tokens at a time.
+`parity` adds to each cell that names no precision its twin in fp32, which is launched once and held to the tightest tolerance:
+what is timed in bf16 may deviate by bf16's rounding, which would hide a small mistake. Its workloads, numbers and defaults go
+before all others, so that a twin is small.
 """
 
 from __future__ import annotations
@@ -29,13 +42,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
+from harness.expected import time_limit_seconds
 from harness.plan import LeftOut
-from harness.registry import admit
+from harness.registry import admit, make_strategy
 from harness.workloads import make_workload, prepare_data
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Launches that show a difference of 3 % where launches spread by 1.1 % (tests/unit/test_stats.py)."""
+_COUNTED = ("batch", "micro_batches", "sequence_length", "warmup_steps", "timed_steps", "parity_steps")
+"""Axes whose value may be the name of a number."""
 AXES = (*(name for name in Cell.model_fields if name != "global_batch"), "batch")
 
 
@@ -50,6 +66,10 @@ class Host:
     """Of one GPU, or of the host."""
     nodes: int = 1
     """Nodes that the run has, this host among them."""
+    name: str | None = None
+    """Of its GPUs, as NVML gives it; None: unknown."""
+    elsewhere: bool = False
+    """Whether this is another host than this process's: what is installed and built here says nothing of it then."""
 
     @property
     def many(self) -> int:
@@ -65,33 +85,55 @@ class Host:
 
         if device_type() == "cuda":
             found = gpus()
-            return cls("cuda", len(found), found[0][1], nodes)
+            return cls("cuda", len(found), found[0][1], nodes, found[0][0])
         return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
 
 
-class Rule(BaseModel):
-    """What a kind of host adds to a matrix."""
+class Sizes(BaseModel):
+    """What names mean, and which axes hold where a cell says nothing."""
 
     model_config = ConfigDict(extra="forbid")
+    workloads: dict[str, str] = Field(default_factory=dict)
+    numbers: dict[str, int] = Field(default_factory=dict)
+    defaults: dict[str, Any] = Field(default_factory=dict)
+
+    def over(self, other: Sizes) -> Sizes:
+        """Both; where they say two things, this one's."""
+        return Sizes(
+            workloads={**other.workloads, **self.workloads},
+            numbers={**other.numbers, **self.numbers},
+            defaults={**other.defaults, **self.defaults},
+        )
+
+
+class Rule(Sizes):
+    """What a kind of host adds to a matrix."""
+
     device: Literal["cpu", "cuda"] | None = None
     memory_at_least: str = "0B"
-    workloads: dict[str, str] = Field(default_factory=dict)
-    defaults: dict[str, Any] = Field(default_factory=dict)
+    trials: int | None = Field(default=None, ge=1)
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    parity: Sizes | None = None
 
     def fits(self, host: Host) -> bool:
         return self.device in (None, host.device) and host.memory_bytes >= parse_bytes(self.memory_at_least)
 
 
-class Matrix(BaseModel):
+class Matrix(Sizes):
     """A matrix file as it is written."""
 
-    model_config = ConfigDict(extra="forbid")
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
-    workloads: dict[str, str] = Field(default_factory=dict)
-    defaults: dict[str, Any] = Field(default_factory=dict)
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[dict[str, Any]] = Field(min_length=1)
+
+    def rule(self, host: Host) -> Rule:
+        """The first rule that fits a host; an empty one where none does."""
+        return next((rule for rule in self.hosts if rule.fits(host)), Rule())
+
+    def trials_on(self, host: Host) -> int:
+        """Launches of each cell on a host."""
+        return self.rule(host).trials or self.trials
 
 
 AnyMatrix = TypeVar("AnyMatrix", bound=Matrix)
@@ -134,7 +176,10 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
         matrix = kind(**content)
     except ValidationError as error:
         raise Mistake(f"matrix {path}, {complaint(error)}") from None
-    for where, axes in [("defaults", matrix.defaults), *((f"hosts[{i}].defaults", r.defaults) for i, r in enumerate(matrix.hosts))]:
+    places: list[tuple[str, Sizes | None]] = [("", matrix)]
+    for index, rule in enumerate(matrix.hosts):
+        places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
+    for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
         _known_keys(axes, AXES, f"matrix {path}, {where}")
     for index, entry in enumerate(matrix.cells):
         _known_keys(entry, AXES, f"matrix {path}, cells[{index}]")
@@ -156,6 +201,8 @@ class Expanded:
 
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...]
+    once: frozenset[str] = frozenset()
+    """Ids of the cells that are launched once, for parity."""
 
 
 def expand(
@@ -171,29 +218,50 @@ def expand(
 
     Raises Mistake for an axis, value or pattern that means nothing.
     """
-    rule = next((r for r in matrix.hosts if r.fits(host)), Rule())
-    workloads = {**matrix.workloads, **rule.workloads}
-    defaults = {**matrix.defaults, **rule.defaults, "device": host.device}
-    found: dict[str, Cell] = {}
-    for index, entry in enumerate(matrix.cells):
-        for axes in _combinations({**defaults, **entry, **(changes or {})}):
-            if axes.get("nodes") == "many":
-                axes["nodes"] = max(host.nodes, 2) if axes.get("links") else host.nodes
-            if axes.get("devices") == "many":
-                axes["devices"] = host.many * (axes["nodes"] if isinstance(axes.get("nodes"), int) else 1)
-            cell = _cell(axes, workloads, f"matrix {name}, cells[{index}]")
-            found.setdefault(cell.id, cell)
-    chosen = _choose(list(found.values()), only, skip)
+    rule = matrix.rule(host)
+    timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
+    once = checked.keys() - timed.keys()
+    chosen = _choose([*timed.values(), *(checked[cell] for cell in checked if cell in once)], only, skip)
     cells, left_out = [], []
     for cell in chosen:
         try:
             _admit_here(cell, host)
-            cells.append(cell)
+            cells.append(_limited(cell, host))
         except Refused as no:
             left_out.append(LeftOut(cell, "refused", str(no)))
         except Unavailable as no:
             left_out.append(LeftOut(cell, "unavailable", str(no)))
-    return Expanded(tuple(cells), tuple(left_out))
+    return Expanded(tuple(cells), tuple(left_out), frozenset(once & {cell.id for cell in cells}))
+
+
+def _limited(cell: Cell, host: Host) -> Cell:
+    """A GPU cell that names no time limit gets one by what it is expected to take."""
+    if cell.device != "cuda" or "time_limit_seconds" in cell.model_fields_set:
+        return cell
+    return cell.model_copy(update={"time_limit_seconds": time_limit_seconds(cell, host.name)})
+
+
+Cells = dict[str, Cell]
+"""By id, in the matrix's order."""
+
+
+def _timed_and_checked(matrix: Matrix, rule: Rule, host: Host, changes: Mapping[str, Any], name: str) -> tuple[Cells, Cells]:
+    """The cells of a matrix, and the twins in fp32 of those that name no precision."""
+    sizes = rule.over(matrix)
+    timed: Cells = {}
+    checked: Cells = {}
+    for index, entry in enumerate(matrix.cells):
+        where = f"matrix {name}, cells[{index}]"
+        for axes in _combinations({**sizes.defaults, "device": host.device, **entry, **changes}):
+            cell = _cell(axes, sizes, rule, host, where)
+            timed.setdefault(cell.id, cell)
+        if rule.parity and not {"precision", "device"} & {*entry, *changes}:
+            twin_sizes = rule.parity.over(sizes)
+            settled = {"device": host.device, **rule.parity.defaults, "precision": "fp32", **changes}
+            for axes in _combinations({**sizes.defaults, **entry, **settled}):
+                cell = _cell(axes, twin_sizes, rule, host, where)
+                checked.setdefault(cell.id, cell)
+    return timed, checked
 
 
 def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -202,15 +270,26 @@ def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(axes, values, strict=True))
 
 
-def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> Cell:
-    fields = dict(axes)
+def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
+    """The cell of these axes; raises Mistake where one of them means nothing."""
+    named_numbers = {axis: sizes.numbers[value] for axis, value in axes.items() if axis in _COUNTED and value in sizes.numbers}
+    fields = {**axes, **named_numbers}
+    if fields.get("nodes") == "many":
+        fields["nodes"] = max(host.nodes, 2) if fields.get("links") else host.nodes
+    if fields.get("devices") == "many":
+        fields["devices"] = host.many * (fields["nodes"] if isinstance(fields.get("nodes"), int) else 1)
     batch = fields.pop("batch", 8)
     devices = fields.get("devices", 1)
     named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
-    fields["workload"] = workloads.get(named, named) + plus + suffixes
+    fields["workload"] = sizes.workloads.get(named, named) + plus + suffixes
     if not (isinstance(batch, int) and isinstance(devices, int)):
         raise Mistake(f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}")
     fields["global_batch"] = batch * devices if fields.get("regime") == "weak" else batch
+    parts = fields.get("micro_batches")
+    if parts == "many":
+        fields["micro_batches"] = 4 if host.device == "cpu" else max(4, 2 * devices)
+    elif parts == "fit":
+        del fields["micro_batches"]
     if isinstance(fields.get("memory_limit_bytes"), str):
         fields["memory_limit_bytes"] = parse_bytes(fields["memory_limit_bytes"])
     if "parity_steps" not in fields:
@@ -221,9 +300,20 @@ def _cell(axes: Mapping[str, Any], workloads: Mapping[str, str], where: str) -> 
         cell = Cell(**fields)
     except ValidationError as error:
         raise Mistake(f"{where}: {complaint(error)}") from None
+    if parts == "fit" and rule.micro_batch_tokens:
+        cell = cell.model_copy(update={"micro_batches": _fewest(cell, rule.micro_batch_tokens)})
     if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
         cell = cell.model_copy(update={"data": "images"})
     return cell
+
+
+def _fewest(cell: Cell, tokens: int) -> int:
+    """The smallest number of micro-batches of at most so many tokens for a data-parallel rank."""
+    try:
+        samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
+    except Refused:
+        return 1  # the cell is left out, whatever its micro-batches
+    return next(n for n in range(1, samples + 1) if samples % n == 0 and (samples // n * cell.sequence_length <= tokens or n == samples))
 
 
 def matches(cell: Cell, pattern: str) -> bool:
@@ -252,22 +342,33 @@ def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list
 def _admit_here(cell: Cell, host: Host) -> None:
     """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
     workload = make_workload(cell.workload)
-    admit(cell, workload)
-    if cell.links:
+    if cell.device == "cuda":
+        if host.device != "cuda":
+            admit(cell, workload)
+            raise Unavailable("no GPU that this torch can use; device: cpu runs here")
+        _require_gpus(cell, host)
+    try:
+        admit(cell, workload, here=not host.elsewhere)
+    except Unavailable:
+        if not host.elsewhere:
+            raise
+    if cell.links and not host.elsewhere:
         from harness.links.emulated import lacking
 
         if why := lacking():
             raise Unavailable(why)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
-    if cell.device == "cuda":
-        if host.device != "cuda":
-            raise Unavailable("no GPU that this torch can use; device: cpu runs here")
-        if cell.links and cell.devices > host.num_devices:
-            raise Unavailable(f"needs {cell.devices} GPUs for its emulated nodes, this host has {host.num_devices}")
-        if cell.devices // cell.nodes > host.num_devices:
-            raise Unavailable(f"needs {cell.devices // cell.nodes} GPUs on a node, this one has {host.num_devices}")
     prepare_data(cell.data, workload, cell.sequence_length)
+
+
+def _require_gpus(cell: Cell, host: Host) -> None:
+    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host has."""
+    needed = max(cell.devices, make_strategy(cell).least_devices)
+    on_this_host = needed if cell.links else -(-needed // cell.nodes)
+    if on_this_host > host.num_devices:
+        why = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
+        raise Unavailable(f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has {host.num_devices}")
 
 
 def parse_changes(settings: Sequence[str]) -> dict[str, Any]:

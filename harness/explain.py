@@ -67,7 +67,7 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
         "profiled": profiled,
         "calls": calls,
         "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
-        "wire": exposed.wire,
+        "wire": "ring" if loop.job.device.type == "cuda" else exposed.wire,  # NCCL's algorithms, which move what rings do
         "memory": None,
         "memory_reason": "torch's memory tracker sees the thread that calls the step only, and the library trains in one of its own",
         "private_bytes": None,

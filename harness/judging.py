@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
 from harness.cell import Cell
-from harness.environment import version_of
 from harness.outcome import Outcome
-from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, VERSION, Reference, Verdict, judge, loss_deviations, widest
+from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, Noise, Verdict, judge, loss_deviations, widest
 from harness.record import mean_losses
+from harness.references import reference_of
 from harness.registry import batch_norm_is_split
 from harness.strategy import EXACT, Deviation, Layout, Strategy
-from harness.workloads import Workload, make_workload, prepare_data
-from harness.workloads.data import cache_folder
+from harness.workloads import Workload, make_workload
 from harness.workloads.facts import model_facts
-
-
-def reference_key(cell: Cell) -> str:
-    """Name of the reference run's folder: what it trains, on which data, with which versions."""
-    workload = make_workload(cell.workload)
-    data = prepare_data(cell.data, workload, cell.sequence_length)
-    versions = [version_of(package) for package in ("torch", "transformers", *workload.requires)]
-    said = (VERSION, cell.reference().id, data.fingerprint, workload.version, *versions)
-    return f"{cell.workload.replace('/', '_').replace(':', '_')[-40:]}-{hashlib.blake2s(repr(said).encode(), digest_size=8).hexdigest()}"
-
-
-def reference_of(cell: Cell) -> Reference:
-    return Reference(str(cache_folder() / "references" / reference_key(cell)))
 
 
 def in_fp32(cell: Cell) -> Cell | None:
@@ -57,7 +42,13 @@ def allowed_deviation(cell: Cell, workload: Workload, strategy: Strategy, layout
 
 
 def verdict_of(
-    cell: Cell, workload: Workload, allowed: Deviation, outcome: Outcome, reference_losses: Sequence[float], why_not: str
+    cell: Cell,
+    workload: Workload,
+    allowed: Deviation,
+    outcome: Outcome,
+    reference_losses: Sequence[float],
+    why_not: str,
+    noise: Noise | None = None,
 ) -> Verdict:
     if not reference_losses:
         return Verdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
@@ -68,4 +59,5 @@ def verdict_of(
         model_facts(workload, cell.sequence_length).trainable,
         allowed,
         workload.split.tied if workload.split else None,
+        noise,
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from harness.cell import Cell
-from harness.cores import pin
+from harness.cores import pin, threads_of
 from harness.elastic import run_elastic
 from harness.outcome import Left, Outcome, ending, judge
 from harness.parents import adopt_orphans, die_with_parent
@@ -192,7 +192,7 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
     """Another launcher starts the ranks; what it says goes to rank 0's log. Returns its exit code."""
     file = Path(spec.scratch) / "spec.pickle"
     file.write_bytes(pickle.dumps(spec))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(spec.cell.threads_per_device)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0]))}
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
             [*command, "-m", "harness.rank", str(file)],

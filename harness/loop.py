@@ -10,9 +10,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from harness.batches import Batches
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.energy import Energy
+from harness.measure.gpu_use import RankGpus
 from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
 from harness.measure.states import KINDS, held, state_bytes
@@ -51,6 +53,7 @@ class Loop:
         self.rows: list[dict[str, Any]] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
+        self.peak_host: int | None = None
         self.deviations: dict[str, float] | None = None
         self.dtypes: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
@@ -58,39 +61,40 @@ class Loop:
         self.timed = 0
         """Timed steps so far."""
         self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
-        self.load, self.energy = Load(), Energy.of(job.device, job.rank)
+        self.gpus = RankGpus(meter.devices)
+        self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
         self._counted_from: int | None = None
         self.place = Place(spec.turns.address) if spec.turns else None
         self.turns_began: list[tuple[int, float]] = []
         """First step of each turn, and when that began, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
-        self.share = slice(share * size, (share + 1) * size)
+        rows = slice(share * size, (share + 1) * size)
+        self.batches = Batches(spec.data, job.cell.seed, job.cell.global_batch, rows, job.device)
 
     def synchronize(self) -> None:
+        """Waits for all that this process's devices were given to do."""
         if self.job.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self.job.device)
+            for device in self.job.devices:
+                torch.cuda.synchronize(device)
 
     def fetch(self, index: int) -> Batch:
-        import torch
-
-        cell = self.job.cell
-        inputs, labels = self.spec.data.batch(cell.seed, index, cell.global_batch, self.share)
-        device = self.job.device
-        return Batch(index, torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
+        return self.batches.fetch(index)
 
     def start_counting(self) -> None:
         """Readings around a stretch of timed steps: what they sent, took and met costs them nothing."""
         self._counted_from = len(self.rows)
         self.traffic.start()
+        self.gpus.start()
         self.energy.start()
         self.load.start()
 
     def stop_counting(self) -> None:
         self.load.stop()
         self.energy.stop()
+        self.gpus.stop()
         self.traffic.stop(0 if self._counted_from is None else len(self.rows) - self._counted_from)
         self._counted_from = None
 
@@ -140,6 +144,7 @@ class Loop:
         self.meter.method = peak.method
         self.peak_allocated = _larger(self.peak_allocated, peak.allocated)
         self.peak_reserved = _larger(self.peak_reserved, peak.reserved)
+        self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
         """Compares or saves the parameters; what that costs in memory is not counted, nor is the step that follows it."""

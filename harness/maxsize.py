@@ -19,6 +19,7 @@ from harness.launch import Launches
 from harness.parity import Reference
 from harness.plan import Plan
 from harness.record import left_out_row
+from harness.references import reference_cell
 from harness.registry import make_strategy
 from harness.runner import Runner, Watcher
 from harness.store import TrialKey
@@ -221,6 +222,6 @@ class Search:
         self.watcher.preparing(f"reference run of {cell.workload}, without the limit")
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
-            if launcher.run(cell.reference(), data, 1, reference_output=folder).status == "interrupted":
+            if launcher.run(reference_cell(cell), data, 1, reference_output=folder).status == "interrupted":
                 raise KeyboardInterrupt
             return self.runner.one(launcher, cell, key, self.position, Reference(folder), self.watcher.step)

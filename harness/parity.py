@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -43,8 +44,21 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """How far two reference runs are apart that differ only in how the batch is split: by rounding alone."""
+
+    loss: float
+    """Largest |difference| / |loss| at any step of the segment."""
+    update: float
+    """Largest norm of the difference of any tensor, relative to its update."""
+
+
+@dataclass(frozen=True)
 class Reference:
-    """A reference run on disk: losses of the segment, parameters after it, the norm of each tensor's update."""
+    """A reference run on disk: losses of the segment, trained tensors after it, the norm of each tensor's update.
+
+    Of a tensor that is not trained a digest is kept: it must stay bit for bit what it was.
+    """
 
     folder: str
 
@@ -63,18 +77,43 @@ class Reference:
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         before = dict(initial.named_parameters())
-        final = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        final = {name: p.detach().cpu().contiguous() for name, p in parameters.items() if p.requires_grad}
+        frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
         mine = f"{platform.node()}.{os.getpid()}.tmp"  # tasks of an array may make the same reference at the same time
         save_file(final, Path(self.folder) / f"final.{mine}")
-        norms = {}
+        norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
-            moved = workload.meaningful(name, tensor) - workload.meaningful(name, before[name].detach().float().cpu())
+            moved = workload.meaningful(name, tensor.float()) - workload.meaningful(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
-        facts = {"losses": losses, "update_norms": norms}
-        temporary = Path(self.folder) / f"reference.{mine}"
-        temporary.write_text(json.dumps(facts))
         (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
+        self._write({"losses": losses, "update_norms": norms, "frozen": frozen})
+
+    def note(self, noise: Noise) -> None:
+        """Keeps the run's own noise with it."""
+        self._write(self.facts | {"noise": asdict(noise)})
+
+    @property
+    def noise(self) -> Noise | None:
+        """None where it was not measured."""
+        known = self.facts.get("noise")
+        return Noise(**known) if known else None
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        temporary = Path(self.folder) / f"reference.{platform.node()}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(facts))
         temporary.replace(Path(self.folder) / "reference.json")
+
+
+def digest(tensor: Tensor) -> str:
+    """Tells a tensor from every other, whichever device and precision it is kept in.
+
+    Of a copy: NumPy takes a tensor's storage for good, and FSDP1 resizes the storage of what it gathered.
+    """
+    import torch
+
+    numbers = tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
+    return hashlib.blake2b(numbers.data, digest_size=16).hexdigest()
 
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -110,23 +149,34 @@ def update_deviations(exposed: Exposed, workload: Workload, reference: Reference
     """
     from safetensors import safe_open
 
-    norms: dict[str, float] = reference.facts["update_norms"]
+    facts = reference.facts
+    norms: dict[str, float] = facts["update_norms"]
+    frozen: dict[str, str] = facts.get("frozen", {})
     tied = workload.split.tied if workload.split else {}
     deviations: dict[str, float] = {}
     with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
         for name, tensor in whole_parameters(exposed):
             known = name if name in norms else tied.get(name, name)
+            if known in frozen:
+                deviations[name] = 0.0 if digest(tensor) == frozen[known] else math.inf
+                continue
             if known not in norms:
                 deviations[name] = math.inf
                 continue
-            expected = final.get_tensor(known)
+            expected = final.get_tensor(known).to(tensor.device)
             if expected.shape != tensor.shape:
                 deviations[name] = math.inf
                 continue
-            gap = workload.meaningful(known, tensor.float().cpu()) - workload.meaningful(known, expected)
+            gap = workload.meaningful(known, tensor.float()) - workload.meaningful(known, expected.float())
             distance = float(gap.norm())
             deviations[name] = 0.0 if distance == 0.0 else (distance / norms[known] if norms[known] else math.inf)
     return deviations
+
+
+def noise_of(losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]) -> Noise | None:
+    """What another run of the reference shows of its noise; None where that run did not stay finite."""
+    noise = Noise(max(loss_deviations(losses, reference)), max(updates.values(), default=math.inf))
+    return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
 
 
 def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
@@ -146,8 +196,12 @@ def judge(
     all_names: Sequence[str],
     allowed: Deviation,
     tied: Mapping[str, str] | None = None,
+    noise: Noise | None = None,
 ) -> Verdict:
-    """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the model must be in one."""
+    """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the model must be in one.
+
+    `noise`: the reference's own; where that alone is more than what is allowed, the reason says so.
+    """
     gaps = loss_deviations(losses, reference_losses)
     worst_loss = max(gaps)
     merged: dict[str, float] = {}
@@ -160,6 +214,7 @@ def judge(
 
     def verdict(word: str, reason: str) -> Verdict:
         finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
+        reason = "; ".join(part for part in (reason, beyond(allowed, noise)) if part)
         return Verdict(word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update)
 
     if missing:
@@ -175,6 +230,16 @@ def judge(
     if worst_loss <= EXACT.loss and worst_update <= EXACT.update:
         return verdict("exact", "")
     return verdict("within tolerance", allowed.reason)
+
+
+def beyond(allowed: Deviation, noise: Noise | None) -> str:
+    """Says that the reference's noise alone exceeds what is allowed; empty where it does not."""
+    if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
+        return ""
+    return (
+        f"the reference itself moves by {noise.loss:.1e} in the loss and {noise.update:.1e} in the parameters when its batch is"
+        f" split differently (allowed {allowed.loss:.0e} and {allowed.update:.0e})"
+    )
 
 
 def widest(*deviations: Deviation) -> Deviation:

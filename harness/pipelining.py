@@ -126,7 +126,8 @@ def train_step(job: Job, pipe: Pipe, optimizer: Optimizer, average_over: dist.Pr
     compute: list[tuple[Any, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
         compute += [(stage, name) for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")]
-    job.expose(nn.ParameterList(pipe.parameters), optimizer, compute=compute, gather=lambda: iter(pipe.named), **shown)
+    states: Optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's are those of the one that it wraps
+    job.expose(nn.ParameterList(pipe.parameters), states, compute=compute, gather=lambda: iter(pipe.named), **shown)
 
     def step(batch: Batch) -> Tensor | None:
         loss = pipe.forward_backward(batch)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from harness.cell import Cell
 from harness.errors import Mistake
+from harness.expected import trial_seconds
 from harness.store import Store
-from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,31 @@ class Plan:
     """When no further round is begun; None: never."""
     by_turns: bool = False
     """Whether the launches of a round train at once, by turns of a few steps (see harness/ring.py)."""
+    once: frozenset[str] = frozenset()
+    """Ids of the cells that are launched once, for parity: their time is no measurement."""
 
     @classmethod
-    def new(cls, matrix: str, cells: Sequence[Cell], trials: int, left_out: Sequence[LeftOut], run_id: str = "") -> Plan:
+    def new(
+        cls,
+        matrix: str,
+        cells: Sequence[Cell],
+        trials: int,
+        left_out: Sequence[LeftOut],
+        run_id: str = "",
+        once: Iterable[str] = (),
+    ) -> Plan:
         """A plan of its own order. `run_id`: without one the run is named by its time."""
-        return cls(run_id or new_run_id(), matrix, tuple(cells), trials, tuple(left_out), secrets.randbelow(2**31))
+        seed = secrets.randbelow(2**31)
+        return cls(run_id or new_run_id(), matrix, tuple(cells), trials, tuple(left_out), seed, once=frozenset(once))
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all cells alike."""
-        return [(cell, trial) for trial in range(self.trials) for cell in self.shuffled(self.cells, trial)]
+        rounds = ((trial, self.shuffled(self.cells, trial)) for trial in range(self.trials))
+        return [(cell, trial) for trial, cells in rounds for cell in cells if trial < self.trials_of(cell)]
+
+    def trials_of(self, cell: Cell) -> int:
+        """Launches of a cell."""
+        return 1 if cell.id in self.once else self.trials
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
         """The order of cells in a round."""
@@ -71,6 +86,7 @@ class Plan:
                 "precision": self.precision,
                 "time_budget_seconds": self.time_budget_seconds,
                 "by_turns": self.by_turns,
+                **({"once": sorted(self.once)} if self.once else {}),
             }
         )
 
@@ -81,7 +97,7 @@ class Plan:
         left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
         cells = tuple(Cell(**c) for c in plan["cells"])
         more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
-        more["by_turns"] = plan.get("by_turns", False)
+        more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
         return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], **more)
 
 
@@ -105,20 +121,14 @@ def resumable(store: Store, matrix: str | None) -> Plan:
     raise Mistake(f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one")
 
 
-def expected_seconds(store: Store, cells: Sequence[Cell], cores: int) -> dict[str, float]:
-    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by its FLOPs."""
+def expected_seconds(store: Store, cells: Sequence[Cell], cores: int, gpu: str | None = None) -> dict[str, float]:
+    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by harness/expected.py.
+
+    `gpu`: NVML's name of the GPUs that it is for.
+    """
     before: dict[str, float] = {}
     if store.run_ids():
         trials = store.load(steps=False).trials
         done = trials[trials["wall_seconds"].notna()]
         before = {str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()}
-    result = {}
-    for cell in cells:
-        if cell.id in before:
-            result[cell.id] = before[cell.id]
-            continue
-        flops = model_facts(make_workload(cell.workload), cell.sequence_length).flops_per_sample * cell.global_batch * cell.total_steps
-        # 40 GFLOP/s a core in fp32 and 100 TFLOP/s a GPU are cautious guesses, replaced by the first measurement.
-        rate = 1e14 if cell.device == "cuda" else 4e10 * min(cores, cell.devices * cell.threads_per_device)
-        result[cell.id] = (4.0 if cell.launcher == "spawn" else 0.5) + flops / rate
-    return result
+    return {cell.id: before[cell.id] if cell.id in before else trial_seconds(cell, cores, gpu) for cell in cells}

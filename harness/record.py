@@ -12,6 +12,7 @@ from typing import Any
 from harness.cell import Cell
 from harness.cores import oversubscribed
 from harness.measure.flops import mfu
+from harness.measure.gpu_state import as_json, use_of
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
 from harness.nodes.facts import distinct_cores, shared_machine
@@ -79,6 +80,11 @@ _LISTS = [
     "node_names",
     "turn_began",
     "turn_samples_per_second",
+    "rank_cores",
+    "reserved_memory_bytes_by_rank",
+    "nvml_memory_bytes_by_rank",
+    "context_memory_bytes_by_rank",
+    "host_peak_memory_bytes_by_rank",
 ]
 
 
@@ -131,12 +137,35 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "restarts": max(a["restarts"] for a in answers),
         "losses": [float("nan") if loss is None else loss for loss in mean_losses(answers)],
         "held_parameters": [a["held_parameters"] for a in answers],
+        "rank_cores": [a["cores"] for a in answers if "cores" in a],
         **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
         "foreign_load_cores": _foreign_load(answers),
         "energy_joules_per_sample": _per_sample([a["joules_per_step"] for a in answers], cell.global_batch),
+        **_gpus(answers),
         **_traffic(answers),
         **_states(answers),
     }
+
+
+def _gpus(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Columns of the ranks on GPUs; a server in host memory has none."""
+    driving = [a for a in answers if a.get("gpu_use") is not None]
+    if not driving:
+        return {}
+    uses = [use_of(a["gpu_use"]) for a in driving]
+    return {
+        "gpu_use": as_json(uses),
+        "reserved_memory_bytes_by_rank": _all_known([a["reserved_memory_bytes"] for a in driving]),
+        "nvml_memory_bytes_by_rank": _all_known([use.process_bytes for use in uses]),
+        "context_memory_bytes_by_rank": _all_known([use.context_bytes for use in uses]),
+        "host_peak_memory_bytes_by_rank": _all_known([a["host_peak_bytes"] for a in driving]),
+    }
+
+
+def _all_known(values: Sequence[int | None]) -> list[int]:
+    """By rank; empty where one does not know."""
+    known = [v for v in values if v is not None]
+    return known if len(known) == len(values) else []
 
 
 def _turns(begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int) -> list[tuple[float, float]]:

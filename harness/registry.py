@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
 from harness.strategy import Layout, Strategy
+from harness.unbuilt import unbuilt
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -86,13 +87,22 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
         raise Refused(f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that option")
 
 
-def admit(cell: Cell, workload: Workload) -> tuple[Strategy, Layout]:
-    """The strategy and its layout, if the cell can run here; raises Mistake, Refused or Unavailable."""
+def _how(package: str) -> str:
+    """What provides a package, or why set-up could not."""
+    if failure := unbuilt(package):
+        return failure.reason
+    return INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
+
+
+def admit(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
+    """The strategy and its layout, if the cell can run; raises Mistake, Refused or Unavailable.
+
+    `here`: on this host; otherwise its packages are not looked for.
+    """
     strategy = make_strategy(cell)
-    for package in (*strategy.requires, *workload.requires):
+    for package in (*strategy.requires, *workload.requires) if here else ():
         if importlib.util.find_spec(package) is None:
-            how = INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
-            raise Unavailable(f"package {package} is not installed: {how}")
+            raise Unavailable(f"package {package} is not installed: {_how(package)}")
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
     layout = strategy.layout(cell.devices)

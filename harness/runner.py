@@ -12,17 +12,21 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from harness.cell import Cell
-from harness.environment import environment, gpus
+from harness.environment import device_type, environment, gpus
+from harness.expected import time_limit_seconds
 from harness.explained import explain_cell
-from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, reference_key, reference_of, verdict_of
+from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, verdict_of
 from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
+from harness.measure.gpu_state import GpuLook, GpuState, as_json
 from harness.measure.load import Idle
 from harness.outcome import Outcome
-from harness.parity import Reference
+from harness.parity import Reference, noise_of
 from harness.plan import Plan
-from harness.record import left_out_row, step_rows, trial_row
+from harness.preload import to_preload
+from harness.record import left_out_row, mean_losses, step_rows, trial_row
+from harness.references import make_room, mark_used, reference_cell, reference_key, reference_of, split_differently
 from harness.registry import admit, make_strategy
 from harness.ring import Launch, Ring
 from harness.schema import VERSION as SCHEMA_VERSION
@@ -55,6 +59,10 @@ class _Prepared:
     def __init__(self, cell: Cell, key: TrialKey, position: int, reference: Reference | None) -> None:
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
+        if self.known:
+            mark_used(self.known)
+        self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
+        """GPUs of the first node that it uses."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = admit(cell, self.workload)
         more = {
@@ -64,6 +72,26 @@ class _Prepared:
         }
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What the machine did just before a launch and just after its end."""
+
+    gpus_before: tuple[GpuState, ...]
+    gpus_after: tuple[GpuState, ...]
+    idle_before: float | None
+    idle_after: float | None
+
+    def columns(self, gpus: int, outcome: Outcome) -> dict[str, Any]:
+        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are nobody else."""
+        own = {answer.get("pid") for answer in outcome.answers}
+        return {
+            "gpu_before": as_json(self.gpus_before[:gpus]),
+            "gpu_after": as_json([state.without(own) for state in self.gpus_after[:gpus]]),
+            "idle_before": self.idle_before,
+            "idle_after": self.idle_after,
+        }
 
 
 @dataclass
@@ -79,6 +107,7 @@ class Runner:
     _given_up: dict[str, str] = field(default_factory=dict)
     _no_reference: dict[str, str] = field(default_factory=dict)
     _idle: Idle = field(default_factory=Idle)
+    _gpus: GpuLook = field(default_factory=GpuLook)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -147,7 +176,7 @@ class Runner:
             return []
         trials = self.store.load([self.plan.run_id], steps=False).trials
         wide = too_wide(trials, self.plan.precision)
-        cells = [cell for cell in self.cells if cell.id in wide]
+        cells = [cell for cell in self.cells if cell.id in wide and cell.id not in self.plan.once]
         trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
         seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
         if self.plan.time_budget_seconds is not None and spent_seconds + seconds > self.plan.time_budget_seconds:
@@ -220,33 +249,36 @@ class Runner:
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
         prepared = _Prepared(cell, key, position, reference)
-        idle_before = self._idle.before()
+        gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(how.cell, how.data, how.processes, on_progress=heard, **how.more)
-        return self._record(prepared, outcome, (idle_before, self._idle.after()))
+        around = _Around(gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after())
+        return self._record(prepared, outcome, around)
 
     def _by_turns(
         self, ring: Ring, todo: Sequence[Todo], references: dict[str, Reference], heard: Callable[[int, float], None]
     ) -> list[dict[str, Any]]:
         """A round whose launches train by turns: their rows."""
         round_ = [_Prepared(cell, key, position, references[reference_key(cell)]) for position, cell, key in todo]
-        idle_before = self._idle.before()
+        most = max((one.gpus for one in round_), default=0)
+        gpus_before, idle_before = self._gpus.states(most), self._idle.before()
         outcomes = ring.together([one.launch for one in round_], heard)
-        idle = idle_before, self._idle.after()
-        return [self._record(one, outcome, idle) for one, outcome in zip(round_, outcomes, strict=True)]
+        around = _Around(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
+        return [self._record(one, outcome, around) for one, outcome in zip(round_, outcomes, strict=True)]
 
-    def _record(self, prepared: _Prepared, outcome: Outcome, idle: tuple[float | None, float | None]) -> dict[str, Any]:
-        """Judges and records a trial; returns its row. `idle`: shares of the cores' time before and after."""
+    def _record(self, prepared: _Prepared, outcome: Outcome, around: _Around) -> dict[str, Any]:
+        """Judges and records a trial; returns its row."""
         cell, key, reference = prepared.cell, prepared.key, prepared.reference
         workload, strategy, layout = prepared.workload, prepared.strategy, prepared.layout
         facts = model_facts(workload, cell.sequence_length)
         known = prepared.known
         reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
+        noise = known.noise if known else None
         verdict = None
         if outcome.status == "ok":
             allowed = allowed_deviation(cell, workload, strategy, layout)
             why_not = self._no_reference.get(reference.folder, "") if reference else "a probe is not compared with a reference run"
-            verdict = verdict_of(cell, workload, allowed, outcome, reference_losses, why_not)
+            verdict = verdict_of(cell, workload, allowed, outcome, reference_losses, why_not, noise)
         gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
         peak = peak_flops_per_second(gpu, workload.arithmetic or cell.precision)
         busy = [a["busy_fraction"] for a in outcome.answers if a.get("busy_fraction") is not None]
@@ -267,8 +299,9 @@ class Runner:
             formula=strategy.states(cell, layout, facts),
             cycle=strategy.cycle,
             wraps_ddp=strategy.same_as_ddp(cell),
-            idle_before=idle[0],
-            idle_after=idle[1],
+            **around.columns(prepared.gpus, outcome),
+            reference_loss_noise=noise.loss if noise else None,
+            reference_update_noise=noise.update if noise else None,
             fp32_loss_deviation=distance_to_fp32(cell, outcome),
         )
         self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
@@ -277,21 +310,38 @@ class Runner:
     def _references(self, launcher: Launches, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
-        for cell in [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]:
+        compared = [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
+        make_room(compared)
+        for cell in compared:
             key = reference_key(cell)
             if key in found:
                 continue
             found[key] = reference = reference_of(cell)
             if not reference.exists:
                 watcher.preparing(f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}")
-                workload = make_workload(cell.workload)
-                data = prepare_data(cell.data, workload, cell.sequence_length)
-                outcome = launcher.run(cell.reference(), data, 1, reference_output=reference.folder)
-                if outcome.status == "interrupted":
-                    raise KeyboardInterrupt
+                outcome = self._reference_run(launcher, reference_cell(cell), reference_output=reference.folder)
                 if outcome.status != "ok":
                     self._no_reference[reference.folder] = f"the reference run ended {outcome.status}: {outcome.reason}"
+            again = split_differently(reference_cell(cell))
+            if again and reference.exists and reference.noise is None:
+                watcher.preparing(f"the same with its batch in {again.micro_batches} parts: how far rounding alone leads")
+                outcome = self._reference_run(launcher, again, reference=reference.folder)
+                losses = mean_losses(outcome.answers) if outcome.status == "ok" else []
+                noise = noise_of(losses, outcome.answers[0]["update_deviations"], reference.facts["losses"]) if losses else None
+                if noise:
+                    reference.note(noise)
         return found
+
+    def _reference_run(self, launcher: Launches, cell: Cell, **more: Any) -> Outcome:
+        """Runs a reference's cell; raises KeyboardInterrupt where the user stopped it."""
+        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+        if cell.device == "cuda":
+            limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
+            cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
+        outcome = launcher.run(cell, data, 1, **more)
+        if outcome.status == "interrupted":
+            raise KeyboardInterrupt
+        return outcome
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
         """The reason not to try a cell: one that differs only by needing no more of anything ran out of memory."""
@@ -321,8 +371,9 @@ def _more_of_the_same(cell: Cell, other: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """The packages that these cells' strategies and workloads require, and modules of theirs."""
+    """What the fork server imports for these cells: packages that strategies and workloads require, and modules of theirs."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
     needed += [p for cell in cells for p in make_workload(cell.workload).requires]
-    return list(dict.fromkeys(needed))
+    with_gpus = device_type() == "cuda" or any(cell.device == "cuda" for cell in cells)
+    return to_preload(list(dict.fromkeys(needed)), with_gpus)

@@ -8,6 +8,8 @@ History of the version:
   4  several nodes: their number, names and facts, and the job that a run was part of.
   5  emulated links between nodes: as asked for, as measured, and how.
   6  launches that train by turns: when each turn began, and its throughput.
+  7  what a GPU's number needs beside it: versions, topology and settings of a run's GPUs; their state around each trial, what
+     held them back in the timed steps, memory by NVML and of the host; cores of each rank; noise of the reference.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 6
+VERSION = 7
 
 # name, type, meaning. `?` marks a column that may be null: unknown is null, never a guess.
 RUNS = (
@@ -37,6 +39,19 @@ RUNS = (
     ("memory_bytes", "int64", "memory of the host"),
     ("gpus", "list<string>", "name of each GPU"),
     ("gpu_memory_bytes", "int64?", "memory of one GPU"),
+    (
+        "gpu_facts",
+        "string?",
+        "JSON: of each GPU its UUID, bus id, compute capability, NUMA node, cores near it, MIG, ECC, persistence, power limits",
+    ),
+    ("gpu_topology", "string?", "JSON: how each pair of GPUs is connected: NVLink with version and links, else the PCIe ancestor"),
+    ("gpus_unused", "string?", "why GPUs that are there are not used; null: they are, or there are none"),
+    ("numa", "string?", "JSON: CPU cores of each NUMA node of the host"),
+    ("driver_version", "string?", "NVIDIA driver"),
+    ("driver_cuda_version", "string?", "newest CUDA that this driver runs"),
+    ("torch_cuda_version", "string?", "CUDA that torch is built for"),
+    ("nccl_version", "string?", "NCCL that torch uses"),
+    ("cudnn_version", "string?", "cuDNN that torch uses"),
     ("git_commit", "string?", "commit of the suite, with + where the tree was changed"),
     ("suite_version", "string", ""),
     ("allocation", "string?", "JSON: the SLURM job that the run was started in"),
@@ -101,6 +116,7 @@ TRIALS = (
     ("memory_limit_bytes", "int64?", ""),
     ("stand_in", "string?", "what ran instead of the real thing"),
     ("oversubscribed", "bool", "more ranks than cores: its times say nothing of real hardware"),
+    ("rank_cores", "list<string>", "CPU cores that each rank was pinned to, as 0-7,16"),
     ("parameters", "int64?", "of the unsplit model"),
     ("trained_parameters", "int64?", "of these, the ones that are trained"),
     ("held_parameters", "list<int64>", "elements held by each rank between steps"),
@@ -137,7 +153,22 @@ TRIALS = (
     ("idle_before", "double?", "share of the cores' time that was idle just before the launch"),
     ("idle_after", "double?", "the same just after its end"),
     ("foreign_load_cores", "double?", "cores that others than the ranks kept busy during the timed steps"),
-    ("energy_joules_per_sample", "double?", "of the GPUs by NVML, of the host's CPU packages by RAPL; null where neither counts"),
+    (
+        "gpu_before",
+        "string?",
+        "JSON: of the first node's GPUs that it uses, just before the launch: clocks, what holds them back, heat, power, errors, processes",
+    ),
+    ("gpu_after", "string?", "JSON: the same just after its end"),
+    (
+        "gpu_use",
+        "string?",
+        "JSON: by rank the UUIDs of its GPUs, seconds of the timed steps in which power or heat held them back, their state at the end",
+    ),
+    (
+        "energy_joules_per_sample",
+        "double?",
+        "of all its GPUs by NVML, or of the host's CPU packages by RAPL; null where these do not count",
+    ),
     ("trend", "double?", "relative change over the timed steps where significant (Kendall, p < 0.01), else 0: warm-up was too short"),
     ("flops_per_step", "double?", "of the model, see `how it was measured`"),
     ("mfu", "double?", "model FLOPs utilisation; null where the device's peak is unknown"),
@@ -145,6 +176,18 @@ TRIALS = (
     ("peak_memory_bytes", "int64?", "largest of the ranks' peaks"),
     ("peak_memory_bytes_by_rank", "list<int64>", ""),
     ("reserved_memory_bytes", "int64?", "CUDA caching allocator, largest rank"),
+    ("reserved_memory_bytes_by_rank", "list<int64>", "the same of each rank, on its device where it is largest"),
+    ("nvml_memory_bytes_by_rank", "list<int64>", "memory of each rank's process by NVML after the timed steps; empty: unknown"),
+    (
+        "context_memory_bytes_by_rank",
+        "list<int64>",
+        "that without what the allocator had reserved then: CUDA's context, communication buffers, libraries; empty: unknown",
+    ),
+    (
+        "host_peak_memory_bytes_by_rank",
+        "list<int64>",
+        "of cells on GPUs: peak of each rank's host memory (resident, no file, above imports)",
+    ),
     ("memory_imbalance", "double?", "largest over mean peak of the ranks"),
     ("memory_method", "string?", "how memory was measured"),
     ("setup_peak_memory_bytes", "int64?", "largest of the ranks' peaks during set-up, before the first step"),
@@ -160,6 +203,8 @@ TRIALS = (
     ("parity_max_loss_deviation", "double?", "largest |loss - reference| / |reference|"),
     ("parity_max_update_deviation", "double?", "largest |parameters - reference| / |reference's update| of a tensor"),
     ("parity_worst_tensor", "string?", "the tensor that it was"),
+    ("reference_loss_noise", "double?", "largest loss deviation between two reference runs that split the batch differently"),
+    ("reference_update_noise", "double?", "largest deviation of a tensor's update between these"),
     ("parity_loss_tolerance", "double?", "what the strategy declares"),
     ("parity_update_tolerance", "double?", "what the strategy declares"),
 )

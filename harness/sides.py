@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import Mistake
-from harness.measure.load import disturbed
+from harness.measure.load import disturbances
 from harness.stats import Turns
 from harness.store import Results, Store
-from harness.summary import LOAD, RANKED, ended, known, turns_of
+from harness.summary import GPUS, LOAD, RANKED, ended, gpus_of, known, turns_of
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -36,13 +36,27 @@ class Hardware:
     memory_bytes: int
     gpus: tuple[str, ...]
     gpu_memory_bytes: float | None
+    power_limits: tuple[str, ...] | None = None
+    """Of each GPU in words; None: unknown, as before schema version 7."""
+    ecc: tuple[str, ...] | None = None
+    """The same of error correction, which takes some of the memory's speed."""
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Hardware:
         """From a run's row."""
         gpus = () if run["gpus"] is None else tuple(run["gpus"])
         memory, cores = int(run["memory_bytes"]), int(run["cpu_cores"])
-        return cls(run["host"], _text(run["cpu_model"]), cores, memory, gpus, known(run["gpu_memory_bytes"]))
+        limits, ecc = _settings(run.get("gpu_facts"))
+        return cls(
+            run["host"],
+            _text(run["cpu_model"]),
+            cores,
+            memory,
+            gpus,
+            known(run["gpu_memory_bytes"]),
+            limits,
+            ecc,
+        )
 
     def difference(self, other: Hardware, device: str) -> str:
         """Why times on the two say nothing of each other; empty where they are equal. GPUs matter to cells on GPUs only."""
@@ -60,15 +74,31 @@ class Hardware:
             return f"other GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
         if _apart(self.gpu_memory_bytes or 0, other.gpu_memory_bytes or 0):
             return f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
+        if None not in (self.power_limits, other.power_limits) and self.power_limits != other.power_limits:
+            return f"other GPU power limit: {_gpu_words(self.power_limits)}, then {_gpu_words(other.power_limits)}"
+        if None not in (self.ecc, other.ecc) and self.ecc != other.ecc:
+            return f"other error correction of GPU memory: {_gpu_words(self.ecc)}, then {_gpu_words(other.ecc)}"
         return ""
+
+
+def _settings(facts: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Power limit and error correction of each GPU in words, from a run's `gpu_facts`; None where one is unknown."""
+    gpus = json.loads(facts) if isinstance(facts, str) else []
+    limits = [one["power_limit_watts"] for one in gpus]
+    ecc = [one["ecc"] for one in gpus]
+    return (
+        tuple(f"{watts:.0f} W" for watts in limits) if gpus and None not in limits else None,
+        tuple("on" if on else "off" for on in ecc) if gpus and None not in ecc else None,
+    )
 
 
 def _apart(one: float, two: float) -> bool:
     return abs(one - two) > _SAME_MEMORY * max(one, two)
 
 
-def _gpu_words(gpus: Sequence[str]) -> str:
-    return ", ".join(f"{count} x {name}" for name, count in Counter(gpus).items()) or "none"
+def _gpu_words(gpus: Sequence[str] | None) -> str:
+    """Each kind once, with its number."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(gpus or ()).items()) or "none"
 
 
 def _text(value: Any) -> str | None:
@@ -104,7 +134,7 @@ class Measured:
     """Samples per second in each turn by round, of launches that trained by turns."""
     memory_method: str | None = None
     disturbed: tuple[str, ...] = ()
-    """Trials during which others used the machine, in words."""
+    """Trials that something disturbed, in words."""
 
     @property
     def ok(self) -> bool:
@@ -148,7 +178,7 @@ _TRIAL = (
 
 def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
     first = group.iloc[0]
-    trials = ended(group[[*_TRIAL, *LOAD]].to_dict("records"))
+    trials = ended(group[[*_TRIAL, *LOAD, *GPUS]].to_dict("records"))
     bad = [t for t in trials if t["status"] != "ok"]
     unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
     state, reason = "ok", ""
@@ -184,13 +214,15 @@ def _by_round(trials: Iterable[Mapping[Any, Any]], column: str) -> dict[int, flo
 
 
 def _foreign(trial: Mapping[Any, Any]) -> str:
-    """Who else was there, in words; empty where nobody was, and where the file is of a version that did not look."""
+    """What disturbed it, in words; empty where nothing did, and where the file is of a version that did not look."""
     foreign, before, after = (known(trial[name]) for name in LOAD)
-    if not disturbed(foreign, before, after):
-        return ""
-    seen = [] if foreign is None else [f"{foreign:.2f} cores used by others"]
-    seen += [f"{share * 100:.0f} % idle {when}" for share, when in ((before, "before"), (after, "after")) if share is not None]
-    return f"trial {trial['trial']}: {', '.join(seen)}"
+    gpus = gpus_of(trial)
+    causes = disturbances(foreign, before, after, gpus)
+    seen = [one.words for one in gpus.findings()]
+    if "busy" in causes:
+        seen += [] if foreign is None else [f"{foreign:.2f} cores used by others"]
+        seen += [f"{share * 100:.0f} % idle {when}" for share, when in ((before, "before"), (after, "after")) if share is not None]
+    return f"trial {trial['trial']}: {', '.join(seen)}" if causes else ""
 
 
 @dataclass(frozen=True)
@@ -216,6 +248,14 @@ def side(name: str, results: Results) -> Side:
     return Side(name, tuple(reversed(newest)), versions)
 
 
+_GPU_SOFTWARE = {
+    "NVIDIA driver": "driver_version",
+    "CUDA of torch": "torch_cuda_version",
+    "NCCL": "nccl_version",
+    "cuDNN": "cudnn_version",
+}
+
+
 def _software(run: Mapping[Any, Any]) -> dict[str, str]:
     commit = _text(run["git_commit"])
     return {
@@ -223,6 +263,7 @@ def _software(run: Mapping[Any, Any]) -> dict[str, str]:
         "Python": run["python_version"],
         **json.loads(run["libraries"]),
         "operating system": run["operating_system"],
+        **{name: version for name, column in _GPU_SOFTWARE.items() if (version := _text(run.get(column)))},
         "commit of the suite": commit[:12] + ("+" if commit.endswith("+") else "") if commit else "unknown",
     }
 

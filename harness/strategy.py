@@ -153,11 +153,26 @@ class Job:
     """Name of this rank's node; empty where the cell has but one."""
     local_processes: int = 1
     """Ranks of this node."""
+    threads: int = 1
+    """Intra-op threads of this rank."""
+    weights_device: torch.device | None = None
+    """Where initial weights are drawn, by default on `device`. In a GPU cell it is a GPU on every rank, also on one
+    that keeps its model in host memory: the CPU's generator would draw other weights than the reference's."""
     exposed: Exposed | None = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that this process drives: its own, or all of the cell's where one process drives several."""
+        count = self.layout.devices_per_process
+        if count == 1:
+            return [self.device]
+        import torch
+
+        return [torch.device(self.device.type, number) for number in range(count)]
 
     def model(self) -> nn.Module:
         """The workload's model with its seeded weights, on this rank's device, in training mode."""
-        return self.workload.build(self.cell.seed, self.device)
+        return self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The cell's optimizer as (class, keyword arguments), for libraries that make their own instance."""
@@ -231,6 +246,8 @@ class Strategy(BaseModel, ABC):
     """Elastic restarts that a trial may take."""
     max_devices: ClassVar[int | None] = None
     """The largest number of devices it can use; None for any."""
+    least_devices: ClassVar[int] = 1
+    """The smallest number of devices on which it means something."""
     wraps_ddp: ClassVar[str | None] = None
     """Name of the library whose wrapper around DDP's mathematics it shows; such cells are compared side by side."""
 
@@ -275,6 +292,10 @@ class Strategy(BaseModel, ABC):
         an all-gather (N-1)/N S. The docstring says where the library differs from the paper.
         """
         return None
+
+    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """Bytes that a step takes to and from a disk, or through one process in host memory; all ranks together, about."""
+        return 0.0
 
     @property
     def one_node(self) -> str | None:

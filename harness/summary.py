@@ -6,11 +6,13 @@ import itertools
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.load import disturbed
+from harness.measure.gpu_state import GpuRecord
+from harness.measure.load import CAUSES, Cause, disturbances
 from harness.stats import (
     COMPARED_CONFIDENCE,
     CONFIDENCE,
@@ -38,7 +40,8 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
 
     status (the worst of its trials, of those that the user did not stop), reason, expected, trials (finished ones),
     samples_per_second, tokens_per_second with _low and _high (95 %), by_round (samples_per_second by number of trial),
-    turns (by number of trial, of those that trained by turns), disturbed (trials beside which others used the machine),
+    turns (by number of trial, of those that trained by turns), disturbed (trials that something disturbed), disturbed_by (their
+    number by cause, see harness.measure.load), gpu_findings (what was found on their GPUs, in words),
     step_seconds_p50, peak_memory_bytes (largest), parity_* (of the trial that deviates most),
     ranked (may be compared by speed), efficiency_own (against the same strategy on one device), efficiency_single (against
     the single process), both null where there is nothing to compare with.
@@ -128,7 +131,10 @@ def _cell(group: Sequence[Row]) -> Row:
         row[f"{figure}_low"], row[f"{figure}_high"] = (found.low, found.high) if found else (None, None)
     row["by_round"] = {int(one["trial"]): float(one["samples_per_second"]) for one in good}
     row["turns"] = turns_of(good)
-    row["disturbed"] = sum(disturbed(*(one[name] for name in LOAD)) for one in good)
+    causes = Counter(cause for one in good for cause in _causes(one))
+    row["disturbed"] = sum(bool(_causes(one)) for one in good)
+    row["disturbed_by"] = {cause: causes[cause] for cause in CAUSES if causes[cause]}
+    row["gpu_findings"] = tuple(dict.fromkeys(f.words for one in good for f in gpus_of(one).findings()))
     for figure in _TYPICAL:
         row[figure] = statistics.median(values) if (values := _known(good, figure)) else None
     row["trend"] = max(map(abs, _known(good, "trend")), default=None)
@@ -169,6 +175,17 @@ def _known(rows: Sequence[Row], name: str) -> list[float]:
 
 
 LOAD = ("foreign_load_cores", "idle_before", "idle_after")
+GPUS = ("gpu_before", "gpu_after", "gpu_use")
+
+
+def gpus_of(trial: Mapping[Any, Any]) -> GpuRecord:
+    """What a trial's row says of its GPUs."""
+    return GpuRecord.read(*(trial[name] for name in GPUS))
+
+
+def _causes(trial: Mapping[Any, Any]) -> tuple[Cause, ...]:
+    foreign, before, after = (known(trial[name]) for name in LOAD)
+    return disturbances(foreign, before, after, gpus_of(trial))
 
 
 def known(value: Any) -> float | None:

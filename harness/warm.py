@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+from collections.abc import Callable
 
 import harness.imports
 import harness.registry
 import harness.worker
 from harness.parents import adopt_orphans, die_with_parent
+from harness.preload import cuda_is_initialized
 
 die_with_parent()
 if os.getppid() != int(os.environ.pop(harness.worker.LAUNCHER)):  # it died while this was importing
     os._exit(1)
 adopt_orphans()
 
-with open(os.devnull, "w") as nowhere:  # what these say of themselves on import is no news of any trial
-    said = os.dup(1), os.dup(2)
+INITIALIZED_CUDA: str | None = None
+"""What of the following imports initialised CUDA, so that no rank can use it; None: nothing did."""
+
+
+def _preload(name: str, load: Callable[[], object]) -> None:
+    """Runs one import and notes whether it was the one that initialised CUDA."""
+    global INITIALIZED_CUDA
+    with contextlib.suppress(Exception):  # what is wrong with a library is said to whoever wants to use it
+        load()
+    if INITIALIZED_CUDA is None and cuda_is_initialized():
+        INITIALIZED_CUDA = name
+
+
+with open(os.devnull, "w") as nowhere:  # what libraries print on import is no news of any trial
+    copies = os.dup(1), os.dup(2)
     os.dup2(nowhere.fileno(), 1)
     os.dup2(nowhere.fileno(), 2)
-    harness.imports.import_packages(os.environ.pop(harness.worker.PRELOAD).split())
-    with contextlib.suppress(Exception):  # what is wrong with one is said to whoever wants it
-        harness.registry.strategies()
-    for number, copy in zip((1, 2), said, strict=True):
+    _preload("the suite itself", lambda: None)
+    for package in os.environ.pop(harness.worker.PRELOAD).split():
+        _preload(f"package {package}", functools.partial(harness.imports.import_packages, [package]))
+    _preload("a strategy's module (harness.strategies, or a plug-in's)", harness.registry.strategies)
+    for number, copy in zip((1, 2), copies, strict=True):
         os.dup2(copy, number)
         os.close(copy)
 

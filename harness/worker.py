@@ -10,10 +10,13 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from harness.cell import Cell
+from harness.cores import core_ranges, threads_of
+from harness.links.nccl import nccl_variables
 from harness.loop import Loop, busy_share
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import shortage
@@ -22,6 +25,9 @@ from harness.registry import make_strategy
 from harness.strategy import Job
 from harness.trial import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
 from harness.workloads import make_workload
+
+if TYPE_CHECKING:
+    import torch
 
 # Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever, because the Reducer's
 # destructor holds the GIL and joins gloo's thread, which waits for the GIL. They live until the process leaves by _exit.
@@ -37,8 +43,24 @@ _LOST_PEER = (
     "store is shut down",
     "horovod has been shut down",
     "this error originated at tensorpipe",
+    "did the remote server shutdown or crash",  # torch's store
+    # NCCL's and torch's words for it. A collective that timed out is none of them: ranks that wait for each other may all be there.
+    "remote process exited or there was a network error",
+    "ncclremoteerror",
+    "connection closed by remote peer",
+    "nccl communicator was aborted",
 )
-_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "_status_alloc_failed",  # cuBLAS, cuSOLVER, cuSPARSE, cuDNN 8
+    "_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "failed to cuda calloc",  # NCCL's buffers
+    "failed to cuda malloc",
+    "failed to cuda host alloc",
+)
 
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
@@ -126,20 +148,43 @@ def _prepare_process(spec: TrialSpec, rank: int) -> None:
     os.dup2(log, 2)
     _KEPT.append(stacks := open(stacks_file(spec.scratch, rank), "w"))  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    cores = spec.cores[local_rank]
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, spec.cores[local_rank])
+        os.sched_setaffinity(0, cores)
+    if spec.cell.device == "cpu":  # libraries that choose a device themselves would take a GPU that is there
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if spec.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
         if spec.cell.nodes > 1:
             os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
+    os.environ |= nccl_variables(spec.cell.links, spec.node_name)
 
     import torch
 
     import harness.imports  # noqa: F401
 
-    torch.set_num_threads(spec.cell.threads_per_device)
+    torch.set_num_threads(threads_of(spec.cell, cores))
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+def _device(cell: Cell, serves: bool) -> torch.device:
+    """Where this rank's model is: its GPU or the CPU; a server's is in host memory."""
+    import torch
+
+    if cell.device == "cuda" and not serves:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _require_cuda() -> None:
+    """Raises RuntimeError where this process was forked from one that had initialised CUDA, and says what did."""
+    culprit = getattr(sys.modules.get("harness.warm"), "INITIALIZED_CUDA", None)
+    if culprit is not None:
+        raise RuntimeError(
+            f"importing {culprit} initialised CUDA in the process that ranks are forked from, so no rank can use a GPU;"
+            " import what does so inside the strategy's setup()"
+        )
 
 
 def _flush() -> None:
@@ -161,12 +206,16 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     layout = strategy.layout(cell.devices)
     workload = make_workload(cell.workload)
     serves = rank >= layout.processes - layout.servers  # beside the devices, in host memory
-    device = torch.device(cell.device, int(os.environ["LOCAL_RANK"])) if cell.device == "cuda" and not serves else torch.device("cpu")
+    device = _device(cell, serves)
+    if cell.device == "cuda":
+        _require_cuda()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
     harness.imports.import_packages((*strategy.requires, *strategy.preload, *workload.requires))
-    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes)
+    several = range(layout.devices_per_process if layout.devices_per_process > 1 else 0)
+    driven = [torch.device(device.type, number) for number in several]
+    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, driven)
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.process_group:
@@ -176,7 +225,18 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
     standing.job = job = Job(
-        cell, workload, layout, device, rank, Path(spec.scratch), restarts, spec.interface, spec.node_name, len(spec.ranks)
+        cell,
+        workload,
+        layout,
+        device,
+        rank,
+        Path(spec.scratch),
+        restarts,
+        spec.interface,
+        spec.node_name,
+        local_processes=len(spec.ranks),
+        threads=torch.get_num_threads(),
+        weights_device=torch.device("cuda", 0) if serves and cell.device == "cuda" else device,
     )
     step = strategy.setup(job)
     if job.exposed is None:
@@ -205,10 +265,13 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         "setup_seconds": setup_seconds,
         "setup_peak_memory_bytes": setup_peak,
         "restarts": restarts,
+        "cores": core_ranges(os.sched_getaffinity(0)),
         "steps": loop.rows,
         "turns": loop.turns_began,
         "peak_memory_bytes": loop.peak_allocated,
         "reserved_memory_bytes": loop.peak_reserved,
+        "host_peak_bytes": loop.peak_host,
+        "gpu_use": None if (use := loop.gpus.use()) is None else asdict(use),
         "memory_method": meter.method,
         "update_deviations": loop.deviations,
         "busy_fraction": busy,

@@ -34,7 +34,7 @@ def memory(line: Line) -> str:
 
 
 def disturbed(compared: Compared) -> list[tuple[str, str]]:
-    """Cells some of whose trials others disturbed, with these trials."""
+    """Cells some of whose trials something disturbed, with these trials."""
     return [(line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed]
 
 
@@ -55,7 +55,7 @@ def markdown(compared: Compared) -> str:
             parts += [f"<details><summary>{kind}: {len(some)}</summary>", *_md_lines(some), "</details>"]
     if found := disturbed(compared):
         said = "\n".join(f"- {escaped(name)}: {escaped(told)}" for name, told in found)
-        parts += [f"<details><summary>others used the machine: {len(found)}</summary>", said, "</details>"]
+        parts += [f"<details><summary>disturbed trials of cells: {len(found)}</summary>", said, "</details>"]
     method = "\n".join(f"- {name}: {escaped(told)}" for name, told in compared.method.items())
     parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
     return "\n\n".join(parts) + "\n"

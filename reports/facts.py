@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,47 @@ def _whole(value: Any) -> int:
     return 0 if missing(value) else int(value)
 
 
+def _gpus(run: Row) -> list[tuple[str, str]]:
+    """What is known of the GPUs' driver, settings and connections; of a run without GPUs nothing."""
+    versions = {
+        "driver": run.get("driver_version"),
+        "which runs CUDA up to": run.get("driver_cuda_version"),
+        "torch's CUDA": run.get("torch_cuda_version"),
+        "NCCL": run.get("nccl_version"),
+        "cuDNN": run.get("cudnn_version"),
+    }
+    words = ", ".join(f"{name} {value}" for name, value in versions.items() if not missing(value))
+    facts = _json(run.get("gpu_facts"))
+    settings = Counter(map(_setting, facts if isinstance(facts, list) else []))
+    each = "; ".join(f"{plural(count, 'GPU')}: {setting}" for setting, count in settings.items() if setting)
+    unused = run.get("gpus_unused")
+    return [
+        ("GPUs not used", "" if missing(unused) else str(unused)),
+        ("GPU software", words),
+        ("GPU settings", each),
+        ("GPU connections", _connections(_json(run.get("gpu_topology")))),
+    ]
+
+
+def _setting(facts: Row) -> str:
+    """Of one GPU: power limit, error correction, persistence, place."""
+    limit, default = facts.get("power_limit_watts"), facts.get("default_power_limit_watts")
+    lowered = "" if default in (None, limit) else f" (default {number(default)} W)"
+    switches = {"error correction": facts.get("ecc"), "persistence mode": facts.get("persistence")}
+    parts = [] if limit is None else [f"power limit {number(limit)} W{lowered}"]
+    parts += [f"{name} {'on' if on else 'off'}" for name, on in switches.items() if on is not None]
+    parts += ["MIG slice"] if facts.get("mig") else []
+    return ", ".join(parts)
+
+
+def _connections(pairs: Any) -> str:
+    """How many pairs of GPUs are connected how."""
+    if not isinstance(pairs, list):
+        return ""
+    kinds = Counter(row[other] for place, row in enumerate(pairs) for other in range(place))
+    return "; ".join(f"{plural(count, 'pair')} by {kind}" for kind, count in kinds.items())
+
+
 def environment(run: Row) -> list[tuple[str, str]]:
     """Name and value of everything that is known of where it ran."""
     libraries = _json(run["libraries"])
@@ -101,6 +143,7 @@ def environment(run: Row) -> list[tuple[str, str]]:
         ("Launches of a round", "by turns of a few steps, all at once" if plan.get("by_turns") else ""),
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),
+        *_gpus(run),
         ("Memory of the host", memory),
         ("Host", run["host"]),
         ("Operating system", run["operating_system"]),

@@ -94,7 +94,8 @@ class Group:
         s = self.setting
         tokens = f" of {s['sequence_length']} tokens" if self.throughput.startswith("tokens") else ""
         cores = "" if s["device"] == "cuda" else f" · {plural(int(s['threads_per_device']), 'core')} per device"
-        return f"{self.title}{tokens}{cores}"
+        alone = ", where nothing is communicated" if self.devices == 1 else ""
+        return f"{self.title}{tokens}{cores}{alone}"
 
 
 def unit(throughput: str) -> str:

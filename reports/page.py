@@ -17,14 +17,24 @@ TEMPLATES = Path(__file__).parent / "templates"
 def render(results: Results) -> str:
     """The page of one run. Its content policy allows the one style and the one script by their hashes."""
     from reports.groups import marks, named, pareto
-    from reports.table import disturbance
+    from reports.table import disturbance, disturbance_legend, gpu_findings
     from reports.view import make_view
 
     collecting = gc.isenabled()
     gc.disable()  # what a page is made of is kept until it is done: looking for garbage took an eighth of the time
     try:
         view = make_view(results)
-        return fill("report.html.j2", view.figure_styles, view=view, named=named, marks=marks, pareto=pareto, disturbance=disturbance)
+        return fill(
+            "report.html.j2",
+            view.figure_styles,
+            view=view,
+            named=named,
+            marks=marks,
+            pareto=pareto,
+            disturbance=disturbance,
+            disturbance_legend=disturbance_legend,
+            gpu_findings=gpu_findings,
+        )
     finally:
         if collecting:
             gc.enable()

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.measure.load import CAUSES
 from reports.groups import DISTURBED, Group, Row, unit
 from reports.text import DASH, MIB, deviation, exact, missing, number, percent, plain, plural, scaled
 
+_FINDINGS = 3
+"""Findings on a cell's GPUs that are said in its row."""
 STATUS = {
     "failed": "failed",
     "timeout": "passed its time limit",
@@ -80,7 +83,8 @@ def flags(row: Row) -> tuple[Flag, ...]:
     if row["oversubscribed"] and not missing(row["samples_per_second"]):
         found.append(Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware"))
     if row["disturbed"]:
-        found.append(Flag(f"{DISTURBED} disturbed", f"{disturbance(row)} of {plural(row['trials'], 'trial')}"))
+        said = f"{disturbance(row)} of {plural(row['trials'], 'trial')}"
+        found.append(Flag(f"{DISTURBED} disturbed", said + gpu_findings(row)))
     if not missing(row["trend"]) and row["trend"] != 0:
         found.append(Flag("trend", f"warm-up was too short: steps still changed by {percent(row['trend'])} over the timed ones"))
     if row["trials"] == 1 and row["status"] == "ok":
@@ -91,8 +95,22 @@ def flags(row: Row) -> tuple[Flag, ...]:
 
 
 def disturbance(row: Row) -> str:
-    """Trials beside which others used the machine, in words; empty where there is none."""
-    return f"something else used the machine beside {row['disturbed']}" if row.get("disturbed") else ""
+    """What disturbed how many of its trials, in words; empty where nothing did."""
+    causes = row.get("disturbed_by") or {}
+    return "; ".join(f"{CAUSES[cause]} {count}" for cause, count in causes.items())
+
+
+def gpu_findings(row: Row) -> str:
+    """What was found on its GPUs: the first few, in words; empty where nothing was."""
+    words = row.get("gpu_findings") or ()
+    more = f", and {len(words) - _FINDINGS} more" if len(words) > _FINDINGS else ""
+    return f" ({'; '.join(words[:_FINDINGS])}{more})" if words else ""
+
+
+def disturbance_legend(rows: Sequence[Row]) -> str:
+    """What the mark means on a page with these cells; empty where none has it."""
+    seen = {cause for row in rows for cause in row.get("disturbed_by") or {}}
+    return "; or ".join(f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen)
 
 
 def figure(field: str, text: Callable[[Any], str], tip: str = "") -> Callable[[Row], Td]:

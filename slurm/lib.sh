@@ -92,12 +92,23 @@ wait_for() {
   return "$code"
 }
 
+# A node's driver lists its GPUs to every job, also to one that was given none of them.
+say_without_gpus() {
+  local there
+  there=$(find "${BENCH_DRIVER:-/proc/driver/nvidia}/gpus" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)
+  if [ -z "${BENCH_GPUS:-}${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] && [ "$there" -gt 0 ]; then
+    say "this node has $there GPUs and the job asked for none: cells may run on the CPU; set gpus_per_node in the site file"
+  fi
+}
+
 # Runs what is open of the run and returns its exit code; where the job is warned of its end it does not return.
 run_matrix() { # further options of bench run
   local options=(--matrix "$BENCH_MATRIX" --run "$BENCH_RUN" --results "$BENCH_RESULTS" --with-parent "${more_options[@]}" "$@") code tries=0
   local meeting=''
   warned='' ended='' agents=() head=''
+  say_without_gpus
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    # shellcheck disable=SC2153 # SLURM sets it
     options+=(--share "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
   fi
   trap 'warned=yes; [ -z "$head" ] || kill -TERM "$head" 2>/dev/null' USR1

@@ -158,7 +158,7 @@ def _table(found: Compared, out: Path | None) -> None:
             colour = _colour(line.regression, line.kind) or "default"
             console.print(f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.said)}")
     for name, said in disturbed(found):
-        console.print(f"[yellow]others used the machine[/yellow] {escape(name)}: {escape(said)}")
+        console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(said)}")
     for name, said in found.method.items():
         console.print(f"{name}: {escape(said)}")
     console.print(f"[bold]{escape(found.headline)}[/bold]")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,17 +13,28 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from harness.checks import Trouble
     from harness.measure.links import Link
 
 
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth.")] = False,
+    gpu_check: Annotated[bool, typer.Option("--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md).")] = False,
+    out_file: Annotated[Path, typer.Option("--out", help="With --gpu-check: the file that is written.")] = Path("gpu-check.json"),
+    resume: Annotated[bool, typer.Option("--resume", help="With --gpu-check: go on with that file.")] = False,
+    budget_minutes: Annotated[float, typer.Option("--minutes", min=0, help="With --gpu-check: time for all steps.")] = 10.0,
+    steps: Annotated[Path | None, typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Shows devices, libraries, compiled ops, links, and what each strategy lacks here with the command that provides it.
+    """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would falsify a measurement.
 
     Example: [bold]python -m bench doctor --links[/bold]
     """
+    if gpu_check:
+        from bench.cli.gpu_check import gpu_check as check
+
+        check(out_file, resume, 60 * budget_minutes, steps)
+        return
     found: dict[str, Any] = {
         "devices": _devices(),
         "libraries": _libraries(),
@@ -28,12 +42,14 @@ def doctor(
         "links": _links(),
         "strategies": _strategies(),
     }
+    from harness.checks import troubles
     from harness.measure.links import METHOD
 
+    troubled = troubles()
     measured, failed = _measured_links() if links else ([], {})
     if json_output:
         told = {"measured_links": [link.as_json() for link in measured], "links_method": METHOD, "links_failed": failed} if links else {}
-        print(json.dumps(found | told, indent=2))
+        print(json.dumps(found | told | {"troubles": [dataclasses.asdict(trouble) for trouble in troubled]}, indent=2))
         if failed:
             raise typer.Exit(1)
         return
@@ -47,12 +63,26 @@ def doctor(
         for name, said in rows.items():
             table.add_row(escape(name), escape(str(said)))
         out.print(table)
+    show_troubles(out, troubled)
     for backend in dict.fromkeys(link.backend for link in measured):
         _show_links(out, backend, [link for link in measured if link.backend == backend])
     for backend, reason in failed.items():
         out.print(f"[red]links over {backend} could not be measured[/red]: {escape(reason)}")
     if failed:
         raise typer.Exit(1)
+
+
+def show_troubles(out: Console, found: Sequence[Trouble]) -> None:
+    """What would falsify a measurement here, a line each, and the command that mends it."""
+    from rich.markup import escape
+
+    if not found:
+        out.print("nothing was found that would falsify a measurement here")
+        return
+    out.print("[bold]what would falsify a measurement here[/bold]")
+    for trouble in found:
+        out.print(f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)}; {escape(trouble.why)}")
+        out.print(f"    mend: {escape(trouble.mend)}")
 
 
 def _measured_links() -> tuple[list[Link], dict[str, str]]:

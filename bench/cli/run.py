@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from bench.matrix import Host
     from harness.launch import Launches
     from harness.plan import Plan
     from harness.store import Store
@@ -37,6 +38,7 @@ def run(
     run_id: Annotated[str, typer.Option("--run", help="Name of the run: begins it, or goes on with it where it has begun.")] = "",
     share: Annotated[str, typer.Option("--share", help="I/N: of the run's cells only every N-th, from number I on, counted from 0.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
+    host: Annotated[str, typer.Option("--host", help="With --dry-run: plan for another host, like '8 x h100-80gb'.")] = "",
     explain: Annotated[bool, typer.Option("--explain", help="At the end, one more launch of each cell: where time and memory go.")] = False,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of this run, each with an agent (see docs/cluster.md).")] = 1,
     meeting: Annotated[
@@ -68,6 +70,8 @@ def run(
     store.require_writable()
     if nodes > 1 and not meeting:
         raise Mistake("--nodes needs --meeting FILE, where the agents of the nodes find this run; python -m bench submit sees to both")
+    if host and not (dry_run and matrix):
+        raise Mistake("--host plans for another host, which cannot run here: it goes with --matrix and --dry-run")
     begun = bool(run_id) and run_id in store.run_ids()
     if begun:
         plan = kept_plan(store, run_id)
@@ -77,7 +81,7 @@ def run(
             raise Mistake(f"--resume goes on with a run as it was planned: {said}")
         plan = resumable(store, matrix or None)
     elif matrix:
-        plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id)
+        plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id, host)
         if precision:
             plan = dataclasses.replace(plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget))
         if by_turns:
@@ -89,10 +93,11 @@ def run(
     console = show.console(quiet=json_output)
     runner = Runner(store, plan, share=_part(share))
     todo = runner.open_trials()
-    seconds = show.plan(console, store, plan, todo)
+    seconds, references = show.plan(console, store, plan, todo, _host(host, nodes).name)
     if dry_run:
+        show.inputs(console, _host(host, nodes).device)
         if json_output:
-            print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds}))
+            print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds, "references": dataclasses.asdict(references)}))
         return
     if not (resume or begun or runner.begin()):  # another task of the array was first: its plan is the run's
         runner.plan = plan = kept_plan(store, plan.run_id)
@@ -159,7 +164,9 @@ def _seconds(text: str) -> float:
 
 def _require_few(plan: Plan) -> None:
     """Raises Mistake for cells that cannot train by turns."""
+    from harness.environment import gpus
     from harness.errors import Mistake
+    from harness.fits import too_large_together
     from harness.ring import MOST_CELLS
 
     if not 2 <= len(plan.cells) <= MOST_CELLS:
@@ -167,15 +174,37 @@ def _require_few(plan: Plan) -> None:
     for cell in plan.cells:
         if cell.nodes > 1:
             raise Mistake(f"--by-turns is for cells of one node: leave {cell.name!r} out with --skip or --only")
+    on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
+    if on_gpus and (devices := gpus()) and (why := too_large_together(on_gpus, min(size for _, size in devices))):
+        raise Mistake(f"--by-turns: {why}")
 
 
-def _plan(matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int, run_id: str) -> Plan:
-    from bench.matrix import Host, expand, parse_changes, read_matrix
+def _host(text: str, nodes: int) -> Host:
+    """This host, or the one that `8 x h100-80gb` names; raises Mistake with the known GPUs."""
+    from bench.matrix import Host
+    from harness.errors import Mistake
+    from harness.measure.peaks import gpu_models
+
+    if not text:
+        return Host.here(nodes)
+    found = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
+    by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
+    model = by_name.get(found[2].replace("-", "")) if found else None
+    if found is None or model is None:
+        raise Mistake(f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are {', '.join(gpu_models())}")
+    return Host("cuda", int(found[1] or 1), model.memory_bytes, nodes, f"NVIDIA {model.product_name}", elsewhere=True)
+
+
+def _plan(
+    matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int, run_id: str, host: str
+) -> Plan:
+    from bench.matrix import expand, parse_changes, read_matrix
     from harness.plan import Plan
 
     read = read_matrix(matrix)
-    expanded = expand(read, Host.here(nodes), name=matrix, only=only, skip=skip, changes=parse_changes(settings))
-    return Plan.new(matrix, expanded.cells, trials or read.trials, expanded.left_out, run_id)
+    planned = _host(host, nodes)
+    expanded = expand(read, planned, name=matrix, only=only, skip=skip, changes=parse_changes(settings))
+    return Plan.new(matrix, expanded.cells, trials or read.trials_on(planned), expanded.left_out, run_id, expanded.once)
 
 
 def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bool) -> int:
@@ -193,7 +222,9 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         return 0 if finished else 130
     table = cells(loaded.trials)
     show.ranking(console, table)
-    if finished and plan.precision is not None and (wide := too_wide(loaded.trials, plan.precision)):
+    wide = too_wide(loaded.trials, plan.precision) if finished and plan.precision is not None else {}
+    wide = {cell: share for cell, share in wide.items() if cell not in plan.once}
+    if plan.precision is not None and wide:
         names = table.set_index("cell_id")["cell_name"]
         said = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
         console.print(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from harness.cell import Cell
+    from harness.expected import References
     from harness.plan import Plan
     from harness.store import Store, TrialKey
 
@@ -41,14 +44,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]]) -> dict[str, float]:
-    """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id."""
+def plan(
+    out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Cell, TrialKey]], gpu: str | None = None
+) -> tuple[dict[str, float], References]:
+    """Prints the cells, the time they will take and what is left out; returns expected seconds by cell id, and the references.
+
+    `gpu`: NVML's name of the GPUs that the plan is for.
+    """
     from harness.cores import allowed_cores, oversubscribed
+    from harness.expected import references_of
     from harness.links.link import over
     from harness.plan import expected_seconds
 
-    seconds = expected_seconds(store, planned.cells, len(allowed_cores()))
-    table = Table(title=f"matrix {escape(planned.matrix)}: {len(planned.cells)} cells x {planned.trials} trials", title_justify="left")
+    cores = len(allowed_cores())
+    seconds = expected_seconds(store, planned.cells, cores, gpu)
+    table = Table(title=_title(planned), title_justify="left")
     for column, justify in (("strategy", "left"), ("workload", "left"), ("devices", "right"), ("precision", "left"), ("batch", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_column("expected", justify="right")
@@ -57,14 +67,31 @@ def plan(out: Console, store: Store, planned: Plan, todo: Sequence[tuple[int, Ce
         devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         devices += f" {over(cell.links)}" if cell.links else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
-        each = f"{planned.trials} x {seconds[cell.id]:.1f} s"
+        each = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
         table.add_row(escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each)
     out.print(table)
     for left in planned.left_out:
         out.print(f"[yellow]left out[/yellow] {escape(left.cell.name)}: {left.status}: {escape(left.reason)}")
+    references = references_of([cell for _, cell, _ in todo], cores, gpu)
     total = sum(seconds[cell.id] for _, cell, _ in todo) + 4
+    disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
     out.print(f"{len(todo)} trials to run, about {duration(total)}")
-    return seconds
+    out.print(f"{references.number} reference runs, where none is kept: {duration(references.seconds)}, {disk}")
+    out.print(f"in all about {duration(total + references.seconds)}")
+    return seconds, references
+
+
+def inputs(out: Console, device: str) -> None:
+    """What the predicted times rest on."""
+    from harness.expected import CONTEXT_SECONDS, CPU, GPU
+
+    known = dataclasses.asdict(GPU if device == "cuda" else CPU) | ({"context_seconds": CONTEXT_SECONDS} if device == "cuda" else {})
+    out.print("predicted from: " + ", ".join(f"{name} {value:g}" for name, value in known.items()) + " (docs/hosts.md)")
+
+
+def _title(planned: Plan) -> str:
+    timed = f"matrix {escape(planned.matrix)}: {len(planned.cells) - len(planned.once)} cells x {planned.trials} trials"
+    return timed + (f", and {len(planned.once)} launched once, for parity" if planned.once else "")
 
 
 @contextlib.contextmanager
@@ -87,7 +114,8 @@ class Drawing:
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
         self.out, self.seconds, self.total, self.done = out, seconds, total, 0
-        self.left = sum(seconds[cell.id] for cell, _ in planned.schedule()) * total / max(1, len(planned.cells) * planned.trials)
+        every = planned.schedule()
+        self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
         self.began = time.monotonic()
         self.current: Cell | None = None
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
@@ -148,6 +176,7 @@ class Drawing:
 def ranking(out: Console, table: pd.DataFrame) -> None:
     """The cells by throughput, per workload; what was not ranked below, with the reason."""
     from harness.links.link import over
+    from harness.measure.load import CAUSES
     from harness.summary import alike, systems
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
@@ -173,13 +202,19 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
                 f"{row['parity_max_loss_deviation']:.1e}" if _known(row["parity_max_loss_deviation"]) else "-",
             )
         out.print(shown)
+        if (group["devices"] == 1).all() and len(group) > 1:
+            out.print("on one device nothing is communicated: this ranks what each library costs by itself, not how it scales")
     if table["stand_in"].notna().any():
         for said in sorted(set(table["stand_in"].dropna())):
             out.print(f"† stand-in: {escape(said)}")
     if table["oversubscribed"].any():
         out.print("‡ more ranks than cores: its times say nothing of real hardware")
     if table["disturbed"].any():
-        out.print(f"¶ something else used the machine beside {int(table['disturbed'].sum())} of its trials")
+        for cause, words in CAUSES.items():
+            if count := sum(causes.get(cause, 0) for causes in table["disturbed_by"]):
+                out.print(f"¶ {words} {count} of its trials")
+        for words in dict.fromkeys(itertools.chain.from_iterable(table["gpu_findings"])):
+            out.print(f"  {escape(words)}")
     if absent := [system.name for system in systems(table.to_dict("records")) if system.absent]:
         out.print(f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below says what would change it")
     for row in table[~table["ranked"]].to_dict("records"):

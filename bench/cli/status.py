@@ -64,7 +64,7 @@ def _progress(store: Any, run_id: str) -> dict[str, Any]:
         "begun": True,
         "matrix": plan.matrix,
         "cells": len(plan.cells),
-        "trials": len(plan.cells) * plan.trials,
+        "trials": len(plan.schedule()),
         "recorded": len(done),
         "left_out": len(plan.left_out),
         "statuses": {str(k): int(v) for k, v in last["status"].value_counts().items()},

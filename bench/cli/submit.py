@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,8 @@ def submit(
     name = "" if nightly else run_id or new_run_id()
     job = Job(matrix, name, results.resolve(), tuple(options), array, nightly)
     script = batch_script(here, job)
+    if without := here.without_gpus():
+        print(f"note: {without}", file=sys.stderr)
     if dry_run:
         print(json.dumps({"script": script, "run_id": name}) if json_output else script, end="\n" if json_output else "")
         return

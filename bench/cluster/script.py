@@ -74,6 +74,7 @@ def _variables(site: Site, job: Job) -> Mapping[str, str]:
         "BENCH_RESULTS": job.results,
         "BENCH_WORK": job.folder,
         "BENCH_NODES": site.nodes,
+        "BENCH_GPUS": "" if site.without_gpus() else site.gpus_per_node or "some",
         "BENCH_PYTHON": _python(site),
         "BENCH_CONTAINER": site.container,
         "BENCH_SRUN": _words(site.srun),

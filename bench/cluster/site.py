@@ -65,6 +65,7 @@ class Site(BaseModel):
     """Time limit of a job, as SLURM takes it: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
+    """0: the job asks for none, and where SLURM confines devices its cells run on the CPU, whatever the nodes have."""
     gpu_directive: str = "--gpus-per-node={gpus}"
     """How the site asks for GPUs: some want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
@@ -94,6 +95,15 @@ class Site(BaseModel):
     requeues: int = Field(default=20, ge=0)
     """How often a job may begin anew: a trial that needs longer than the time limit would do so for ever."""
     nightly: Nightly = Field(default_factory=Nightly)
+
+    def without_gpus(self) -> str:
+        """What a job of this site will run on where it asks for no GPUs; empty where it asks."""
+        if self.gpus_per_node or any("gpu" in line for line in self.directives):
+            return ""
+        return (
+            "the job asks for no GPUs: where SLURM confines devices its cells run on the CPU, whatever the nodes have;"
+            " gpus_per_node in the site file, or --gpus-per-node N, asks for them"
+        )
 
     def directive_lines(self) -> list[str]:
         """The options of sbatch that the site and the command line gave, in the order of the fields."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from harness.measure.gpu_use import RankGpus
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -26,31 +23,21 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
     return counters or None
 
 
-def gpu_joules(device: torch.device) -> dict[str, tuple[float, float]] | None:
-    """Energy that this GPU has taken since its driver was loaded, by NVML; None where it does not count."""
-    import torch
-
-    with contextlib.suppress(Exception):  # no library, no driver, no counter: pynvml has a class for each
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return {str(device): (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 0.0)}
-    return None
-
-
 @dataclass
 class Energy:
-    """Joules over several stretches of steps: of a rank's own GPU, or, by rank 0 alone, of the host's CPU packages."""
+    """Joules over several stretches of steps.
+
+    Of all GPUs that a rank drives, or, by rank 0 alone, of the host's CPU packages.
+    """
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
     joules: float | None = 0.0
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod
-    def of(cls, device: torch.device, rank: int) -> Energy:
-        if device.type == "cuda":
-            return cls(lambda: gpu_joules(device))
+    def of(cls, gpus: RankGpus, rank: int) -> Energy:
+        if gpus.devices:
+            return cls(gpus.joules)
         return cls(package_joules if rank == 0 else dict)
 
     def start(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from harness.measure.peaks import gpu_model
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -13,20 +15,6 @@ FORMULA = (
     " attention over the full square, counted by torch.utils.flop_counter; recomputation does not count;"
     " MFU = FLOPs x steps/s / (devices x peak of the device in the precision)"
 )
-
-# Dense peaks in FLOP/s without sparsity, from NVIDIA's data sheets: (fp32, bf16 and fp16).
-_PEAK = {
-    "V100": (15.7e12, 125e12),
-    "T4": (8.1e12, 65e12),
-    "A100": (19.5e12, 312e12),
-    "A10": (31.2e12, 125e12),
-    "L4": (30.3e12, 121e12),
-    "L40S": (91.6e12, 362e12),
-    "H100 PCIe": (51e12, 756e12),
-    "H100": (67e12, 989e12),
-    "H200": (67e12, 989e12),
-    "GH200": (67e12, 989e12),
-}
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -43,13 +31,8 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
     """The data sheet's dense peak of one device; None for a device that is not in the table (every CPU)."""
-    if device_name is None:
-        return None
-    matches = [name for name in _PEAK if name in device_name]
-    if not matches:
-        return None
-    fp32, half = _PEAK[max(matches, key=len)]
-    return fp32 if precision == "fp32" else half
+    model = gpu_model(device_name)
+    return model.peak_flops_per_second(precision) if model else None
 
 
 def mfu(flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None) -> float | None:

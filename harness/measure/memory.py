@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +47,15 @@ class Peak:
     """Peak memory of one rank in bytes; None where the host cannot say."""
 
     allocated: int | None
+    """On the device where it is largest."""
     reserved: int | None
+    """The same of what the CUDA caching allocator held."""
     method: str
+    host: int | None = None
+    """Beside a GPU's: resident host memory that is no file, above the baseline after imports.
+
+    Pinned pages are in it as far as the kernel counts them as resident.
+    """
 
 
 class MemoryMeter:
@@ -57,14 +64,22 @@ class MemoryMeter:
     CPU: Linux keeps the high water of all resident memory (VmHWM), which counts pages of libraries too. Those only grow,
     so high water - file pages - shared pages at the end is the anonymous memory at the peak (or a little less); the
     anonymous memory at construction, after imports, is taken off. It costs nothing while steps run.
-    CUDA: the caching allocator's own counters.
+    CUDA: the caching allocator's own counters, of each device that this process drives; and the
+    host's memory beside them, where offloaded states lie.
     """
 
-    def __init__(self, device: torch.device, limit: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit: int | None,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        """`devices`: all that this process drives, where they are several; the limit is each one's."""
         self.device = device
+        self.devices = tuple(devices or (device,))
         self.limit = limit
         self.method = CUDA_METHOD if device.type == "cuda" else CPU_METHOD
-        self.fraction: float | None = None
+        self.fractions: dict[torch.device, float] = {}
         self.before: tuple[int, int] | None = None
         self.reserve: bytearray | None = None
         self.stacks_before = 0
@@ -72,9 +87,14 @@ class MemoryMeter:
             import torch
 
             if limit is not None:
-                total = torch.cuda.get_device_properties(device).total_memory
-                self.fraction = min(1.0, limit / total)
-                torch.cuda.set_per_process_memory_fraction(self.fraction, device)
+                for one in self.devices:
+                    total = torch.cuda.get_device_properties(one).total_memory
+                    self.fractions[one] = min(1.0, limit / total)
+                    torch.cuda.set_per_process_memory_fraction(self.fractions[one], one)
+            gc.collect()
+            self._trim()
+            self.host_baseline = _no_file(_status())
+            self.usable = self._reset_host()
             return
         gc.collect()
         self._trim()
@@ -109,13 +129,15 @@ class MemoryMeter:
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
         """Without the limit: for what the harness does beside the training."""
-        if self.fraction is not None:
+        if self.fractions:
             import torch
 
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            for one in self.fractions:
+                torch.cuda.set_per_process_memory_fraction(1.0, one)
             yield
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(self.fraction, self.device)
+            for one, fraction in self.fractions.items():
+                torch.cuda.set_per_process_memory_fraction(fraction, one)
         elif self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
             yield
@@ -126,11 +148,14 @@ class MemoryMeter:
             yield
 
     def in_use(self) -> int:
-        """Bytes that count against the limit now (CPU: mapped beyond the imports', resident or not)."""
+        """Bytes that count against the limit now, on the fullest device.
+
+        CPU: mapped beyond the imports', resident or not.
+        """
         if self.device.type == "cuda":
             import torch
 
-            return torch.cuda.memory_allocated(self.device)
+            return max(torch.cuda.memory_allocated(one) for one in self.devices)
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
@@ -151,8 +176,11 @@ class MemoryMeter:
         if self.device.type == "cuda":
             import torch
 
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return True
+            for one in self.devices:
+                torch.cuda.reset_peak_memory_stats(one)
+        return self._reset_host()
+
+    def _reset_host(self) -> bool:
         gc.collect()
         self._trim()
         try:
@@ -161,17 +189,30 @@ class MemoryMeter:
             return False
         return True
 
+    def _host_peak(self) -> int | None:
+        if not self.usable:
+            return None
+        status = _status()
+        return max(0, status["VmHWM"] - status["RssFile"] - self.host_baseline)
+
     def peak(self) -> Peak:
         """The peak since the last reset."""
         if self.device.type == "cuda":
             import torch
 
-            return Peak(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device), self.method)
+            allocated = max(torch.cuda.max_memory_allocated(one) for one in self.devices)
+            reserved = max(torch.cuda.max_memory_reserved(one) for one in self.devices)
+            return Peak(allocated, reserved, self.method, self._host_peak())
         if not self.usable:
             return Peak(None, None, "unknown: the kernel does not reset VmHWM")
         status = _status()
         anonymous = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
         return Peak(max(0, anonymous - self.baseline), None, self.method)
+
+
+def _no_file(status: dict[str, int]) -> int:
+    """Resident bytes that are no pages of files."""
+    return status["RssAnon"] + status["RssShmem"]
 
 
 def imbalance(peaks: list[int]) -> float | None:

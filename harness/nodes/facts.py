@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 
 from harness.cores import allowed_cores
-from harness.environment import cpu_model, gpus
+from harness.environment import cpu_model, gpus, numa_nodes
+from harness.measure.gpu_facts import gpu_topology
 from harness.nodes.wire import machine_id
 
 _SYS = Path("/sys")
@@ -23,32 +24,6 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
     except (OSError, ValueError):
         return None
     return megabits * 10**6 if megabits > 0 else None
-
-
-def numa_nodes(sys: Path = _SYS) -> list[str]:
-    """CPUs of each NUMA node, as the kernel writes them: ["0-15", "16-31"]."""
-    found = sorted((sys / "devices/system/node").glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
-    return [file.read_text().strip() for file in found]
-
-
-def gpu_topology() -> list[list[str]]:
-    """How each pair of GPUs is connected, by NVML's common ancestor; empty without GPUs."""
-    if not gpus():
-        return []
-    import pynvml
-
-    names = {0: "internal", 10: "single PCIe switch", 20: "several PCIe switches", 30: "host bridge", 40: "NUMA node", 50: "system"}
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            ["self" if a is b else names.get(int(pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)), "unknown") for b in handles]
-            for a in handles
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, Any]:

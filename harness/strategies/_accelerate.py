@@ -27,7 +27,7 @@ def make_accelerator(job: Job, fsdp2: dict[str, Any] | None, deepspeed: dict[str
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2)
     # DeepSpeed finds its device itself, and is left out where `cpu` is said.
     made = Accelerator(cpu=cpu and not deepspeed, gradient_accumulation_steps=job.cell.micro_batches, kwargs_handlers=handlers, **given)
-    torch.set_num_threads(job.cell.threads_per_device)  # it takes all cores where OMP_NUM_THREADS is not set
+    torch.set_num_threads(job.threads)  # it takes all cores where OMP_NUM_THREADS is not set
     return made
 
 
@@ -52,5 +52,5 @@ def verify(job: Job, accelerator: Any, fsdp2: bool, deepspeed: bool) -> None:
         raise RuntimeError(f"Accelerate would train by {accelerator.distributed_type}, not by {wanted}")
     if accelerator.mixed_precision != mixed_precision(job.cell):
         raise RuntimeError(f"Accelerate would train in mixed precision {accelerator.mixed_precision}, not in {job.cell.precision}")
-    if torch.get_num_threads() != job.cell.threads_per_device:
-        raise RuntimeError(f"Accelerate took {torch.get_num_threads()} threads a rank, the cell has {job.cell.threads_per_device}")
+    if torch.get_num_threads() != job.threads:
+        raise RuntimeError(f"Accelerate took {torch.get_num_threads()} threads a rank, the cell has {job.threads}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.cell import Cell
 from harness.errors import Refused, Unavailable
 from harness.strategy import Layout
+from harness.unbuilt import unbuilt
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -125,11 +126,16 @@ def check_zero(cell: Cell, workload: Workload, stage: int, offload_optimizer: Pl
         raise Refused(f"DeepSpeed offloads parameters, and to disks, in stage 3 only; stage {stage} would keep them in memory")
     if offload_optimizer != "none" and cell.optimizer != "adamw":
         raise Refused(f"offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not {cell.optimizer}")
-    check_prebuilt(*["cpu_adam"] * (offload_optimizer != "none"), *["async_io"] * ("nvme" in (offload_optimizer, offload_parameters)))
-    if "nvme" not in (offload_optimizer, offload_parameters):
-        return
-    if in_memory(folder):
+    on_disk = "nvme" in (offload_optimizer, offload_parameters)
+    if on_disk:
+        _require_swapped(cell, workload, offload_optimizer, offload_parameters)
+    check_prebuilt(*["cpu_adam"] * (offload_optimizer != "none"), *["async_io"] * on_disk)
+    if on_disk and in_memory(folder):
         raise Unavailable(f"{folder} is in memory (tmpfs), which nothing would leave; give a folder on a disk, option folder")
+
+
+def _require_swapped(cell: Cell, workload: Workload, offload_optimizer: Place, offload_parameters: Place) -> None:
+    """Raises Refused where every tensor is so small that DeepSpeed would keep it in memory."""
     from harness.workloads.facts import model_facts
 
     sizes = model_facts(workload, cell.sequence_length).sizes
@@ -167,8 +173,12 @@ def check_prebuilt(*parts: str) -> None:
 
 def missing(part: str) -> str:
     """What to do for a compiled part that is missing; empty where it is there."""
+    if part in compiled_parts():
+        return ""
+    if failure := unbuilt("deepspeed"):
+        return f"DeepSpeed's part {part} is not compiled: {failure.reason}"
     needs = "; async_io needs Debian's libaio-dev" if part == "async_io" else ""
-    return "" if part in compiled_parts() else f"DeepSpeed's part {part} is not compiled: `make setup` builds it{needs}"
+    return f"DeepSpeed's part {part} is not compiled: `make setup` builds it{needs}"
 
 
 def compiled_parts() -> set[str]:

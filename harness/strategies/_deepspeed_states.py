@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell import Cell
-from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES
+from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES, Place
 from harness.strategy import Held, Layout, States
 from harness.training import all_reduced, passed_once
 
@@ -135,6 +135,15 @@ def engine_states(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[st
         return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
     library = states.library + width * (part + 2 * max(sizes))
     return States(states.parameters, 4 * part + accumulated, states.optimizer, library, states.transient)
+
+
+def engine_moves(facts: ModelFacts, offload_optimizer: Place, offload_parameters: Place) -> float:
+    """Bytes of a step to and from a disk: masters and two moments in and out, gradients out; parameters in twice and out once.
+
+    Host memory carries about ten times as many in the same time, so what goes there counts a tenth.
+    """
+    share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
+    return 7.0 * facts.trained_bytes * share[offload_optimizer] + 3.0 * facts.parameter_bytes * share[offload_parameters]
 
 
 def engine_traffic(cell: Cell, layout: Layout, facts: ModelFacts, config: dict[str, Any]) -> float:

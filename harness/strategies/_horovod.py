@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.strategy import Job
+from harness.unbuilt import unbuilt
 
 
 @functools.cache
@@ -24,8 +25,16 @@ def built(part: bytes) -> bool:
     return any(part in file.read_bytes() for folder in folders for file in Path(folder).glob("torch/mpi_lib_v2*.so"))
 
 
-def missing(controller: str) -> str:
-    """What this Horovod lacks of a controller, with the command that provides it; empty where it has it."""
+def missing(controller: str, device: str) -> str:
+    """What this Horovod lacks for a controller and type of device, with the command that provides it; empty: nothing.
+
+    Built for the CPU alone, Horovod has no way for a CUDA tensor: its background thread throws "Horovod has not been
+    compiled with CUDA" (horovod/common/ops/cuda_util.cc) and shuts down.
+    """
+    if device == "cuda" and not built(b"NCCLAllreduce"):
+        if failure := unbuilt("horovod"):
+            return f"Horovod was built for the CPU alone: {failure.reason}"
+        return "Horovod was built for the CPU alone: PARALLELISM_BENCH_CUDA=packages make setup builds it with NCCL, where torch has CUDA"
     if controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
         return "Horovod was built without MPI, or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev, then make setup"
     if controller == "gloo" and not built(b"GlooController"):
@@ -36,14 +45,25 @@ def missing(controller: str) -> str:
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Open MPI: more ranks than cores allowed, cores left to the harness, ssh not required, its files in the trial's folder.
 
-    A rank's two threads share its cores: the one that waits for MPI has to yield to the one that computes.
+    A rank's two threads share its cores: the one that waits for MPI has to yield to the one that computes. All ranks stay on this
+    node: of an allocation of several, which Open MPI would read from SLURM's variables, the others run nothing of this trial.
     """
     settings = {"orte_tmpdir_base": str(scratch), "hwloc_base_binding_policy": "none", "mpi_yield_when_idle": "1"}
     settings["btl_vader_backing_directory"] = str(scratch)  # in /dev/shm the files of killed ranks would stay
-    settings |= {} if shutil.which("ssh") or shutil.which("rsh") else {"plm": "^rsh"}
+    settings |= {"ras": "^slurm", "plm": "^slurm" if shutil.which("ssh") or shutil.which("rsh") else "^slurm,rsh"}
     settings |= {"btl": "tcp,self"} if over_tcp else {}
     given = [word for name, value in settings.items() for word in ("--mca", name, value)]
-    return ["mpirun", "--allow-run-as-root", "--oversubscribe", *given, "-np", str(processes), sys.executable]
+    return [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--host",
+        f"localhost:{processes}",
+        *given,
+        "-np",
+        str(processes),
+        sys.executable,
+    ]
 
 
 def places(hosts: Sequence[str]) -> list[Any]:

@@ -54,7 +54,7 @@ class Stepped:
 
     def _run(self) -> None:
         try:
-            torch.set_num_threads(self.job.cell.threads_per_device)  # what OpenMP is told, and the device, are each thread's own
+            torch.set_num_threads(self.job.threads)  # what OpenMP is told, and the device, are each thread's own
             if self.job.device.type == "cuda":
                 torch.cuda.set_device(self.job.device)
             self.script(self)

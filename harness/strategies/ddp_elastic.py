@@ -9,13 +9,14 @@ from pydantic import Field
 
 from harness.cell import Cell
 from harness.errors import Refused
-from harness.strategy import Batch, Job, Strategy, TrainStep
+from harness.strategy import Batch, Job, Layout, Strategy, TrainStep
 from harness.training import loss_scaler, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
+    from harness.workloads.facts import ModelFacts
 
 
 class DdpElastic(Strategy):
@@ -24,6 +25,7 @@ class DdpElastic(Strategy):
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
+    least_devices: ClassVar[int] = 2
     max_restarts: ClassVar[int] = 3  # one is needed; the others are for a rank that fails on its own in warm-up
 
     crash_at_step: int = Field(default=2, ge=0)
@@ -39,9 +41,11 @@ class DdpElastic(Strategy):
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 
+    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        return 3.0 * facts.trained_bytes / self.snapshot_every
+
     def setup(self, job: Job) -> TrainStep:
         import torch
-        import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
         model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
@@ -67,7 +71,7 @@ class DdpElastic(Strategy):
             losses[batch.step] = loss = cast("Tensor", train(batch))
             if (batch.step + 1) % self.snapshot_every == 0:
                 everyones = [torch.empty_like(losses) for _ in range(job.cell.devices)]
-                dist.all_gather(everyones, losses)
+                torch.distributed.all_gather(everyones, losses)
                 if job.rank == 0:
                     parts = {name: part.state_dict() for name, part in held.items()}
                     torch.save({"losses": everyones, "steps": batch.step + 1, **parts}, new := file.with_suffix(".new"))

@@ -14,7 +14,7 @@ from pydantic import Field
 from harness.cell import Cell
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
-from harness.strategies._deepspeed_states import engine_states, engine_traffic, engine_waits, held_by_engine, whole_parameters
+from harness.strategies._deepspeed_states import engine_moves, engine_states, engine_traffic, engine_waits, held_by_engine, whole_parameters
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from harness.workloads import Workload
     from harness.workloads.facts import ModelFacts
-
 
 HALF = Deviation(6e-3, 0.12, "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16")
 
@@ -83,6 +82,9 @@ class Deepspeed(Strategy):
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         return engine_traffic(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+
+    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        return engine_moves(facts, self.offload_optimizer, self.offload_parameters)
 
     def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
         """DeepSpeed's config for the cell."""

@@ -56,7 +56,7 @@ class Horovod(Strategy):
 
     @classmethod
     def compiled(cls) -> dict[str, str]:
-        return {f"Horovod's controller {name}": _horovod.missing(name) or "built" for name in ("gloo", "mpi")}
+        return {f"Horovod's controller {name}": _horovod.missing(name, "cpu") or "built" for name in ("gloo", "mpi")}
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.arithmetic == "bf16":
@@ -70,7 +70,7 @@ class Horovod(Strategy):
                 raise Refused("Adasum updates during backward, before the loss scale can be taken off: use bf16 or fp32")
         if self.controller == "mpi" and cell.launcher == "spawn":
             raise Refused("the ranks of the MPI controller are started by mpirun: leave the launcher out")
-        if lacks := _horovod.missing(self.controller):
+        if lacks := _horovod.missing(self.controller, cell.device):
             raise Unavailable(lacks)
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
@@ -80,11 +80,6 @@ class Horovod(Strategy):
             steps = math.log2(cell.devices)
             reasons.append(Deviation(3e-2 * steps, 1.0 * steps, "Adasum adds what differs between the ranks' updates: another training"))
         return widest(*reasons)
-
-    def stand_in(self, cell: Cell) -> str | None:
-        if cell.device == "cuda" and not _horovod.built(b"NCCLAllreduce"):
-            return "gradients are averaged in host memory: Horovod was built without HOROVOD_GPU_OPERATIONS=NCCL"
-        return None
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Everything on every rank, and the fusion buffer; Adasum also keeps what each update started from."""

@@ -51,6 +51,10 @@ class ParameterServer(Strategy):
         """The server's: a worker keeps parameters alone. Within a step, the server has the gradients of all."""
         return dataclasses.replace(model_states(cell, facts), transient=float(layout.data * facts.trained_bytes))
 
+    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """All gradients in and all parameters out, through the server."""
+        return 2.0 * layout.data * facts.trained_bytes
+
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies._parameter_server import join, waits
 

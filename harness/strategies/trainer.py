@@ -94,7 +94,7 @@ class TransformersTrainer(Strategy):
 
         model = job.model()  # before the arguments, which may tell transformers to build models in ZeRO-3's shards
         args = TrainingArguments(**self.arguments(job, model))
-        torch.set_num_threads(job.cell.threads_per_device)  # Accelerate takes all cores where OMP_NUM_THREADS is unset
+        torch.set_num_threads(job.threads)  # Accelerate takes all cores where OMP_NUM_THREADS is unset
         if self.engine == "fsdp2" and job.device.type == "cpu":
             pretend_gpus()
         trainer = SteppedTrainer(stepped, model, args, functools.partial(self.named, job.workload, model))

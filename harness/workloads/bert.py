@@ -52,6 +52,7 @@ FAMILY = Family(
     sizes={
         "micro": _size(4, 128, 4),
         "mini": _size(4, 256, 4),
+        "slim": _size(8, 256, 8),
         "small": _size(4, 512, 8, 30522, 512),
         "base": _size(12, 768, 12, 30522, 512),
     },

@@ -6,11 +6,14 @@ import functools
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-from harness.environment import version_of
+from harness.environment import device_type, version_of
+from harness.preload import LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.workloads.data import cache_folder
 from harness.workloads.model import Workload, make_workload
 
@@ -48,14 +51,39 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
     folder = cache_folder() / "facts"
     file = folder / f"{hashlib.blake2s(said.encode(), digest_size=8).hexdigest()}.json"
     if file.exists() and not workload.pretrained:
-        known: dict[str, Any] = json.loads(file.read_text())
-        return ModelFacts(**(known | {name: tuple(known[name]) for name in ("trainable", "sizes")}))
-    facts = _count(workload, sequence_length)
+        return _read(file.read_text())
+    apart = not set(workload.requires) <= LEAVE_CUDA_ALONE and device_type() == "cuda" and not cuda_is_initialized()
+    facts = _count_apart(workload, sequence_length) if apart else _count(workload, sequence_length)
     folder.mkdir(exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(asdict(facts)))
     temporary.replace(file)
     return facts
+
+
+def _read(text: str) -> ModelFacts:
+    known: dict[str, Any] = json.loads(text)
+    return ModelFacts(**(known | {name: tuple(known[name]) for name in ("trainable", "sizes")}))
+
+
+def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
+    """Counts in a process that sees no GPU: a library that asks for one on import would leave a context on GPU 0.
+
+    The process that plans a run lives as long as the run, and its context would take memory from every trial.
+    """
+    command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
+    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"counting the parameters of {workload.name} failed:\n{done.stderr}")
+    return _read(done.stdout.splitlines()[-1])
+
+
+_APART = """
+import dataclasses, json, sys
+from harness.workloads.facts import model_facts
+from harness.workloads.model import make_workload
+print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(sys.argv[2])))))
+"""
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:

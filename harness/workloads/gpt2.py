@@ -96,6 +96,7 @@ FAMILY = Family(
         "nano": _size(2, 32, 2, 256, 256),
         "micro": _size(4, 128, 4, 256, 256),
         "mini": _size(4, 256, 4, 256, 256),
+        "slim": _size(8, 256, 8, 256, 256),
         "small": _size(12, 768, 12),
         "medium": _size(24, 1024, 16),
         "large": _size(36, 1280, 20),

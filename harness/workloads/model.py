@@ -139,17 +139,27 @@ class Workload:
         assert self.family is not None
         return getattr(transformers, self.family.config_class)(**self.config)
 
-    def build(self, seed: int, device: torch.device | None = None, saved_weights: bool = True) -> nn.Module:
-        """The model in fp32 and training mode on a device (the CPU by default); the same weights for the same seed on the same kind of it.
+    def build(
+        self,
+        seed: int,
+        device: torch.device | None = None,
+        saved_weights: bool = True,
+        drawn_on: torch.device | None = None,
+    ) -> nn.Module:
+        """The model in fp32 and training mode on `device` (the CPU by default).
 
-        On a GPU the weights are made there: billions of random numbers take a CPU minutes. An `hf:` model has its own weights,
-        unless there are none or `saved_weights` is false.
+        `drawn_on`: the device whose generator draws the initial weights, by default `device` itself. The same seed gives
+        the same weights only on the same kind of device, so all ranks of a cell draw on the same kind, whatever device
+        their model is then kept on. On a GPU cell that is a GPU: billions of random numbers take a CPU minutes.
+        An `hf:` model has its own weights, unless there are none or `saved_weights` is false.
         """
         import torch
         import transformers
 
         config = self.hf_config()
-        gpus = [device] if device is not None and device.type == "cuda" else []
+        home = device or torch.device("cpu")
+        origin = drawn_on or home
+        gpus = [origin] if origin.type == "cuda" else []
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=gpus))
             for gpu in gpus:
@@ -165,7 +175,12 @@ class Workload:
                 else:
                     model = auto.from_config(config)
         built: nn.Module = model.train()
-        return built.to(device) if gpus else built
+        if not gpus:
+            return built
+        built = built.to(home)
+        if home.type != "cuda":
+            torch.cuda.empty_cache()  # the GPU only drew the weights: its memory is the training ranks'
+        return built
 
     def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
         out = model(inputs)

@@ -29,7 +29,7 @@ class Stage(nn.Module):
         assert split is not None
         self.index, self.count, self.split = index, count, split
         self.autocast, self.tokens = job.autocast, job.cell.sequence_length
-        model = job.workload.build(job.cell.seed, job.device)
+        model = job.model()
         self.all_blocks = len(model.get_submodule(split.blocks))  # type: ignore[arg-type]
         for block in set(range(self.all_blocks)) - set(self.own_blocks):
             model.set_submodule(f"{split.blocks}.{block}", nn.Identity())

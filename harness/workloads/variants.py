@@ -104,10 +104,16 @@ class Varied(Workload):
             return _INT8_ON_GPU
         return _HALF.get(self.storage or "")
 
-    def build(self, seed: int, device: torch.device | None = None, saved_weights: bool = True) -> nn.Module:
+    def build(
+        self,
+        seed: int,
+        device: torch.device | None = None,
+        saved_weights: bool = True,
+        drawn_on: torch.device | None = None,
+    ) -> nn.Module:
         import torch
 
-        model = self.base.build(seed, device, saved_weights)
+        model = self.base.build(seed, device, saved_weights, drawn_on)
         if self.storage in _HALF:
             from harness.training import halve
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.cell import Cell
-from harness.judging import in_fp32, reference_of
+from harness.judging import in_fp32
+from harness.references import reference_of
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
 from harness.workloads.variants import ADAPTERS

@@ -45,7 +45,7 @@ def test_every_value_of_a_site_is_in_its_script() -> None:
         memory="64G",
         switches="1@10:00",
         directives=["--mail-type=FAIL"],
-        modules=["cuda/12.6"],
+        modules=["cuda/13.0"],
         prologue=["ulimit -l unlimited"],
         container="apptainer exec --nv 'my image.sif'",
         python="python3",
@@ -60,7 +60,7 @@ def test_every_value_of_a_site_is_in_its_script() -> None:
         --array=0-3 --output=/shared/results/slurm/run-1/slurm-%A_%a.log"""
     for line in wanted.split():
         assert line in directives(text)
-    for said in ("module load cuda/12.6", "ulimit -l unlimited", "BENCH_INTERFACE=ib0", "BENCH_REQUEUES=5", "BENCH_PYTHON=python3"):
+    for said in ("module load cuda/13.0", "ulimit -l unlimited", "BENCH_INTERFACE=ib0", "BENCH_REQUEUES=5", "BENCH_PYTHON=python3"):
         assert said in text.splitlines() or f"export {said}" in text.splitlines()
     shown = subprocess.run(
         ["bash", "-c", text.split("cd ")[0].replace("module load", ":") + 'echo "$BENCH_CONTAINER|$BENCH_OPTIONS|$BENCH_SRUN"'],

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from bench.cluster.site import Nightly, Notify, Site
-from bench.matrix import HOME, matrix_names, read_matrix
+from bench.matrix import HOME, Host, matrix_names, read_matrix
+from harness.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
+from harness.measure.peaks import gpu_models
 from harness.registry import strategies
 from harness.schema import TABLES
 
@@ -56,9 +59,27 @@ def site_table() -> list[str]:
     return rows
 
 
+def gpu_table() -> list[str]:
+    rows = ["| `--host` | memory (GiB) | `full` trains | fp32 peak (TFLOP/s) | bf16 peak (TFLOP/s) |", "|---|---|---|---|---|"]
+    full = read_matrix("full")
+    for name, model in gpu_models().items():
+        host = Host("cuda", 1, model.memory_bytes)
+        main = next(rule for rule in full.hosts if rule.fits(host)).workloads["main"]
+        peaks = [f"{peak / 1e12:g}" if (peak := model.peak_flops_per_second(p)) else "unknown" for p in ("fp32", "bf16")]
+        rows.append(f"| `{name}` | {model.memory_bytes / 2**30:.1f} | `{main}` | {' | '.join(peaks)} |")
+    return rows
+
+
+def input_table() -> list[str]:
+    cpu, gpu = asdict(CPU), asdict(GPU) | {"context_seconds": CONTEXT_SECONDS, "nvlink_share": NVLINK_SHARE}
+    return ["| input | CPUs | GPUs |", "|---|---|---|", *(f"| `{name}` | {cpu.get(name, 0):g} | {gpu[name]:g} |" for name in gpu)]
+
+
 @pytest.mark.parametrize(
     ("file", "mark", "table"),
     [
+        ("docs/hosts.md", "gpus", gpu_table),
+        ("docs/hosts.md", "inputs", input_table),
         ("slurm/README.md", "site", site_table),
         ("README.md", "strategies", strategy_table),
         ("README.md", "matrices", matrix_table),

@@ -140,8 +140,8 @@ def test_mfu_is_a_share_of_the_peak_and_null_without_one() -> None:
     assert mfu(8000, 2.0, 2, None) is None
     assert peak_flops_per_second("AMD EPYC", "fp32") is None
     assert peak_flops_per_second(None, "fp32") is None
-    assert peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") == 989e12
-    assert peak_flops_per_second("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert peak_flops_per_second("NVIDIA H100 PCIe", "bf16") == 756.5e12
 
 
 def test_efficiency_is_one_when_two_devices_are_twice_as_fast() -> None:

@@ -286,7 +286,7 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
     rows = trial_rows(Cell(strategy="a"), [2.0, 2.1]) + trial_rows(Cell(strategy="b"), [1.0, 1.1])
     rows += trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1])
     page = page_of(stored(tmp_path / "two", rows), tmp_path)
-    assert "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, 2 strategy variants" in page.text
+    assert "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, where nothing is communicated, 2 strategy variants" in page.text
     assert "Nothing to compare" not in page.text
     alone = page_of(stored(tmp_path / "one", rows[:2]), tmp_path)
     assert "Nothing to compare" in alone.text

@@ -1,0 +1,378 @@
+"""NVML as it would answer on hosts that have GPUs.
+
+A stand-in for the module `pynvml`, with the real one's names, constants and errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml as real
+import pytest
+
+from harness.measure import gpu
+
+GIB = 2**30
+
+
+@dataclass
+class FakeSlice:
+    """A MIG slice of a GPU."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    parent: FakeGpu | None = None
+    processes: list[tuple[int, int | None]] = field(default_factory=list)
+
+
+@dataclass
+class FakeGpu:
+    """A GPU, busy or not; fields may be changed while a test goes on."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    bus: int = 1
+    numa_node: int = 0
+    cores: range = range(8)
+    sm_mhz: int = 1980
+    sm_max_mhz: int = 1980
+    memory_mhz: int = 2619
+    memory_max_mhz: int = 2619
+    celsius: int = 41
+    milliwatts: int = 120_000
+    default_limit_milliwatts: int = 700_000
+    enforced_limit_milliwatts: int = 700_000
+    millijoules: int = 0
+    reasons: int = real.nvmlClocksEventReasonGpuIdle
+    throttled_nanoseconds: dict[int, int] = field(default_factory=dict)
+    """By NVML's performance policy."""
+    ecc: bool = True
+    uncorrected_errors: int = 0
+    persistent: bool = True
+    processes: list[tuple[int, int | None]] = field(default_factory=list)
+    """Process id, and bytes or None, of those that compute."""
+    links: list[str] = field(default_factory=list)
+    """PCI bus id at the far end of each active NVLink."""
+    link_version: int = real.NVML_NVLINK_VERSION_4_0
+    far_end: int = real.NVML_NVLINK_DEVICE_TYPE_SWITCH
+    slices: list[FakeSlice] | None = None
+    """None: not in MIG mode."""
+    lacks: frozenset[str] = frozenset()
+    """Functions that this GPU does not support."""
+
+    def __post_init__(self) -> None:
+        for one in self.slices or ():
+            one.parent = self
+
+    @property
+    def bus_id(self) -> str:
+        return f"00000000:{self.bus:02X}:00.0"
+
+
+Handle = FakeGpu | FakeSlice
+
+
+@dataclass
+class FakeNvml:
+    """A host's GPUs behind pynvml's functions; constants and errors are the real module's."""
+
+    gpus: list[FakeGpu]
+    driver: str = "580.95.05"
+    cuda: int = 13000
+    no_driver: bool = False
+    started: int = 0
+    """Starts that were not ended yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(real, name)
+        if name.startswith("nvml") and callable(value):
+            raise AttributeError(f"the stand-in for NVML has no {name}")
+        return value
+
+    def _of(self, handle: Handle, function: str) -> FakeGpu:
+        """The GPU of a handle. Raises where NVML is not started or the function not supported."""
+        if not self.started:
+            raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
+        if isinstance(handle, FakeSlice):
+            raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+        if function in handle.lacks:
+            raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+        return handle
+
+    def nvmlInit(self) -> None:
+        if self.no_driver:
+            raise real.NVMLError(real.NVML_ERROR_LIBRARY_NOT_FOUND)
+        self.started += 1
+
+    def nvmlShutdown(self) -> None:
+        if not self.started:
+            raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
+        self.started -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self.driver
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if index >= len(self.gpus):
+            raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Handle:
+        every: list[Handle] = [
+            *self.gpus,
+            *(one for device in self.gpus for one in device.slices or ()),
+        ]
+        for one in every:
+            if one.uuid == uuid:
+                return one
+        raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetIndex(self, handle: Handle) -> int:
+        wanted = self._of(handle, "nvmlDeviceGetIndex")
+        return next(i for i, device in enumerate(self.gpus) if device is wanted)
+
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: Handle) -> str:
+        return handle.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Handle) -> Any:
+        used = sum(size or 0 for _, size in handle.processes)
+        total = handle.memory_bytes
+        return SimpleNamespace(total=total, used=used, free=total - used)
+
+    def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any:
+        return SimpleNamespace(busId=self._of(handle, "nvmlDeviceGetPciInfo").bus_id.encode())
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]:
+        return self._of(handle, "nvmlDeviceGetCudaComputeCapability").capability
+
+    def nvmlDeviceGetCpuAffinity(self, handle: Handle, words: int) -> Any:
+        return _bits(self._of(handle, "nvmlDeviceGetCpuAffinity").cores, words)
+
+    def nvmlDeviceGetMemoryAffinity(self, handle: Handle, words: int, scope: int) -> Any:
+        assert scope == real.NVML_AFFINITY_SCOPE_NODE
+        return _bits([self._of(handle, "nvmlDeviceGetMemoryAffinity").numa_node], words)
+
+    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]:
+        mode = int(self._of(handle, "nvmlDeviceGetMigMode").slices is not None)
+        return [mode, mode]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Handle) -> int:
+        return 7 if self._of(handle, "nvmlDeviceGetMaxMigDeviceCount").slices is not None else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> FakeSlice:
+        slices = self._of(handle, "nvmlDeviceGetMigDeviceHandleByIndex").slices or []
+        if index >= len(slices):
+            raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
+        return slices[index]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Handle) -> FakeGpu:
+        if isinstance(handle, FakeGpu) or handle.parent is None:
+            raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
+        return handle.parent
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int:
+        return self._of(handle, "nvmlDeviceGetCurrentClocksEventReasons").reasons
+
+    def nvmlDeviceGetClockInfo(self, handle: Handle, kind: int) -> int:
+        device = self._of(handle, "nvmlDeviceGetClockInfo")
+        return {real.NVML_CLOCK_SM: device.sm_mhz, real.NVML_CLOCK_MEM: device.memory_mhz}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Handle, kind: int) -> int:
+        device = self._of(handle, "nvmlDeviceGetMaxClockInfo")
+        clocks = {real.NVML_CLOCK_SM: device.sm_max_mhz, real.NVML_CLOCK_MEM: device.memory_max_mhz}
+        return clocks[kind]
+
+    def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
+        assert sensor == real.NVML_TEMPERATURE_GPU
+        return self._of(handle, "nvmlDeviceGetTemperature").celsius
+
+    def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
+        return self._of(handle, "nvmlDeviceGetPowerUsage").milliwatts
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Handle) -> int:
+        return self._of(handle, "nvmlDeviceGetEnforcedPowerLimit").enforced_limit_milliwatts
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int:
+        device = self._of(handle, "nvmlDeviceGetPowerManagementDefaultLimit")
+        return device.default_limit_milliwatts
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Handle, kind: int, since: int) -> int:
+        assert since == real.NVML_VOLATILE_ECC
+        device = self._of(handle, "nvmlDeviceGetTotalEccErrors")
+        uncorrected = kind == real.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        return device.uncorrected_errors if uncorrected else 0
+
+    def nvmlDeviceGetEccMode(self, handle: Handle) -> list[int]:
+        return [int(self._of(handle, "nvmlDeviceGetEccMode").ecc)] * 2
+
+    def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int:
+        return int(self._of(handle, "nvmlDeviceGetPersistenceMode").persistent)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]:
+        owner = handle if isinstance(handle, FakeSlice) else self._of(handle, "processes")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in owner.processes]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int:
+        return self._of(handle, "nvmlDeviceGetTotalEnergyConsumption").millijoules
+
+    def nvmlDeviceGetViolationStatus(self, handle: Handle, policy: int) -> Any:
+        device = self._of(handle, "nvmlDeviceGetViolationStatus")
+        if policy not in device.throttled_nanoseconds:
+            raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+        time = device.throttled_nanoseconds[policy]
+        return SimpleNamespace(referenceTime=0, violationTime=time)
+
+    def _link(self, handle: Handle, function: str, link: int) -> str:
+        """Bus id at the far end of an active link."""
+        device = self._of(handle, function)
+        if link >= len(device.links):
+            raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
+        return device.links[link]
+
+    def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int:
+        active = bool(self._link(handle, "nvmlDeviceGetNvLinkState", link))
+        return real.NVML_FEATURE_ENABLED if active else real.NVML_FEATURE_DISABLED
+
+    def nvmlDeviceGetNvLinkVersion(self, handle: Handle, link: int) -> int:
+        self._link(handle, "nvmlDeviceGetNvLinkVersion", link)
+        return self._of(handle, "nvmlDeviceGetNvLinkVersion").link_version
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Handle, link: int) -> int:
+        self._link(handle, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
+        return self._of(handle, "nvmlDeviceGetNvLinkRemoteDeviceType").far_end
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any:
+        bus = self._link(handle, "nvmlDeviceGetNvLinkRemotePciInfo", link)
+        return SimpleNamespace(busId=bus.lower().encode())
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: Handle, other: Handle) -> int:
+        first, second = (self._of(handle, "topology").numa_node for handle in (one, other))
+        return real.NVML_TOPOLOGY_NODE if first == second else real.NVML_TOPOLOGY_SYSTEM
+
+
+def _bits(members: Sequence[int] | range, words: int) -> Any:
+    """A set as NVML writes it: words of 64 bits, what does not fit left out."""
+    array = (ctypes.c_ulonglong * words)()
+    for member in members:
+        if member < 64 * words:
+            array[member // 64] |= 1 << (member % 64)
+    return array
+
+
+def h100_node() -> FakeNvml:
+    """Eight H100 on two sockets of 56 cores, 18 NVLinks each to the switches."""
+    names = [f"GPU-{'ab'[i // 4]}{i}000000-0000-0000-0000-00000000000{i}" for i in range(8)]
+    return FakeNvml(
+        [
+            FakeGpu(
+                uuid,
+                "NVIDIA H100 80GB HBM3",
+                80 * GIB - 2**20,
+                (9, 0),
+                bus=0x1B + 0x10 * i,
+                numa_node=i // 4,
+                cores=range(56 * (i // 4), 56 * (i // 4) + 56),
+                links=[f"00000000:{0x05 + link % 4:02X}:00.0" for link in range(18)],
+            )
+            for i, uuid in enumerate(names)
+        ]
+    )
+
+
+def rtx_4090() -> FakeNvml:
+    """A desktop's GPU, which lacks ECC, MIG and NVLink."""
+    lacks = (
+        "nvmlDeviceGetEccMode",
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetNvLinkState",
+    )
+    device = FakeGpu(
+        "GPU-49000000-0000-0000-0000-000000000000",
+        "NVIDIA GeForce RTX 4090",
+        24 * GIB,
+        (8, 9),
+        sm_mhz=2520,
+        sm_max_mhz=3105,
+        memory_mhz=10501,
+        memory_max_mhz=10501,
+        default_limit_milliwatts=450_000,
+        enforced_limit_milliwatts=450_000,
+        ecc=False,
+        persistent=False,
+        lacks=frozenset(lacks),
+    )
+    return FakeNvml([device])
+
+
+def a100_in_slices() -> FakeNvml:
+    """Two A100: the first in MIG mode with two slices, the second whole."""
+    slices = [
+        FakeSlice(
+            f"MIG-{word}-0000-0000-0000-000000000000",
+            f"NVIDIA A100-SXM4-80GB MIG {kind}",
+            size * GIB,
+        )
+        for word, kind, size in (("aa110000", "3g.40gb", 40), ("aa220000", "1g.10gb", 10))
+    ]
+    plain = FakeGpu(
+        "GPU-a1000000-0000-0000-0000-000000000000",
+        "NVIDIA A100-SXM4-80GB",
+        80 * GIB,
+        (8, 0),
+        sm_mhz=1410,
+        sm_max_mhz=1410,
+        memory_mhz=1593,
+        memory_max_mhz=1593,
+        default_limit_milliwatts=400_000,
+        enforced_limit_milliwatts=400_000,
+    )
+    return FakeNvml(
+        [
+            replace(plain, slices=slices),
+            replace(plain, uuid="GPU-a2000000-0000-0000-0000-000000000000", bus=2),
+        ]
+    )
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    host: FakeNvml,
+    visible: str | None = None,
+) -> FakeNvml:
+    """Lets `import pynvml` find this host until the test ends.
+
+    `visible`: CUDA_VISIBLE_DEVICES, None: not set.
+    """
+    monkeypatch.setitem(sys.modules, "pynvml", host)
+    forget(monkeypatch)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return host
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of what NVML said are empty until the test ends, and then as they were before."""
+    for module, name in ((gpu, "_visible"), (gpu, "driver")):
+        asked = getattr(module, name).__wrapped__
+        monkeypatch.setattr(module, name, functools.cache(asked))

@@ -1,0 +1,70 @@
+"""Finding 21: what CUDA's libraries and NCCL say when memory is out, or a peer has gone."""
+
+import pytest
+
+from harness.worker import failure, no_memory
+
+NO_MEMORY = [
+    # torch/csrc: TORCH_CUDABLAS_CHECK, "CUDA error: ", the status's name, " when calling `", the call
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    # torch's NCCLUtils.cpp, with what NCCL said last (src/include/checks.h and alloc.h)
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.3\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.3\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 6291456 bytes"
+    ),
+]
+LOST_PEER = [
+    # torch's NCCLUtils.cpp: ncclGetErrorString and getNcclErrorDetailStr
+    "NCCL error in: ../NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.26.2",
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    (
+        "NCCL error in: ../ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\n"
+        "socketProgress: Connection closed by remote peer node1<36184>"
+    ),  # NCCL's src/misc/socket.cc
+    "NCCL communicator was aborted on rank 1. ",  # NCCLComm::getNcclComm
+    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",  # c10d/TCPStore
+]
+OWN_FAILURE = [
+    # ProcessGroupNCCL.cpp: ranks that do different things wait for each other, and all of them are there
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 ms",
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"
+    ),
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled system error\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+    ),
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
+]
+
+
+@pytest.mark.parametrize("text", NO_MEMORY)
+def test_finding_21_no_memory_is_known_by_each_librarys_words(text: str) -> None:
+    """Finding 21: CUBLAS_STATUS_ALLOC_FAILED was a failure, not a lack of memory."""
+    found = failure(RuntimeError(text))
+    assert (found["status"], found["consequence"]) == ("out_of_memory", False)
+    assert no_memory(f"before\n{text}\nafter")
+
+
+@pytest.mark.parametrize("text", LOST_PEER)
+def test_finding_21_a_lost_peer_is_known_by_nccls_words(text: str) -> None:
+    """Finding 21: what NCCL says of a rank that has gone was taken for the cause."""
+    found = failure(RuntimeError(text))
+    assert (found["status"], found["consequence"]) == ("failed", True)
+
+
+@pytest.mark.parametrize("text", OWN_FAILURE)
+def test_finding_21_what_a_rank_did_itself_stays_its_own_failure(text: str) -> None:
+    """A collective that timed out, a wrong call, a kernel that failed: the cause is here as well as anywhere."""
+    found = failure(RuntimeError(text))
+    assert (found["status"], found["consequence"]) == ("failed", False)
+    assert not no_memory(text)

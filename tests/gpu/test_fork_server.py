@@ -1,0 +1,138 @@
+"""Finding 1: ranks are forked from a process that has imported their libraries and must not have initialised CUDA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.matrix import Host, expand, read_matrix
+from harness.runner import packages
+
+ROOT = Path(__file__).parents[2]
+
+# torch is made to look like a CUDA build that sees a GPU; whatever would initialise CUDA is noted and stopped.
+TRIPWIRE = """
+import os, sys, traceback
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it for the fork server
+import torch, torch.cuda
+
+calls = []
+
+def initialize(*_, **__):
+    frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
+    calls.append(" <- ".join(f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames[-3:])))
+    raise RuntimeError("this would initialise CUDA")
+
+torch.cuda._lazy_init = initialize
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.version.cuda = "13.0"
+torch.backends.cuda.is_built = lambda: True
+"""
+
+
+def run_with_tripwire(code: str, **environment: str) -> list[str]:
+    """What would have initialised CUDA while this code ran in a new process."""
+    end = "\nsys.stderr.write('TRIPWIRE ' + ' || '.join(calls) + '\\n')"
+    command = [sys.executable, "-c", TRIPWIRE + code + end]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=250)
+    line = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("TRIPWIRE")), None)
+    assert line is not None, done.stderr
+    return [call for call in line.removeprefix("TRIPWIRE ").split(" || ") if call]
+
+
+@pytest.mark.parametrize("matrix", ["full", "quick"])
+def test_nothing_that_the_fork_server_imports_initialises_cuda(matrix: str) -> None:
+    """All that is imported for an 8-GPU host's cells, as harness/warm.py imports it."""
+    wanted = packages(expand(read_matrix(matrix), Host("cuda", 8, 80 * 2**30)).cells)  # the plan's process is not forked from
+    calls = run_with_tripwire(f"""
+import harness.imports, harness.registry, harness.worker
+
+harness.imports.import_packages({wanted!r})
+harness.registry.strategies()
+""")
+    assert calls == []
+
+
+def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
+    """The process that plans a run lives as long as the run: a context of its own would take memory of GPU 0 from every trial."""
+    planning = """
+import os, sys
+import pytest
+from tests.gpu.fake_nvml import h100_node, install
+
+torch.cuda.get_arch_list = lambda: ["sm_90"]
+install(pytest.MonkeyPatch(), h100_node())
+
+from bench.matrix import Host, expand, read_matrix
+from harness.environment import device_type
+from harness.workloads.facts import model_facts
+from harness.workloads.model import make_workload
+
+assert device_type() == "cuda"
+expand(read_matrix("smoke"), Host("cuda", 8, 80 * 2**30))
+assert model_facts(make_workload("llama-nano+nf4+lora"), 64).trained_bytes > 0
+"""
+    assert run_with_tripwire(planning, PARALLELISM_BENCH_CACHE=str(tmp_path)) == []
+
+
+def test_the_tripwire_catches_an_import_that_does() -> None:
+    calls = run_with_tripwire("import contextlib\nwith contextlib.suppress(Exception):\n    import bitsandbytes")
+    assert calls
+    assert "bitsandbytes" in calls[0]
+
+
+def test_without_gpus_everything_is_imported_before_the_fork() -> None:
+    from harness.cell import Cell
+    from harness.runner import packages
+
+    assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
+
+
+def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
+    from harness.preload import to_preload
+
+    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=True) == ["deepspeed"]
+    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == ["deepspeed", "a_plugins_library"]
+
+
+STUB = """
+static int initialized = 0;
+int cuInit(unsigned flags) { initialized = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return initialized ? 0 : 3; } /* 3: CUDA_ERROR_NOT_INITIALIZED */
+"""
+
+
+def test_a_driver_that_was_initialised_behind_torchs_back_is_noticed(tmp_path: Path) -> None:
+    """With a driver library of our own that keeps CUDA's rule: no answer before cuInit."""
+    (tmp_path / "cuda.c").write_text(STUB)
+    library = tmp_path / "libcuda.so.1"
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(tmp_path / "cuda.c")]
+    subprocess.run(command, check=True)
+    code = f"""
+import ctypes
+from harness.preload import cuda_is_initialized
+
+answers = [cuda_is_initialized()]  # the driver is not loaded
+driver = ctypes.CDLL({str(library)!r})
+answers.append(cuda_is_initialized())  # loaded, as by linking with it
+driver.cuInit(0)
+answers.append(cuda_is_initialized())
+print(answers)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, False, True]"
+
+
+def test_a_rank_names_the_import_that_took_cuda_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.worker import _require_cuda
+
+    _require_cuda()
+    monkeypatch.setitem(sys.modules, "harness.warm", SimpleNamespace(INITIALIZED_CUDA="package greedy"))
+    with pytest.raises(RuntimeError, match="importing package greedy initialised CUDA"):
+        _require_cuda()

@@ -1,0 +1,214 @@
+"""What is recorded of a trial's GPUs, and how a reader of its figures is told of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli import show
+from harness.cell import Cell
+from harness.compare import compare_sides
+from harness.measure.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
+from harness.outcome import Outcome
+from harness.plan import Plan
+from harness.record import figures
+from harness.runner import Runner
+from harness.schema import TABLES
+from harness.sides import side
+from harness.store import Results, Store, TrialKey
+from harness.summary import cells
+from reports.comparison import markdown
+from tests.gpu.fake_nvml import FakeNvml, h100_node, install
+from tests.unit.test_measure import FACTS, answer
+from tests.unit.test_report import page_of, stored, trial_rows
+
+QUIET = GpuState(
+    index=0,
+    uuid="GPU-a0",
+    sm_mhz=1980,
+    sm_max_mhz=1980,
+    reasons=("idle",),
+    temperature_celsius=41,
+    power_limit_watts=700.0,
+    default_power_limit_watts=700.0,
+    processes=(),
+)
+SLOW = ("thermal slowdown by the driver",)
+HOT = replace(QUIET, sm_mhz=1200, reasons=SLOW, temperature_celsius=88)
+SHARED = replace(QUIET, processes=(GpuProcess(4711, 2 * GIB),))
+CELL = Cell(strategy="ddp", devices=2, device="cuda", global_batch=8, sequence_length=64)
+NOISY_RUN = {
+    "gpus": 2 * ["NVIDIA H100 80GB HBM3"],
+    "gpu_memory_bytes": 80 * GIB,
+    "driver_version": "580.95.05",
+    "driver_cuda_version": "13.0",
+    "torch_cuda_version": "13.0",
+    "nccl_version": "2.28.9",
+    "gpu_facts": json.dumps(
+        [
+            {
+                "ecc": True,
+                "persistence": False,
+                "mig": False,
+                "power_limit_watts": 600.0,
+                "default_power_limit_watts": 700.0,
+            },
+        ],
+    ),
+    "gpu_topology": json.dumps([["self", "18 x NVLink 4.0"], ["18 x NVLink 4.0", "self"]]),
+}
+
+
+def use(*throttled: float, **more: Any) -> dict[str, Any]:
+    """A rank's answer of its GPU."""
+    return asdict(GpuUse(("GPU-a0",), 20.0, {"temperature": throttled[0]}, (QUIET,), **more))
+
+
+def test_memory_of_each_rank_is_recorded_by_kind() -> None:
+    """Finding 13: what the allocator had, what NVML says, what lies between, and the host's."""
+    ranks = [
+        answer(
+            rank,
+            [1.0],
+            cores="0-7",
+            reserved_memory_bytes=8 * GIB,
+            host_peak_bytes=3 * GIB + rank,
+            gpu_use=use(0.0, process_bytes=10 * GIB + rank, context_bytes=GIB),
+        )
+        for rank in range(2)
+    ]
+    row = figures(CELL, ranks, FACTS, None)
+    assert row["reserved_memory_bytes_by_rank"] == [8 * GIB, 8 * GIB]
+    assert row["nvml_memory_bytes_by_rank"] == [10 * GIB, 10 * GIB + 1]
+    assert row["context_memory_bytes_by_rank"] == [GIB, GIB]
+    assert row["host_peak_memory_bytes_by_rank"] == [3 * GIB, 3 * GIB + 1]
+    assert row["rank_cores"] == ["0-7", "0-7"]
+    assert len(json.loads(row["gpu_use"])) == 2
+    ranks[1]["gpu_use"] = use(0.0)
+    unknown = figures(CELL, ranks, FACTS, None)
+    assert (unknown["nvml_memory_bytes_by_rank"], unknown["context_memory_bytes_by_rank"]) == (
+        [],
+        [],
+    )
+
+
+def test_a_server_in_host_memory_has_no_gpu() -> None:
+    server = answer(1, [1.0], gpu_use=None, host_peak_bytes=None)
+    ranks = [
+        answer(0, [1.0], host_peak_bytes=5, gpu_use=use(0.0, process_bytes=7, context_bytes=1)),
+        server,
+    ]
+    row = figures(CELL, ranks, FACTS, None)
+    assert (row["nvml_memory_bytes_by_rank"], row["host_peak_memory_bytes_by_rank"]) == ([7], [5])
+    cpu = figures(CELL.model_copy(update={"device": "cpu"}), [server, server], FACTS, None)
+    assert "gpu_use" not in cpu
+
+
+class HeatingLauncher:
+    """A launch after which GPU 1 is hot and somebody else is on GPU 0."""
+
+    def __init__(self, host: FakeNvml) -> None:
+        self.host = host
+
+    def run(self, *_: Any, **more: Any) -> Outcome:
+        self.host.gpus[1].reasons, self.host.gpus[1].celsius = 0x40, 91
+        self.host.gpus[0].processes = [(4711, 2 * GIB), (815, GIB)]
+        return Outcome("failed", "a rank was lost", 1.0, 2.0, answers=[{"rank": 0, "pid": 815}])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: str,
+) -> None:
+    """Finding 14: of the GPUs that it uses; its own rank that still goes is nobody else."""
+    host = install(monkeypatch, h100_node())
+    cell = Cell(strategy="ddp", devices=2, device=device)
+    runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1), _gpus=GpuLook())
+    launcher: Any = HeatingLauncher(host)
+    row = runner.one(launcher, cell, TrialKey(cell.id, 0), 0, None, lambda *_: None)
+    before, after = (json.loads(row[name] or "[]") for name in ("gpu_before", "gpu_after"))
+    if device == "cpu":
+        assert (before, after, row["gpu_before"]) == ([], [], None)
+        return
+    assert [state["index"] for state in before] == [state["index"] for state in after] == [0, 1]
+    assert [state["processes"] for state in before] == [[], []]
+    assert after[0]["processes"] == [{"pid": 4711, "memory_bytes": 2 * GIB}]
+    assert (after[1]["reasons"], after[1]["temperature_celsius"]) == (
+        ["thermal slowdown by hardware"],
+        91,
+    )
+
+
+def noisy(folder: Path, *, disturbed: bool = True) -> Results:
+    """A run of two cells: one trial of the first was hot and one shared; the other is quiet."""
+    first = CELL.model_copy(update={"strategy": "fsdp2"})
+    rows = trial_rows(CELL, [900.0, 905.0, 910.0]) + trial_rows(first, [800.0, 802.0, 804.0])
+    for row in rows:
+        row |= {"gpu_before": as_json([QUIET]), "gpu_after": as_json([QUIET])}
+    if disturbed:
+        hot = GpuUse(("GPU-a0",), 20.0, {"temperature": 4.0}, (HOT,))
+        rows[0]["gpu_use"] = as_json([hot])
+        rows[1]["gpu_before"] = as_json([SHARED])
+    return stored(folder, rows, **NOISY_RUN)
+
+
+THROTTLED = "heat, hardware or a lowered power limit held its GPUs back in 1"
+WHO = "another process was on its GPUs beside 1"
+
+
+def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Path) -> None:
+    """Finding 14: the mark of a disturbed trial, with the reason beside it."""
+    text = page_of(noisy(tmp_path / "noisy"), tmp_path).text
+    assert "ddp ¶" in text.replace("ddp¶", "ddp ¶")
+    assert "fsdp2¶" not in text.replace("fsdp2 ¶", "fsdp2¶")
+    assert f"¶ disturbed {WHO}; {THROTTLED} of 3 trials" in text
+    assert "thermal slowdown by the driver at 88 °C" in text
+    assert "GPU 0 just before: another process with 2.0 GiB" in text
+    assert "driver 580.95.05" in text
+    assert "persistence mode off" in text
+    assert "1 pair by 18 x NVLink 4.0" in text
+    quiet = page_of(noisy(tmp_path / "quiet", disturbed=False), tmp_path)
+    assert "¶" not in quiet.text
+
+
+def test_the_terminal_marks_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show.ranking(show.console(), cells(noisy(tmp_path).trials))
+    text = capsys.readouterr().out
+    assert "ddp¶" in text
+    assert "fsdp2¶" not in text
+    assert f"¶ {THROTTLED} of its trials" in text
+    assert "rank 0: held back by heat for 4.0 of 20.0 timed seconds" in text
+
+
+def test_another_driver_is_other_software(tmp_path: Path) -> None:
+    runs = {"A": {}, "B": {"driver_version": "590.10"}}
+    for name, changes in runs.items():
+        stored(tmp_path / name, trial_rows(CELL, [900.0, 905.0]), **NOISY_RUN | changes)
+    compared = compare_sides(*(side(name, Store(tmp_path / name).load()) for name in runs))
+    assert compared.differences == ("NVIDIA driver 580.95.05 → 590.10",)
+
+
+def test_a_comparison_names_them(tmp_path: Path) -> None:
+    sides = [side(name, noisy(tmp_path / name, disturbed=name == "B")) for name in "AB"]
+    (line,) = [one for one in compare_sides(*sides).lines if one.disturbed]
+    heat = "rank 0: held back by heat for 4.0 of 20.0 timed seconds"
+    clocks = "GPU 0 in the timed steps: thermal slowdown by the driver at 88 °C"
+    shared = "GPU 0 just before: another process with 2.0 GiB"
+    assert line.disturbed == [f"B, trial 0: {heat}, {clocks}", f"B, trial 1: {shared}"]
+    assert "thermal slowdown" in markdown(compare_sides(*sides))
+
+
+def test_lists_by_rank_are_never_null() -> None:
+    """A reader of older and left-out trials gets empty lists, as of all other columns by rank."""
+    from harness.record import left_out_row
+
+    row = left_out_row("r", CELL, "refused", "no")
+    lists: Sequence[str] = [name for name, kind, _ in TABLES["trials"] if kind.startswith("list")]
+    assert [name for name in lists if row.get(name) != []] == []

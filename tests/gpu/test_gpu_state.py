@@ -1,0 +1,300 @@
+"""What disturbs a GPU, read around a trial and in its timed steps, and what is made of that."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from harness.measure.energy import Energy
+from harness.measure.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
+from harness.measure.gpu_use import RankGpus
+from harness.measure.load import disturbances, disturbed
+from harness.measure.memory import MemoryMeter
+from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
+
+COOL = GpuState(
+    3,
+    "GPU-x",
+    1980,
+    1980,
+    reasons=("idle",),
+    power_limit_watts=700.0,
+    default_power_limit_watts=700.0,
+)
+SECOND = 10**9
+
+
+def record(before: GpuState = COOL, after: GpuState = COOL, use: GpuUse | None = None) -> GpuRecord:
+    """Written and read as a row has it."""
+    columns = as_json([before]), as_json([after]), as_json([use or GpuUse(("GPU-x",), 10.0)])
+    return GpuRecord.read(*columns)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], list[torch.device]]:
+    """A torch.cuda that shows the GPUs of a host by their UUIDs: the devices."""
+
+    def show(host: FakeNvml) -> list[torch.device]:
+        install(monkeypatch, host)
+        uuids = [device.uuid.removeprefix("GPU-") for device in host.gpus]
+        properties = [SimpleNamespace(uuid=uuid, total_memory=80 * GIB) for uuid in uuids]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: properties[one.index])
+        reserved = [(10 + 10 * i) * GIB for i in range(len(uuids))]
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: reserved[one.index])
+        return [torch.device("cuda", number) for number in range(len(uuids))]
+
+    return show
+
+
+def test_reasons_are_decoded_as_nvml_numbers_them() -> None:
+    names = {
+        "idle": "GpuIdle",
+        "clocks set by the user": "ApplicationsClocksSetting",
+        "power cap": "SwPowerCap",
+        "hardware slowdown": "HwSlowdown",
+        "sync boost": "SyncBoost",
+        "thermal slowdown by the driver": "SwThermalSlowdown",
+        "thermal slowdown by hardware": "HwThermalSlowdown",
+        "power brake": "HwPowerBrakeSlowdown",
+        "display clocks": "DisplayClockSetting",
+        "board limit": "BoardLimit",
+        "reliability limit": "Reliability",
+    }
+    for words, name in names.items():
+        assert decoded(getattr(pynvml, f"nvmlClocksThrottleReason{name}")) == (words,)
+    assert decoded(0) == ()
+    assert decoded(0x24) == ("power cap", "thermal slowdown by the driver")
+    assert decoded(1 << 20) == ("reason 20",)
+
+
+def test_a_look_tells_all_that_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 14: clocks, reasons, heat, power, errors, processes of the GPUs that a cell uses."""
+    host = install(monkeypatch, h100_node(), "5,6")
+    host.gpus[6].processes = [(4711, 2 * GIB)]
+    looked = GpuLook().states(2)
+    assert [state.index for state in looked] == [5, 6]
+    state = looked[1]
+    assert (state.sm_mhz, state.memory_max_mhz, state.reasons) == (1980, 2619, ("idle",))
+    assert (state.temperature_celsius, state.power_watts, state.power_limit_watts) == (
+        41,
+        120.0,
+        700.0,
+    )
+    assert (state.corrected_errors, state.uncorrected_errors, state.used_bytes) == (0, 0, 2 * GIB)
+    assert state.processes is not None
+    assert [(one.pid, one.memory_bytes) for one in state.processes] == [(4711, 2 * GIB)]
+    assert len(GpuLook().states(1)) == 1
+    assert GpuLook().states(0) == ()
+
+
+def test_what_a_consumer_card_lacks_is_unknown_and_no_disturbance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = install(monkeypatch, rtx_4090())
+    lacking = {"nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetCurrentClocksEventReasons"}
+    host.gpus[0].lacks |= lacking
+    host.gpus[0].processes = [(1, None)]
+    (state,) = GpuLook().states(1)
+    assert (state.uncorrected_errors, state.reasons, state.power_limit_watts) == (None, None, None)
+    assert record(state, state).findings() == []
+
+
+def test_a_host_without_nvml_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeNvml([], no_driver=True))
+    assert GpuLook().states(8) == ()
+    assert as_json(()) is None
+    assert GpuRecord.read(None, None, float("nan")) == GpuRecord()
+    assert GpuRecord.read("[1]", "{}", "no JSON") == GpuRecord()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"reasons": ("thermal slowdown by the driver",), "temperature_celsius": 88},
+            "thermal slowdown by the driver at 88 °C",
+        ),
+        ({"reasons": ("power brake", "idle")}, "power brake"),
+        ({"reasons": ("hardware slowdown",)}, "hardware slowdown"),
+        ({"reasons": ("hardware slowdown", "idle")}, None),
+        ({"reasons": ("power cap",)}, None),
+        ({"reasons": None}, None),
+    ],
+)
+def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
+    changed: dict[str, object],
+    words: str | None,
+) -> None:
+    """Finding 14: a throttled trial is marked like a disturbed CPU one."""
+    state = replace(COOL, **changed)  # type: ignore[arg-type]
+    told = record(before=state)
+    expected = [f"GPU 3 just before: {words}"] if words else []
+    assert [one.words for one in told.findings()] == expected
+    assert disturbed(None, None, None, told) == (words is not None)
+
+
+def test_another_process_before_or_after_marks_the_trial() -> None:
+    """Finding 14: a shared trial is marked."""
+    host = h100_node()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, host)
+        host.gpus[0].processes = [(4711, 3 * GIB), (4712, GIB)]
+        (state,) = GpuLook().states(1)
+    told = record(after=state)
+    words = "GPU 0 just after: 2 other processes with 4.0 GiB"
+    assert [one.words for one in told.findings()] == [words]
+    assert disturbances(0.0, 1.0, 1.0, told) == ("shared",)
+    assert disturbances(9.0, 1.0, 1.0, told) == ("busy", "shared")
+
+
+def test_a_power_limit_below_the_default_is_marked_where_it_held_the_gpu_back() -> None:
+    """Finding 14: a capped GPU is slower; at its default limit a busy one is capped as a rule."""
+    lowered = replace(COOL, power_limit_watts=450.0, reasons=("power cap",))
+    words = "GPU 3: held back by a power limit of 450 W, where 700 W is the default"
+    use = GpuUse(("GPU-x",), 10.0, {"power": 9.0}, (lowered,))
+    assert [one.words for one in record(use=use).findings()] == [words]
+    at_default = replace(use, states=(replace(COOL, reasons=("power cap",)),))
+    assert record(use=at_default).findings() == []
+    free = replace(lowered, reasons=())
+    far_from_it = replace(use, throttled_seconds={"power": 0.0}, states=(free,))
+    assert record(use=far_from_it).findings() == []
+
+
+@pytest.mark.parametrize(("seconds", "is_marked"), [(0.05, False), (0.3, True)])
+def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: Callable[[FakeNvml], list[torch.device]],
+    seconds: float,
+    is_marked: bool,
+) -> None:
+    """Finding 14: two stretches of five seconds; the counters run since the driver was loaded."""
+    host = h100_node()
+    thermal, power = pynvml.NVML_PERF_POLICY_THERMAL, pynvml.NVML_PERF_POLICY_POWER
+    clock = iter([0.0, 5.0, 100.0, 105.0])
+    for device in host.gpus:
+        device.throttled_nanoseconds = {thermal: 77 * SECOND, power: 5 * SECOND}
+    own = RankGpus(cuda(host)[:1])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    for _ in range(2):
+        own.start()
+        host.gpus[0].throttled_nanoseconds[thermal] += int(seconds / 2 * SECOND)
+        own.stop()
+        host.gpus[0].throttled_nanoseconds[thermal] += 9 * SECOND  # between the stretches
+    use = own.use()
+    assert use is not None
+    assert (use.counted_seconds, use.throttled_seconds) == (
+        10.0,
+        {"power": 0.0, "temperature": pytest.approx(seconds)},
+    )
+    words = "rank 0: held back by heat for 0.3 of 10.0 timed seconds"
+    findings = [one.words for one in record(use=use).findings()]
+    assert findings == ([words] if is_marked else [])
+
+
+def test_energy_is_that_of_all_devices_of_a_rank(
+    cuda: Callable[[FakeNvml], list[torch.device]],
+) -> None:
+    """Finding 12: DataParallel drives eight GPUs from one process; energy was that of the first."""
+    host = h100_node()
+    energy = Energy.of(RankGpus(cuda(host)), 0)
+    energy.start()
+    for number, device in enumerate(host.gpus):
+        device.millijoules += 1000 * (number + 1)
+    energy.stop()
+    assert energy.joules == 36.0
+
+
+def test_energy_of_a_slice_is_unknown(cuda: Callable[[FakeNvml], list[torch.device]]) -> None:
+    """Finding 12: the counter is that of the GPU, which others' slices drive too."""
+    host = a100_in_slices()
+    devices = cuda(host)
+    assert RankGpus(devices[:1]).joules() is None
+    assert RankGpus(devices[1:]).joules() == {host.gpus[1].uuid: (0.0, 0.0)}
+
+
+def test_memory_beside_the_allocators_is_told_apart(
+    cuda: Callable[[FakeNvml], list[torch.device]],
+) -> None:
+    """Finding 13: NVML's bytes of this process, and of them context and NCCL's buffers."""
+    host = h100_node()
+    devices = cuda(host)
+    for number, device in enumerate(host.gpus):
+        device.processes = [(1, GIB), (os.getpid(), (11 + 10 * number + number % 3) * GIB)]
+    one, all_of_them = RankGpus(devices[:1]).use(), RankGpus(devices).use()
+    assert one is not None
+    assert all_of_them is not None
+    assert (one.process_bytes, one.context_bytes) == (11 * GIB, GIB)
+    assert (all_of_them.process_bytes, all_of_them.context_bytes) == (82 * GIB, 3 * GIB)
+
+
+@pytest.mark.parametrize("processes", [[], [(1, GIB)], [(os.getpid(), None)]])
+def test_memory_of_a_process_that_nvml_does_not_name_is_unknown(
+    cuda: Callable[[FakeNvml], list[torch.device]],
+    processes: list[tuple[int, int | None]],
+) -> None:
+    """Finding 13: in a container NVML may tell process ids of the host; WSL hides the bytes."""
+    host = h100_node()
+    host.gpus[0].processes = processes
+    use = RankGpus(cuda(host)[:1]).use()
+    assert use is not None
+    assert (use.process_bytes, use.context_bytes) == (None, None)
+
+
+def test_a_rank_on_the_cpu_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = install(monkeypatch, h100_node())
+    own = RankGpus([torch.device("cpu")])
+    own.start()
+    own.stop()
+    assert (own.use(), host.started) == (None, 0)
+
+
+def test_peaks_and_limit_are_those_of_all_devices(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: Callable[[FakeNvml], list[torch.device]],
+) -> None:
+    """Findings 12 and 13: they were those of GPU 0; the host's peak was unknown."""
+    devices = cuda(h100_node())
+    called: list[tuple[str, object]] = []
+
+    def reset(one: torch.device) -> None:
+        called.append(("reset", one.index))
+
+    peaks = {"max_memory_allocated": 5, "max_memory_reserved": 7, "memory_allocated": 3}
+    for name, size in peaks.items():
+        monkeypatch.setattr(torch.cuda, name, lambda one, size=size: size * (one.index + 1))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, one: called.append((f"limit {share:g}", one.index)),
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    meter = MemoryMeter(devices[0], 20 * GIB, devices)
+    assert called == [("limit 0.25", number) for number in range(8)]
+    called.clear()
+    meter.reset()
+    assert called == [("reset", number) for number in range(8)]
+    kept = bytearray(os.urandom(1)) * (64 * 2**20)
+    peak = meter.peak()
+    assert (peak.allocated, peak.reserved, meter.in_use()) == (40, 56, 24)
+    if meter.usable:
+        assert peak.host is not None
+        assert 0.95 * len(kept) < peak.host < 2 * len(kept)
+    called.clear()
+    with meter.unlimited():
+        assert called == [("limit 1", number) for number in range(8)]
+    assert called[8:] == [("limit 0.25", number) for number in range(8)]
+
+
+def test_json_of_a_state_keeps_everything() -> None:
+    text = as_json([GpuUse(("GPU-x",), 1.0, {"power": 1.0}, (COOL,), 1, 2)])
+    assert text is not None
+    assert json.loads(text)[0]["states"][0]["sm_mhz"] == 1980
+    assert GpuRecord.read(None, None, text).use[0].states == (COOL,)

@@ -1,0 +1,52 @@
+"""Finding 20: over emulated links NCCL has no way around the link."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cell import Cell
+from harness.trial import TrialSpec
+from harness.worker import _prepare_process
+
+
+@pytest.mark.parametrize(("links", "kept"), [("10gbit", True), ("", False)])
+def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_path: Path) -> None:
+    """Finding 20: InfiniBand, shared memory and NVLink pass by a network namespace; NCCL reads these before it chooses."""
+    axes: dict[str, Any] = {"strategy": "ddp", "workload": "llama-micro", "devices": 2, "nodes": 2, "links": links}
+    spec = TrialSpec(
+        Cell(**axes),
+        None,  # type: ignore[arg-type]
+        2,
+        node=1,
+        node_name="node1",
+        interface="link0",
+        scratch=str(tmp_path),
+        cores=((0,),),
+    )
+    given = _variables_of_a_rank(spec, tmp_path)
+    assert given["NCCL_SOCKET_IFNAME"] == "link0"
+    assert (given.get("NCCL_NET"), given.get("NCCL_IB_DISABLE")) == (("Socket", "1") if kept else (None, None))
+    assert given.get("NCCL_HOSTID") == ("node1" if kept else None), "ranks of one machine are on two hosts"
+    assert given.get("NCCL_MNNVL_ENABLE") == ("0" if kept else None)
+    assert "NCCL_P2P_DISABLE" not in given, "within a node NCCL communicates as on a real one"
+
+
+def _variables_of_a_rank(spec: TrialSpec, folder: Path) -> dict[str, str]:
+    """NCCL's variables of a process that was prepared as a rank is."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ["LOCAL_RANK"] = "0"
+            for name in [name for name in os.environ if name.startswith("NCCL_")]:
+                del os.environ[name]
+            _prepare_process(spec, 1)
+            found = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+            (folder / "variables.json").write_text(json.dumps(found))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    variables: dict[str, str] = json.loads((folder / "variables.json").read_text())
+    return variables

@@ -1,0 +1,81 @@
+"""Finding 17: a GPU is known by its whole product name, and by nothing that is part of it."""
+
+import pytest
+
+from harness.measure.flops import peak_flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32", "bf16"),
+    [
+        ("NVIDIA L4", 30.3e12, 121e12),
+        ("NVIDIA L40", 90.5e12, 181.05e12),
+        ("NVIDIA L40S", 91.6e12, 362.05e12),
+        ("NVIDIA A10", 31.2e12, 125e12),
+        ("NVIDIA A10G", 35e12, 70e12),
+        ("NVIDIA A100-SXM4-40GB", 19.5e12, 312e12),
+        ("NVIDIA A100 80GB PCIe", 19.5e12, 312e12),
+        ("NVIDIA H100 80GB HBM3", 67e12, 989.5e12),
+        ("NVIDIA H100 PCIe", 51e12, 756.5e12),
+        ("NVIDIA H100 NVL", 60e12, 835.5e12),
+        ("NVIDIA H200", 67e12, 989.5e12),
+        ("NVIDIA H200 NVL", 60e12, 835.5e12),
+        ("NVIDIA GH200 480GB", 67e12, 989.5e12),
+        ("NVIDIA B200", 75e12, 2250e12),
+        ("NVIDIA GB200", 80e12, 2500e12),
+        ("NVIDIA GeForce RTX 3090", 35.6e12, 71e12),
+        ("NVIDIA RTX A6000", 38.7e12, 154.8e12),
+        ("Tesla T4", 8.1e12, None),
+        ("Tesla V100-SXM2-16GB", 15.7e12, None),
+    ],
+)
+def test_finding_17_each_product_has_its_own_peaks(name: str, fp32: float, bf16: float | None) -> None:
+    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM; bf16 has no tensor cores before Ampere."""
+    assert peak_flops_per_second(name, "fp32") == fp32
+    assert peak_flops_per_second(name, "bf16") == bf16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",  # not an A100
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",  # a seventh of an A100
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "GRID A100-10C",
+        "NVIDIA H100",  # which of them?
+        "NVIDIA A100X",
+        "NVIDIA L40G",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H20",
+        "NVIDIA T4G",
+    ],
+)
+def test_finding_17_what_the_table_does_not_know_is_null(name: str) -> None:
+    """Finding 17: a name that only contains a product's, or a slice of a GPU, has no peak."""
+    for precision in ("fp32", "bf16", "fp16"):
+        assert peak_flops_per_second(name, precision) is None
+
+
+def test_names_before_and_after_the_makers_prefix_are_the_same_product() -> None:
+    """Drivers before 470 reported `A100-SXM4-40GB`, later ones put `NVIDIA ` before it."""
+    assert peak_flops_per_second("A100-SXM4-40GB", "bf16") == peak_flops_per_second("NVIDIA A100-SXM4-40GB", "bf16")
+
+
+def test_the_table_is_plausible_and_its_names_are_unique() -> None:
+    from harness.measure.peaks import gpu_model, gpu_models
+
+    models = gpu_models()
+    assert len({model.product_name for model in models.values()}) == len(models) >= 28
+    for host_name, model in models.items():
+        assert gpu_model(f"NVIDIA {model.product_name}") is model
+        assert host_name == host_name.lower()
+        assert 14 * 2**30 < model.memory_bytes < 190 * 2**30
+        assert model.source
+        fp16, fp32 = model.fp16_flops_per_second, model.fp32_flops_per_second
+        assert fp16, "every product of the table has tensor cores"
+        assert fp32
+        assert 1.9 < fp16 / fp32 < 32, "a figure with sparsity, or of another column, would be outside"
+        assert model.bf16_flops_per_second in (None, fp16)
+        assert model.memory_bytes_per_second
+        assert model.nvlink_bytes_per_second is None or model.nvlink_bytes_per_second >= 300e9

@@ -1,0 +1,159 @@
+"""What each matrix plans for hosts of 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB: nothing refused, everything fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from bench.matrix import Expanded, Host, expand, read_matrix
+from harness.cell import Cell
+from harness.expected import references_of, trial_seconds
+from harness.judging import in_fp32
+from harness.plan import Plan
+from harness.references import activations_of_a_sample, kept_bytes, memory_bytes, reference_cell, reference_key
+from harness.registry import make_strategy
+from harness.workloads import make_workload
+from harness.workloads.facts import model_facts
+from harness.workloads.model import split_name
+
+GIB = 2**30
+MATRICES = ("full", "quick", "smoke", "scaling", "precision")
+CARDS = {
+    "L4": 22.5,
+    "A100-SXM4-40GB": 39.4,
+    "A100-SXM4-80GB": 79.3,
+    "H100 80GB HBM3": 79.6,
+    "H200": 140.4,
+}
+"""GiB that NVML reports."""
+HOSTS = [(number, card) for number in (1, 2, 4, 8) for card in CARDS if card != "A100-SXM4-80GB"]
+
+
+def host(number: int, card: str) -> Host:
+    return Host("cuda", number, int(CARDS[card] * GIB), name=f"NVIDIA {card}", elsewhere=True)
+
+
+@functools.cache
+def planned(matrix: str, number: int, card: str) -> Expanded:
+    return expand(read_matrix(matrix), host(number, card), name=matrix)
+
+
+def references(cells: Iterator[Cell]) -> dict[str, Cell]:
+    """By the key that they are kept under."""
+    both = itertools.chain.from_iterable((cell, in_fp32(cell)) for cell in cells)
+    return {reference_key(cell): cell for cell in both if cell}
+
+
+@pytest.mark.parametrize(("number", "card"), HOSTS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card: str) -> None:
+    """Finding 9: micro-batches, heads, blocks and batches divide at every count; what lacks GPUs says how many."""
+    found = planned(matrix, number, card)
+    assert found.cells
+    refused = {left.cell.name: left.reason for left in found.left_out if left.status == "refused"}
+    assert refused == {}
+    assert all(f"this host has {number}" in left.reason for left in found.left_out)
+    if number == 8:
+        assert found.left_out == ()
+
+
+@pytest.mark.parametrize(("number", "card"), HOSTS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_what_is_timed_in_bf16_keeps_a_gpu_busy(matrix: str, number: int, card: str) -> None:
+    """Finding 8: 256 tokens of fp32 a GPU compute for so long, or so little, that communication is told wrongly."""
+    found = planned(matrix, number, card)
+    timed = [cell for cell in found.cells if cell.id not in found.once]
+    halves = [cell for cell in timed if cell.precision == "bf16" and make_workload(cell.workload).kind != "image"]
+    few = {c.name for c in halves if c.global_batch * c.sequence_length < 4096 * c.devices}
+    assert few == set()
+    own = {cell.id for cell in timed if cell.precision != "bf16"}
+    assert matrix == "precision" or len(halves) > len(own), "fp32 and fp16 are what a few cells ask for by name"
+    assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw"), "finding 6"
+
+
+def method(cell: Cell) -> tuple[str, str, str]:
+    return cell.strategy, json.dumps(cell.options, sort_keys=True), cell.launcher
+
+
+@pytest.mark.parametrize("matrix", ["full", "quick", "smoke", "scaling"])
+def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> None:
+    """Finding 8: what bf16's tolerance would hide is seen by the same strategy in fp32, launched once."""
+    found = planned(matrix, 8, "H100 80GB HBM3")
+    twins = [cell for cell in found.cells if cell.id in found.once]
+    assert {cell.precision for cell in twins} == {"fp32"}
+    checked = {method(cell) for cell in found.cells if cell.precision == "fp32"}
+    unchecked = {cell.label for cell in found.cells if cell.precision == "bf16" and method(cell) not in checked}
+    assert unchecked <= {"amp(opt_level=O1)", "amp(opt_level=O2)", "amp(opt_level=O3)", "fsdp2(mixed_precision=true)"}
+    settings = {(c.workload, c.precision) for c in found.cells if c.id not in found.once}
+    assert settings.isdisjoint((c.workload, c.precision) for c in twins if c.workload == "llama-512x16"), "never ranked together"
+
+
+@pytest.mark.parametrize(("number", "card"), HOSTS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str) -> None:
+    """Findings 4 and 11: within 60 % of one GPU's memory each, and 20 GiB of disk in all."""
+    every = references(iter(planned(matrix, number, card).cells))
+    assert sum(map(kept_bytes, every.values())) <= 20 * GIB
+    largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
+    over = {key: round(size / GIB, 1) for key, size in largest.items() if size > 0.6 * CARDS[card] * GIB}
+    assert over == {}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: str) -> None:
+    """States, what a step adds to them and activations (as large as in fp32) within 90 % of the memory."""
+    over = {}
+    for number in (1, 8):
+        for cell in planned(matrix, number, card).cells:
+            strategy, workload = make_strategy(cell), make_workload(cell.workload)
+            layout = strategy.layout(cell.devices)
+            states = strategy.states(cell, layout, model_facts(workload, cell.sequence_length))
+            if states is None:
+                continue
+            samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
+            base = make_workload(split_name(cell.workload)[0])
+            activations = samples * activations_of_a_sample(base, cell.sequence_length)
+            size = states.total + states.transient + activations
+            if size > 0.9 * CARDS[card] * GIB:
+                over[cell.name] = round(size / GIB, 1)
+    assert over == {}
+
+
+def test_smaller_gpus_have_sizes_of_their_own() -> None:
+    for gibibytes in (8, 11.9, 15):
+        found = expand(read_matrix("full"), Host("cuda", 1, int(gibibytes * GIB), elsewhere=True), name="full")
+        assert [left.cell.name for left in found.left_out if left.status == "refused"] == []
+
+
+@pytest.mark.parametrize("card", ["A100-SXM4-80GB", "H100 80GB HBM3", "H200"])
+def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
+    """Finding 10: with references, their second runs and the twins in fp32; the inputs are in harness/expected.py."""
+    found, name = planned("full", 8, card), f"NVIDIA {card}"
+    plan = Plan.new("full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once)
+    seconds = sum(trial_seconds(cell, 1, name) for cell, _ in plan.schedule())
+    assert seconds + references_of(found.cells, 1, name).seconds <= 3600
+
+
+def test_time_limits_follow_from_what_a_trial_takes() -> None:
+    """Finding 10: 8 times the prediction, and never below two minutes; no part of a cell's id."""
+    for cell in planned("full", 8, "L4").cells:
+        assert cell.time_limit_seconds >= 5 * trial_seconds(cell, 1, "NVIDIA L4"), cell.name
+
+
+def test_twins_are_launched_once_and_that_survives_the_store() -> None:
+    found = planned("smoke", 8, "H200")
+    plan = Plan.new("smoke", found.cells, 3, (), once=found.once)
+    launches = Counter(cell.id for cell, _ in plan.schedule())
+    assert {launches[cell] for cell in found.once} == {1}
+    assert {launches[cell.id] for cell in found.cells if cell.id not in found.once} == {3}
+    row = {"run_id": plan.run_id, "matrix": "smoke", "plan": plan.to_json()}
+    assert Plan.from_row(row) == plan
+    without = json.loads(plan.to_json())
+    del without["once"]
+    assert Plan.from_row(row | {"plan": json.dumps(without)}).once == frozenset(), "plans of before"

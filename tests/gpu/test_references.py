@@ -1,0 +1,200 @@
+"""Reference runs on GPUs: they fit the device and the disk, know their kind of GPU and their own noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import harness.runner as runner_module
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.outcome import Outcome
+from harness.parity import Reference, judge, update_deviations
+from harness.plan import Plan
+from harness.runner import Runner
+from harness.store import Store
+from harness.strategy import EXACT, Exposed
+from harness.workloads import make_workload
+from tests.gpu.fake_nvml import FakeNvml, h100_node, install
+
+ON_GPU = Cell(strategy="ddp", devices=8, workload="llama-nano", device="cuda", regime="weak", global_batch=256, sequence_length=128)
+SMALL = ON_GPU.model_copy(update={"global_batch": 32})  # a batch whose noise is measured
+
+
+class Launches:
+    """Notes what it is asked to launch, and leaves the files that a reference run would."""
+
+    def __init__(self, losses: list[float], update: float = 1e-6) -> None:
+        self.cells: list[Cell] = []
+        self.losses, self.update = losses, update
+
+    def run(self, cell: Cell, data: Any, processes: int, **more: Any) -> Outcome:
+        self.cells.append(cell)
+        if folder := more.get("reference_output"):
+            Path(folder).mkdir(parents=True)
+            Path(folder, "reference.json").write_text(json.dumps({"losses": [2.0, 1.0], "update_norms": {}}))
+        steps = [{"loss": loss} for loss in self.losses]
+        answers = [{"steps": steps, "update_deviations": {"weight": self.update}}]
+        return Outcome("ok", "", time.time(), 1.0, answers=answers)
+
+    def spare(self, pid: int) -> None: ...
+
+
+class Silent:
+    def preparing(self, what: str) -> None: ...
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path))
+    from harness.workloads.data import prepare_data
+
+    prepare_data.cache_clear()
+    yield tmp_path / "references"
+    prepare_data.cache_clear()
+
+
+def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str, Reference]:
+    runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
+    return runner._references(launches, cells, Silent())  # type: ignore[arg-type]
+
+
+def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(cache: Path, tmp_path: Path) -> None:
+    """Finding 4: the batch of eight devices at a time took 235 GiB of llama-1b."""
+    launches = Launches([2.0, 1.0])
+    references(tmp_path, [ON_GPU], launches)
+    (first,) = launches.cells  # nor is so large a batch run a second time for its noise
+    assert (first.strategy, first.devices, first.precision, first.global_batch) == ("single", 1, "fp32", 256)
+    assert first.global_batch // first.micro_batches * first.sequence_length <= 2048
+
+
+def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path: Path) -> None:
+    """Finding 4: over parts of the batch its statistics are others, and so is the training."""
+    launches = Launches([2.0, 1.0])
+    references(tmp_path, [ON_GPU.model_copy(update={"workload": "resnet-micro", "data": "images"})], launches)
+    assert [cell.micro_batches for cell in launches.cells] == [1], "and none is run a second time, split differently"
+
+
+def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: Path) -> None:
+    launches = Launches([2.0, 1.0])
+    references(tmp_path, [ON_GPU.model_copy(update={"device": "cpu"})], launches)
+    assert [cell.micro_batches for cell in launches.cells] == [1]
+
+
+def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
+    """Finding 6: what rounding alone does to a training is known before a strategy is judged by it."""
+    launches = Launches([2.0, 1.0002], update=3e-3)
+    (reference,) = references(tmp_path, [SMALL], launches).values()
+    one, other = launches.cells
+    assert other.micro_batches == 2 * one.micro_batches
+    assert reference.noise is not None
+    assert reference.noise.loss == pytest.approx(2e-4)
+    assert reference.noise.update == pytest.approx(3e-3)
+    references(tmp_path, [SMALL], launches)
+    assert len(launches.cells) == 2, "kept with the reference"
+    said = judge([2.0, 1.0], [2.0, 1.0], [{"a": 0.0}], ["a"], EXACT, noise=reference.noise).reason
+    assert "2.0e-04" in said
+    assert "3.0e-03" in said
+
+
+def test_a_noise_run_that_does_not_stay_finite_says_nothing(cache: Path, tmp_path: Path) -> None:
+    (reference,) = references(tmp_path, [SMALL], Launches([2.0, math.nan])).values()
+    assert reference.noise is None
+
+
+def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
+    """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the same."""
+    launches = Launches([2.0, 1.0002])
+    references(tmp_path, [ON_GPU], launches)
+    assert len(launches.cells) == 1
+
+
+def key_on(monkeypatch: pytest.MonkeyPatch, name: str, cores: int | None, cell: Cell) -> str:
+    host = h100_node()
+    for gpu in host.gpus:
+        gpu.name = name
+    if cores is not None:
+        monkeypatch.setattr(FakeNvml, "nvmlDeviceGetNumGpuCores", lambda self, handle: cores, raising=False)
+    install(monkeypatch, host)
+    key: str = runner_module.reference_key(cell)
+    return key
+
+
+def test_a_reference_is_that_of_its_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 5: CUDA's random numbers depend on the number of multiprocessors, and so do the weights."""
+    h100 = key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
+    assert h100 == key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
+    others = [("NVIDIA A100-SXM4-80GB", 6912), ("NVIDIA H100 80GB HBM3", 14592), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None)]
+    assert len({h100, *(key_on(monkeypatch, name, cores, ON_GPU) for name, cores in others)}) == 4
+
+
+def test_a_cpus_reference_is_the_same_beside_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = ON_GPU.model_copy(update={"device": "cpu"})
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    assert len({key_on(monkeypatch, name, None, on_cpu) for name in names}) == 1
+
+
+def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> None:
+    """Finding 11: beside an adapter of 1 MiB, the files of llama-1b kept 4 GiB that nobody trains."""
+    import torch
+
+    workload = make_workload("llama-nano+lora")
+    model, reference = workload.build(0), Reference(str(tmp_path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.01
+    reference.save(workload, model, workload.build(0), [1.0])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with safe_open(tmp_path / "final.safetensors", framework="pt") as final:
+        assert set(final.keys()) == trained
+    assert set(update_deviations(Exposed(model, ()), workload, reference).values()) == {0.0}
+    name, frozen = next((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    frozen.data[0] += 1e-7
+    deviations = update_deviations(Exposed(model, ()), workload, reference)
+    assert deviations[name] == math.inf, "a frozen tensor that has moved is seen"
+
+
+def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
+    folder = home / name
+    folder.mkdir(parents=True)
+    (folder / "final.safetensors").write_bytes(b"0" * size)
+    (folder / "reference.json").write_text(json.dumps({"losses": [2.0, 1.0]}))
+    before = time.time() - age_seconds
+    os.utime(folder / "reference.json", (before, before))
+    return folder
+
+
+def test_the_least_recently_used_are_cleared_beyond_the_limit(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 11: references of `full` filled 50 GiB of a home folder, unasked."""
+    monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", str(2.5e6 / 2**30))
+    oldest, older, recent = (kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60)))
+    needed = kept(cache, runner_module.reference_key(ON_GPU), 10**6, 9.9e5)
+    references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
+    assert [folder.exists() for folder in (oldest, older, recent, needed)] == [False, False, True, True]
+
+
+def test_too_little_disk_is_said_before_anything_runs(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 11: one sentence, with what is needed and where."""
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9, 1000))
+    launches = Launches([2.0, 1.0])
+    with pytest.raises(Mistake, match=r"reference runs need .* GiB in .*references"):
+        references(tmp_path, [ON_GPU], launches)
+    assert launches.cells == []
+
+
+def test_a_limit_that_is_no_number_is_a_mistake(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")
+    with pytest.raises(Mistake, match="lots"):
+        references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))

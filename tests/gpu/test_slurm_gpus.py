@@ -1,0 +1,53 @@
+"""Finding 19: a job that asks for no GPUs says so; the example asks for what torch was built for."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.cluster.script import Job, batch_script
+from bench.cluster.site import Site, read_site
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_of(site: Site, folder: Path, **variables: str) -> str:
+    """What the shell library says of GPUs in a job of this site, on a node whose driver has two."""
+    for name in ("gpus/0000:01:00.0", "gpus/0000:02:00.0"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    script = batch_script(site, Job("smoke", "run-1", folder / "results"))
+    exports = [line for line in script.splitlines() if line.startswith("export BENCH_")]
+    lines = [*exports, ". slurm/lib.sh", "say_without_gpus"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "BENCH_"))}
+    environment |= {"BENCH_DRIVER": str(folder), "SLURM_JOB_ID": "1", **variables}
+    done = subprocess.run(["bash", "-euc", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_finding_19_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Path) -> None:
+    """Finding 19: `gpus_per_node: 0` where cgroups confine devices gave cells of the CPU, in silence."""
+    assert "this node has 2 GPUs and the job asked for none" in run_of(Site(), tmp_path)
+    assert run_of(Site(gpus_per_node=2), tmp_path) == ""
+    assert run_of(Site(directives=["--gres=gpu:2"]), tmp_path) == ""
+    assert run_of(Site(), tmp_path, SLURM_JOB_GPUS="0,1") == "", "the partition gives them without being asked"
+
+
+def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Finding 19: the sentence is there before the job is."""
+    from bench.cli import app
+
+    site = tmp_path / "site.yaml"
+    for gpus, says in (("0", True), ("8", False)):
+        site.write_text(f"gpus_per_node: {gpus}\n")
+        words = ["submit", "--matrix", "smoke", "--site", str(site), "--dry-run"]
+        app(words, standalone_mode=False)
+        shown = capsys.readouterr()
+        assert ("the job asks for no GPUs" in shown.err) == says
+        assert shown.out.startswith("#!/bin/bash"), "the script alone is what can be kept in a file"
+
+
+def test_finding_19_the_examples_modules_are_of_torchs_cuda() -> None:
+    """Finding 19: torch of the package index is CUDA 13, and the example loaded 12.6 and an NCCL beside torch's own."""
+    assert read_site(ROOT / "slurm" / "sites" / "gpu-cluster.yaml").modules == ["cuda/13.0"]

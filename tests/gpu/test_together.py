@@ -1,0 +1,62 @@
+"""Finding 21: launches by turns are checked to fit one GPU together; one device communicates nothing, and it is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli.run import _require_few
+from harness.cell import Cell
+from harness.errors import Mistake
+from harness.fits import device_bytes
+from harness.plan import Plan
+from tests.gpu import fake_nvml
+
+GIB = 2**30
+
+
+def planned(*strategies: str, **axes: Any) -> Plan:
+    given: dict[str, Any] = {"workload": "llama-1b", "device": "cuda", "global_batch": 4, "sequence_length": 256, "precision": "bf16"}
+    cells = [Cell(strategy=name, **(given | axes)) for name in strategies]
+    return Plan.new("full", cells, 3, [], "")
+
+
+def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 21: llama-1b keeps 16 bytes of each of 1.1 billion parameters: 17 GiB a launch, of which four do not fit 24 GiB."""
+    fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
+    plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
+    with pytest.raises(Mistake) as refused:
+        _require_few(plan)
+    assert "--by-turns: all launches are in memory at once" in str(refused.value)
+    assert "which has 24.0 GiB" in str(refused.value) or "which has 23." in str(refused.value)
+    left_out = str(refused.value).partition("leave ")[2]
+    kept = [cell for cell in plan.cells if repr(cell.name) not in left_out]
+    assert sum(map(device_bytes, kept)) <= 24 * GIB, "without those that it names the others fit"
+
+
+def test_what_fits_together_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml.install(monkeypatch, fake_nvml.h100_node())
+    _require_few(planned("single", "ddp", "zero_redundancy"))
+    on_cpu = planned("single", "ddp", device="cpu", workload="llama-micro")
+    _require_few(on_cpu)
+
+
+def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated(tmp_path: Path) -> None:
+    """Finding 21: `ddp x1` was ranked without a word."""
+    from reports.groups import Group
+
+    setting = {
+        "workload": "llama-micro",
+        "devices": 1,
+        "nodes": 1,
+        "device": "cuda",
+        "precision": "bf16",
+        "global_batch": 4,
+        "optimizer": "adamw",
+        "sequence_length": 64,
+        "threads_per_device": 1,
+        "links": None,
+    }
+    row = {"tokens_per_second": 1.0, "samples_per_second": 1.0}
+    assert "nothing is communicated" in Group(setting, (row,)).details
+    assert "nothing is communicated" not in Group({**setting, "devices": 2}, (row,)).details
