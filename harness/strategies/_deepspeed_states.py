@@ -184,15 +184,11 @@ def _states_3(cell: Cell, ranks: int, sizes: Sequence[int], zero: dict[str, Any]
     updated = sum(parts) - sum(sum(g) for g in swapped_groups)
     library += width * zero["reduce_bucket_size"] + width * sum(s for s in sizes if s <= zero["stage3_param_persistence_threshold"])
     gradients = float(width * sum(parts) + (4 * updated if optimizer_place != "none" else 0))
+    of_optimizer, of_parameters = _swap_buffers(sizes, groups, zero, width)
     if not on_host[0]:
-        library += 4 * updated
-        if swapped_groups:
-            library += 4 * 4 * _aligned(max(sum(g) for g in groups), 4)
-    if parameter_place == "nvme" and not on_host[1]:
-        offload = zero["offload_param"]
-        library += width * offload["buffer_count"] * _aligned(offload["buffer_size"], width)
-        # Room for a sub-group's updated parameters, made for whole parameters although a rank writes its partitions.
-        library += width * sum(_aligned(size, width) for size in _largest(sizes, groups))
+        library += 4 * updated + (of_optimizer if swapped_groups else 0)
+    if not on_host[1]:
+        library += of_parameters
     return States(
         parameters=0.0 if on_host[1] else width * (sum(parts) - sum(swapped_parts)),
         gradients=0.0 if on_host[0] else gradients,
@@ -200,6 +196,26 @@ def _states_3(cell: Cell, ranks: int, sizes: Sequence[int], zero: dict[str, Any]
         library=library,
         transient=max(4.0 * width * zero["reduce_bucket_size"], 12.0 * max(sum(g) for g in groups)),
     )
+
+
+def locked_bytes(cell: Cell, ranks: int, facts: ModelFacts, config: dict[str, Any]) -> int:
+    """Bytes that a rank locks in host memory (mlock) to swap from and to a disk."""
+    zero = config["zero_optimization"]
+    groups = _groups([-(-size // ranks) for size in facts.sizes], zero["sub_group_size"])
+    return sum(_swap_buffers(facts.sizes, groups, zero, 4 if cell.precision == "fp32" else 2))
+
+
+def _swap_buffers(sizes: Sequence[int], groups: Sequence[Sequence[int]], zero: dict[str, Any], width: int) -> tuple[int, int]:
+    """Bytes of a rank's buffers for swapping optimizer state, and parameters; zero for what stays in memory."""
+    of_optimizer = of_parameters = 0
+    if zero.get("offload_optimizer", {}).get("device") == "nvme":
+        of_optimizer = 4 * 4 * _aligned(max(sum(g) for g in groups), 4)
+    offload = zero.get("offload_param", {})
+    if offload.get("device") == "nvme":
+        of_parameters = width * offload["buffer_count"] * _aligned(offload["buffer_size"], width)
+        # Room for a sub-group's updated parameters, made for whole parameters although a rank writes its partitions.
+        of_parameters += width * sum(_aligned(size, width) for size in _largest(sizes, groups))
+    return of_optimizer, of_parameters
 
 
 def _groups(parts: Sequence[int], size: int) -> list[list[int]]:

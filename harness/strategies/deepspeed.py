@@ -13,8 +13,24 @@ from pydantic import Field
 
 from harness.cell import Cell
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
-from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
-from harness.strategies._deepspeed_states import engine_moves, engine_states, engine_traffic, engine_waits, held_by_engine, whole_parameters
+from harness.strategies._deepspeed import (
+    PERSISTENT_ELEMENTS,
+    Place,
+    check_zero,
+    deepspeed_config,
+    missing,
+    require_locked,
+    settle,
+)
+from harness.strategies._deepspeed_states import (
+    engine_moves,
+    engine_states,
+    engine_traffic,
+    engine_waits,
+    held_by_engine,
+    locked_bytes,
+    whole_parameters,
+)
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
 from harness.workloads import make_workload
@@ -65,6 +81,9 @@ class Deepspeed(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         check_zero(cell, workload, self.stage, self.offload_optimizer, self.offload_parameters, self.folder or tempfile.gettempdir())
+        if "nvme" in (self.offload_optimizer, self.offload_parameters):
+            layout, facts = self.layout(cell.devices), model_facts(workload, cell.sequence_length)
+            require_locked(locked_bytes(cell, layout.data, facts, self.config(cell, layout, facts.sizes, "")))
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return HALF if cell.precision == "bf16" else EXACT

@@ -33,9 +33,7 @@ CARDS = {
 }
 """GiB that NVML reports."""
 HOSTS = [
-    (number, card)
-    for number, card in itertools.product((1, 2, 4, 8), CARDS)
-    if card != "A100-SXM4-80GB" and (card != "L4" or number == 8)
+    (number, card) for number, card in itertools.product((1, 2, 4, 8), CARDS) if card != "A100-SXM4-80GB" and (card != "L4" or number == 8)
 ]
 
 

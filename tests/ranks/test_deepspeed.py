@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 import harness.strategies._deepspeed
 from harness.errors import Refused, Unavailable
 from harness.registry import admit
-from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
+from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory, lockable_bytes
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 from tests.ranks.test_strategies import states_follow_the_formula
 
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
-with_disk = pytest.mark.skipif("async_io" not in compiled_parts(), reason="DeepSpeed without async_io (Debian's libaio-dev)")
+with_disk = pytest.mark.skipif(
+    "async_io" not in compiled_parts() or lockable_bytes() < 2**26,
+    reason="DeepSpeed without async_io (Debian's libaio-dev), or less than 64 MiB that may be locked (ulimit -l)",
+)
 with_fp16 = pytest.mark.skipif(not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on a CPU with AVX512-FP16 or AMX-FP16")
 NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
 PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
@@ -125,6 +129,27 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: p
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
         admit(one, make_workload(one.workload))
+
+
+@pytest.mark.parametrize(("allowed", "needs"), [(2**23, 8.0), (0, 0.0)])
+def test_disk_buffers_that_may_not_be_locked_are_said(monkeypatch: pytest.MonkeyPatch, disk: Path, allowed: int, needs: float) -> None:
+    """DeepSpeed does not look whether its call of mlock succeeded, and a rank of an ordinary user died by SIGSEGV."""
+    one = cell("deepspeed", workload="llama-512x2", options={**NVME, "folder": str(disk)})
+    monkeypatch.setattr(harness.strategies._deepspeed, "lockable_bytes", lambda: 2**40)
+    admit(one, make_workload(one.workload))
+    monkeypatch.setattr(harness.strategies._deepspeed, "lockable_bytes", lambda: allowed)
+    with pytest.raises(Unavailable, match=f"a process may lock {needs} MiB: ulimit -l unlimited"):
+        admit(one, make_workload(one.workload))
+
+
+def test_a_process_that_has_the_capability_locks_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = harness.strategies._deepspeed.resource.RLIMIT_MEMLOCK
+    monkeypatch.setattr(harness.strategies._deepspeed.resource, "getrlimit", lambda which: {limit: (4096, 4096)}[which])
+    capable = "CapEff:\t0000000000004000\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: capable)
+    assert harness.strategies._deepspeed.lockable_bytes() == math.inf
+    monkeypatch.setattr(Path, "read_text", lambda _: "CapEff:\t0000000000000000\n")
+    assert harness.strategies._deepspeed.lockable_bytes() == 4096
 
 
 def test_its_shared_memory_for_inference_is_neither_compiled_nor_made() -> None:
