@@ -6,9 +6,7 @@ import ast
 import functools
 import importlib.util
 import logging
-import math
 import os
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,8 +97,6 @@ def default_bucket(sizes: Sequence[int]) -> int:
     return min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
 
-_CAP_IPC_LOCK = 14
-"""Its bit in a process's capabilities (linux/capability.h)."""
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
 
@@ -166,25 +162,6 @@ def in_memory(folder: str) -> bool:
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()] if Path("/proc/mounts").exists() else []
     above = [(len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)]
     return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
-
-
-def require_locked(size: int) -> None:
-    """Raises Unavailable where a process may not lock so many bytes: DeepSpeed then writes to an address that it was never given."""
-    allowed = lockable_bytes()
-    if size > allowed:
-        raise Unavailable(
-            f"DeepSpeed locks {size / 2**20:.1f} MiB of each rank's memory for its disk buffers, and a process may lock"
-            f" {allowed / 2**20:.1f} MiB: ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
-        )
-
-
-def lockable_bytes() -> float:
-    """Bytes that a process may lock in memory: without a limit for one that has the capability, as root has."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    capabilities = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return math.inf if capabilities >> _CAP_IPC_LOCK & 1 or limit == resource.RLIM_INFINITY else limit
 
 
 def check_prebuilt(*parts: str) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import resource
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell import Cell
+from harness.errors import Unavailable
 from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES, Place
 from harness.strategy import Held, Layout, States
 from harness.training import all_reduced, passed_once
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads.facts import ModelFacts
+
+_CAP_IPC_LOCK = 14
+"""Its bit in a process's capabilities (linux/capability.h)."""
 
 
 def held_by_engine(engine: Any) -> Iterator[Held]:
@@ -198,11 +205,31 @@ def _states_3(cell: Cell, ranks: int, sizes: Sequence[int], zero: dict[str, Any]
     )
 
 
-def locked_bytes(cell: Cell, ranks: int, facts: ModelFacts, config: dict[str, Any]) -> int:
-    """Bytes that a rank locks in host memory (mlock) to swap from and to a disk."""
-    zero = config["zero_optimization"]
-    groups = _groups([-(-size // ranks) for size in facts.sizes], zero["sub_group_size"])
-    return sum(_swap_buffers(facts.sizes, groups, zero, 4 if cell.precision == "fp32" else 2))
+def require_locked(cell: Cell, facts: ModelFacts, config: dict[str, Any]) -> None:
+    """Raises Unavailable where a rank may not lock (mlock) the memory through which it swaps from and to a disk.
+
+    DeepSpeed does not look whether it could, and then writes to an address that it was never given.
+    """
+    zero = config.get("zero_optimization", {})
+    if "nvme" not in (zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")):
+        return
+    groups = _groups([-(-size // cell.devices) for size in facts.sizes], zero["sub_group_size"])
+    size = sum(_swap_buffers(facts.sizes, groups, zero, 4 if cell.precision == "fp32" else 2))
+    allowed = lockable_bytes()
+    if size > allowed:
+        raise Unavailable(
+            f"DeepSpeed locks {size / 2**20:.1f} MiB of each rank's memory for its disk buffers, and a process may lock"
+            f" {allowed / 2**20:.1f} MiB: ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
+        )
+
+
+def lockable_bytes() -> float:
+    """Bytes that a process may lock in memory: without a limit for one that has the capability, as root has."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    capabilities = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return math.inf if capabilities >> _CAP_IPC_LOCK & 1 or limit == resource.RLIM_INFINITY else limit
 
 
 def _swap_buffers(sizes: Sequence[int], groups: Sequence[Sequence[int]], zero: dict[str, Any], width: int) -> tuple[int, int]:

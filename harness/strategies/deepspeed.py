@@ -12,36 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from harness.cell import Cell
+from harness.strategies import _deepspeed_states as memory
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
-from harness.strategies._deepspeed import (
-    PERSISTENT_ELEMENTS,
-    Place,
-    check_zero,
-    deepspeed_config,
-    missing,
-    require_locked,
-    settle,
-)
-from harness.strategies._deepspeed_states import (
-    engine_moves,
-    engine_states,
-    engine_traffic,
-    engine_waits,
-    held_by_engine,
-    locked_bytes,
-    whole_parameters,
-)
+from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
 from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
 from harness.training import own_precision
-from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
+from harness.workloads import Workload, make_workload
+from harness.workloads.facts import ModelFacts, model_facts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
 
 HALF = Deviation(6e-3, 0.12, "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16")
 
@@ -81,9 +63,8 @@ class Deepspeed(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         check_zero(cell, workload, self.stage, self.offload_optimizer, self.offload_parameters, self.folder or tempfile.gettempdir())
-        if "nvme" in (self.offload_optimizer, self.offload_parameters):
-            layout, facts = self.layout(cell.devices), model_facts(workload, cell.sequence_length)
-            require_locked(locked_bytes(cell, layout.data, facts, self.config(cell, layout, facts.sizes, "")))
+        facts = model_facts(workload, cell.sequence_length)
+        memory.require_locked(cell, facts, self.config(cell, self.layout(cell.devices), facts.sizes, ""))
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return HALF if cell.precision == "bf16" else EXACT
@@ -97,13 +78,13 @@ class Deepspeed(Strategy):
         return "DeepSpeed stage 0" if self.stage == 0 and self.model_fields_set <= {"stage"} else None
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return engine_states(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+        return memory.engine_states(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return engine_traffic(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+        return memory.engine_traffic(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
 
     def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return engine_moves(facts, self.offload_optimizer, self.offload_parameters)
+        return memory.engine_moves(facts, self.offload_optimizer, self.offload_parameters)
 
     def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
         """DeepSpeed's config for the cell."""
@@ -134,7 +115,7 @@ class Deepspeed(Strategy):
 
     def expose(self, job: Job, engine: Any, **more: Any) -> None:
         """Shows an engine to the harness, also one that another library made."""
-        named = {"states": lambda: held_by_engine(engine), "waits": engine_waits(engine)}
+        named = {"states": lambda: memory.held_by_engine(engine), "waits": memory.engine_waits(engine)}
         job.expose(engine.module, engine.basic_optimizer, gather=lambda: self.whole(engine), **named, **more)
 
     def setup(self, job: Job) -> TrainStep:
@@ -196,4 +177,4 @@ class Deepspeed(Strategy):
 
     def whole(self, engine: Any) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, whole; their fp32 masters where there are any."""
-        return whole_parameters(engine)
+        return memory.whole_parameters(engine)
