@@ -136,6 +136,10 @@ class Runner:
                 todo.append((position, cell, TrialKey(cell.id, trial, attempts.get((cell.id, trial), 0) + 1)))
         return todo
 
+    def make_room(self) -> None:
+        """Raises Mistake where the disk has too little room for the reference runs that are missing; nothing is recorded then."""
+        make_room(_compared([cell for _, cell, _ in self.open_trials()]))
+
     def begin(self) -> bool:
         """Writes the run's row; False where somebody else has begun this run."""
         row = {
@@ -310,7 +314,7 @@ class Runner:
     def _references(self, launcher: Launches, cells: Sequence[Cell], watcher: Watcher) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
-        compared = [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
+        compared = _compared(cells)
         make_room(compared)
         for cell in compared:
             key = reference_key(cell)
@@ -351,6 +355,11 @@ class Runner:
             if _more_of_the_same(cell, other):
                 return f"left out: {other.name} ran out of memory and this needs more"
         return None
+
+
+def _compared(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and their twins in fp32 where they have one: all that references are needed for."""
+    return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
 
 
 def _more_of_the_same(cell: Cell, other: Cell) -> bool:

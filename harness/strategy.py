@@ -42,6 +42,13 @@ class Layout:
     def processes(self) -> int:
         return self.devices // self.devices_per_process + self.servers
 
+    def driven(self, device: torch.device) -> list[torch.device]:
+        """The devices that the process of this one drives: itself, or all where one process drives several."""
+        import torch
+
+        count = self.devices_per_process
+        return [device] if count == 1 else [torch.device(device.type, number) for number in range(count)]
+
     @property
     def shares(self) -> int:
         """Into how many parts the global batch is cut before ranks receive it."""
@@ -163,12 +170,7 @@ class Job:
     @property
     def devices(self) -> list[torch.device]:
         """The devices that this process drives: its own, or all of the cell's where one process drives several."""
-        count = self.layout.devices_per_process
-        if count == 1:
-            return [self.device]
-        import torch
-
-        return [torch.device(self.device.type, number) for number in range(count)]
+        return self.layout.driven(self.device)
 
     def model(self) -> nn.Module:
         """The workload's model with its seeded weights, on this rank's device, in training mode."""

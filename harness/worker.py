@@ -213,9 +213,7 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
     harness.imports.import_packages((*strategy.requires, *strategy.preload, *workload.requires))
-    several = range(layout.devices_per_process if layout.devices_per_process > 1 else 0)
-    driven = [torch.device(device.type, number) for number in several]
-    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, driven)
+    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.process_group:

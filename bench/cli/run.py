@@ -99,6 +99,7 @@ def run(
         if json_output:
             print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds, "references": dataclasses.asdict(references)}))
         return
+    runner.make_room()
     if not (resume or begun or runner.begin()):  # another task of the array was first: its plan is the run's
         runner.plan = plan = kept_plan(store, plan.run_id)
         todo = runner.open_trials()

@@ -194,6 +194,16 @@ def test_too_little_disk_is_said_before_anything_runs(cache: Path, tmp_path: Pat
     assert launches.cells == []
 
 
+def test_too_little_disk_leaves_no_run_behind(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 11: the run's row was written before the disk was looked at, and an empty run was shown from then on."""
+    from bench.cli.run import run
+
+    monkeypatch.setattr("harness.references.kept_bytes", lambda _: 2**60)
+    with pytest.raises(Mistake, match=r"reference runs need .* GiB"):
+        run(matrix="smoke", results=tmp_path / "results", report=False)
+    assert Store(tmp_path / "results").run_ids() == []
+
+
 def test_a_limit_that_is_no_number_is_a_mistake(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")
     with pytest.raises(Mistake, match="lots"):

@@ -35,6 +35,8 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--resume"], ["nothing to resume"]),
         (["run", "--matrix", "full", "--by-turns"], ["--by-turns", "2 to 8 cells", "--only"]),
         (["run", "--matrix", "smoke", "--only", "single", "--by-turns"], ["--by-turns", "not 1"]),
+        (["run", "--matrix", "smoke", "--host", "8 x h100-80gb"], ["--host", "--dry-run"]),
+        (["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"], ["'8 x abacus'", "8 x h100-80gb", "rtx-4090"]),
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
@@ -82,6 +84,16 @@ def test_a_batch_that_does_not_divide_is_refused_in_the_plan(tmp_path: Path) -> 
     assert "global batch 3 does not divide into 2 data-parallel ranks" in refused["ddp"]
     assert "use a multiple of 2" in refused["ddp"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_plans_for_another_host(tmp_path: Path) -> None:
+    done = bench("run", "--matrix", "smoke", "--dry-run", "--host", "8 x h100-80gb", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert {cell["device"] for cell in plan["cells"]} == {"cuda"}
+    assert max(cell["devices"] for cell in plan["cells"]) == 8
+    assert all(seconds > 0 for seconds in plan["expected_seconds"].values())
+    assert plan["references"]["bytes"] > 0
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
