@@ -40,7 +40,6 @@ class Step(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    findings: tuple[int, ...]
     claim: str
     limit_seconds: float
     words: tuple[str, ...]
@@ -54,7 +53,6 @@ class Outcome:
     """What a step showed of its claim."""
 
     name: str
-    findings: tuple[int, ...]
     claim: str
     verdict: Verdict
     reason: str
@@ -73,7 +71,7 @@ class Report:
     @classmethod
     def read(cls, file: Path) -> Report:
         values = json.loads(file.read_text())
-        outcomes = [Outcome(**{**one, "findings": tuple(one["findings"])}) for one in values["outcomes"]]
+        outcomes = [Outcome(**one) for one in values["outcomes"]]
         return cls(values["host"], outcomes)
 
     def write(self, file: Path) -> None:
@@ -153,7 +151,7 @@ def _name(cell: dict[str, Any]) -> str:
 
 
 def _outcome(step: Step, verdict: Verdict, reason: str, seconds: float, shown: dict[str, Any] | None = None) -> Outcome:
-    return Outcome(step.name, step.findings, step.claim, verdict, reason, round(seconds, 1), shown or {})
+    return Outcome(step.name, step.claim, verdict, reason, round(seconds, 1), shown or {})
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -29,8 +29,7 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
     colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
 
     def tell(one: check.Outcome) -> None:
-        findings = ", ".join(map(str, one.findings))
-        out.print(f"[{colours[one.verdict]}]{one.verdict}[/{colours[one.verdict]}] finding {findings}, {escape(one.claim)}")
+        out.print(f"[{colours[one.verdict]}]{one.verdict}[/{colours[one.verdict]}] {escape(one.claim)}")
         out.print(f"    {escape(one.name)}, {one.seconds:.0f} s: {escape(one.reason)}")
 
     if not report.host:

@@ -12,7 +12,7 @@ from bench import gpu_check as check
 from bench.cli.gpu_check import gpu_check
 from harness.errors import Mistake
 
-STEP = check.Step(name="a", findings=(1,), claim="it runs", limit_seconds=60, words=("run",))
+STEP = check.Step(name="a", claim="it runs", limit_seconds=60, words=("run",))
 
 
 def test_without_a_gpu_it_says_so_in_a_sentence(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_steps_run_go_on_and_are_judged(tmp_path: Path, monkeypatch: pytest.Monk
         {"name": "too slow", "words": ["run", "--matrix", "full"], "limit_seconds": 1},
     ]
     listed = tmp_path / "steps.yaml"
-    listed.write_text(json.dumps([one | {"findings": [1], "claim": "it runs"} for one in steps]))
+    listed.write_text(json.dumps([one | {"claim": "it runs"} for one in steps]))
     file = tmp_path / "out.json"
     with pytest.raises(typer.Exit) as ended:
         gpu_check(file, resume=False, budget_seconds=300, steps=listed)

@@ -93,7 +93,7 @@ def test_a_dry_run_plans_for_another_host(tmp_path: Path) -> None:
     assert {cell["device"] for cell in plan["cells"]} == {"cuda"}
     assert max(cell["devices"] for cell in plan["cells"]) == 8
     assert all(seconds > 0 for seconds in plan["expected_seconds"].values())
-    assert plan["references"]["bytes"] > 0
+    assert plan["references"]["kept_bytes"] > 0
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
