@@ -15,7 +15,7 @@ from harness.errors import Mistake
 from harness.measure.load import disturbances
 from harness.stats import Turns
 from harness.store import Results, Store
-from harness.summary import GPUS, LOAD, RANKED, ended, gpus_of, known, turns_of
+from harness.summary import GPUS, LOAD, RANKED, ended, gpus_of, known, reason_of, turns_of, worst_of
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -119,7 +119,7 @@ class Measured:
     """JSON."""
     device: str
     state: str
-    """`ok` (verified, may be compared by speed), `unverified`, or the status of the first trial that was not ok.
+    """`ok` (verified, may be compared by speed), `unverified`, or the status of the worst of its trials.
 
     Trials that the user stopped count only where there is no other.
     """
@@ -179,14 +179,9 @@ _TRIAL = (
 def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
     first = group.iloc[0]
     trials = ended(group[[*_TRIAL, *LOAD, *GPUS]].to_dict("records"))
-    bad = [t for t in trials if t["status"] != "ok"]
     unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
-    state, reason = "ok", ""
-    if bad:
-        state, reason = bad[0]["status"], bad[0]["reason"]
-        if 1 < len(trials) != len(bad):
-            reason = f"{len(bad)} of {len(trials)} trials: {reason}"
-    elif unverified:
+    state, reason = worst_of(trials)["status"], reason_of(trials)
+    if state == "ok" and unverified:
         state, reason = "unverified", _text(unverified[0]["parity_reason"]) or "parity unknown"
     good = [t for t in trials if t["status"] == "ok"]
     return Measured(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.measure.gpu_state import GpuRecord
 from harness.measure.load import CAUSES, Cause, disturbances
+from harness.setting import SCALED, batch, series, setting
 from harness.stats import (
     COMPARED_CONFIDENCE,
     CONFIDENCE,
@@ -114,14 +115,26 @@ def ended(trials: Sequence[dict[Any, Any]]) -> Sequence[dict[Any, Any]]:
     return [trial for trial in trials if trial["status"] != "interrupted"] or trials
 
 
+def worst_of(trials: Sequence[Mapping[Any, Any]]) -> Mapping[Any, Any]:
+    """The trial whose status is its cell's: the first of those that ended worst."""
+    return min(trials, key=lambda trial: _WORST.index(trial["status"]))
+
+
+def reason_of(trials: Sequence[Mapping[Any, Any]]) -> str:
+    """Why a cell's status is what it is, and of how many of its trials, where others ended otherwise."""
+    worst = worst_of(trials)
+    same = sum(trial["status"] == worst["status"] for trial in trials)
+    return worst["reason"] if same == len(trials) or worst["status"] == "ok" else f"{same} of {len(trials)} trials: {worst['reason']}"
+
+
 def _cell(group: Sequence[Row]) -> Row:
     """One cell's row. Only the last attempt of each trial counts."""
     attempts = {row["trial"]: row for row in sorted(group, key=lambda row: row["attempt"])}
     last = ended([attempts[trial] for trial in sorted(attempts)])
     row = {name: last[0][name] for name in _SAME}
     row["nodes"] = int(row["nodes"] or 1)  # unknown before version 4, when there was but one
-    worst = min(last, key=lambda one: _WORST.index(one["status"]))
-    row |= {"status": worst["status"], "reason": worst["reason"], "expected": bool(worst["expected"])}
+    worst = worst_of(last)
+    row |= {"status": worst["status"], "reason": reason_of(last), "expected": bool(worst["expected"])}
     good = [one for one in last if one["samples_per_second"] is not None]
     row["trials"] = len(good)
     for figure in ("samples_per_second", "tokens_per_second"):
@@ -209,7 +222,7 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
     """
     ranked, found = [row for row in cell_rows(trials) if row["ranked"]], {}
     for row in ranked:
-        alike = [x for x in ranked if x is not row and all(x[name] == row[name] for name in _SETTING)]
+        alike = [x for x in ranked if x is not row and x["run_id"] == row["run_id"] and setting(x) == setting(row)]
         comparisons = [one for x in alike if x["turns"] and row["turns"] and (one := compared(row, x, CONFIDENCE))]
         if comparisons:
             reached = max(math.inf if one.precision is None else one.precision for one in comparisons)
@@ -256,24 +269,19 @@ def _by_rank(good: Sequence[Row]) -> Row:
     return row
 
 
-_SETTING = ("run_id", "workload", "data", "sequence_length", "precision", "optimizer", "device", "threads_per_device")
-_SERIES = ("strategy", "options", "micro_batches", "launcher")
-
-
 def _scale(rows: Sequence[Row]) -> None:
     """Adds the scaling efficiencies; weak scaling compares with one device at the batch that each device has."""
     own: dict[tuple[Any, ...], float] = {}
     single: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if row["ranked"] and row["devices"] == 1:
-            key = (*(row[name] for name in _SETTING), row["global_batch"])
-            own.setdefault((*key, *(row[name] for name in _SERIES)), row["samples_per_second"])
+            key = (row["run_id"], *setting(row, SCALED), row["global_batch"])
+            own.setdefault((*key, *series(row)), row["samples_per_second"])
             if row["strategy"] == "single" and row["micro_batches"] == 1:
                 single.setdefault(key, row["samples_per_second"])
     for row in rows:
-        batch = row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
-        key = (*(row[name] for name in _SETTING), batch)
-        for column, base in (("own", own.get((*key, *(row[name] for name in _SERIES)))), ("single", single.get(key))):
+        key = (row["run_id"], *setting(row, SCALED), batch(row))
+        for column, base in (("own", own.get((*key, *series(row)))), ("single", single.get(key))):
             compared_with = base if row["ranked"] else None
             row[f"efficiency_{column}"] = efficiency(row["samples_per_second"], row["devices"], compared_with) if compared_with else None
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.setting import SETTING, setting
 from reports.data import Bars, throughput_bars
 from reports.groups import Group, Row, by_setting, marks, ranking
 from reports.states import Stacks, stacked
@@ -42,7 +43,7 @@ def _wrappers(group: Group, name: str) -> Wrappers:
         Column("Wrapper", "", "", _wrapper),
         throughput_column(rows),
         Column("Step p50", "ms", "median, slowest rank", figure("step_seconds_p50", lambda v: scaled(v, 1e3))),
-        Column("Step time", "x fastest", "mean over trials, over that of the fastest here", figure("step_ratio", number)),
+        Column("Step time", "x fastest", "median over trials, over that of the fastest here", figure("step_ratio", number)),
         Column("Extra", "ms per step", "beyond the fastest here", _extra),
         Column("Start-up", "s", "until the last rank's first instruction", figure("startup_seconds", number)),
         Column("Set-up", "s", "process group, model, wrapping", figure("setup_seconds", number)),
@@ -55,7 +56,7 @@ def _wrappers(group: Group, name: str) -> Wrappers:
 
 
 def against(row: Row, fastest: Row) -> Row:
-    """Step time over the fastest's, and the seconds beyond it; by the mean throughput over trials, as ranked."""
+    """Step time over the fastest's, and the seconds beyond it; by the median throughput over trials, as ranked."""
     own, best = (float(one["global_batch"]) / float(one["samples_per_second"]) for one in (row, fastest))
     return {"step_ratio": own / best, "extra_seconds": own - best}
 
@@ -80,16 +81,13 @@ class Variants:
     grid: Grid
 
 
-_SAME = ("data", "sequence_length", "device", "devices", "nodes", "links", "precision", "global_batch", "optimizer", "threads_per_device")
-
-
 def variants(cells: Sequence[Row]) -> list[Variants]:
     """A comparison for each strategy and setting in which a variant (`base+suffix`) ran, the one with most of them first."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in cells:
         if row["status"] == "ok":
             base = str(row["workload"]).partition("+")[0]
-            found.setdefault((base, str(row["label"]), str(row["regime"]), *(str(row[name]) for name in _SAME)), []).append(row)
+            found.setdefault((base, str(row["label"]), str(row["regime"]), *setting(row, without=["workload"])), []).append(row)
     kept = [rows for rows in found.values() if any("+" in str(row["workload"]) for row in rows)]
     kept.sort(key=lambda rows: -len(rows))
     return [_variants(rows, f"variants-{index}") for index, rows in enumerate(kept)]
@@ -98,7 +96,7 @@ def variants(cells: Sequence[Row]) -> list[Variants]:
 def _variants(rows: Sequence[Row], name: str) -> Variants:
     rows = sorted(rows, key=lambda row: ("+" in str(row["workload"]), -float(row["trained_parameters"] or 0), str(row["workload"])))
     first = rows[0]
-    group = Group({key: first[key] for key in ("workload", *_SAME)}, tuple(rows))
+    group = Group({key: first[key] for key in SETTING}, tuple(rows))
     title = f"{str(first['workload']).partition('+')[0]} · {first['label']} · {group.title}"
     columns = [
         Column("Trained", "parameters", "", figure("trained_parameters", plain)),

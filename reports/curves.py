@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.setting import SCALED, batch, series, setting
 from reports.data import notes_for
 from reports.groups import Row, marks, named, unit
 from reports.text import missing, number, plural
@@ -36,38 +37,30 @@ class Scaling:
     notes: tuple[str, ...]
 
 
-_SETTING = ("workload", "data", "sequence_length", "device", "precision", "optimizer", "threads_per_device")
-_SERIES = (*_SETTING, "strategy", "options", "micro_batches", "launcher")
-
-
-def _batch(row: Row, regime: str) -> int:
-    return int(row["global_batch"] // row["devices"] if regime == "weak" else row["global_batch"])
-
-
 def scaling(records: Sequence[Row], regime: str) -> list[Scaling]:
     """One figure per workload, precision and batch; only what ran on two or more numbers of devices."""
-    series: dict[tuple[object, ...], dict[int, Row]] = {}
+    curves: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in sorted(records, key=lambda row: int(row["nodes"])):  # of as many devices, those on fewest nodes
         fits = row["regime"] == regime or row["devices"] == 1  # on one device both regimes are the same
         if row["ranked"] and fits and missing(row.get("links")):
-            key = (*(row[name] for name in _SERIES), _batch(row, regime))
-            series.setdefault(key, {}).setdefault(int(row["devices"]), row)
+            key = (*setting(row, SCALED), *series(row), batch(row | {"regime": regime}))
+            curves.setdefault(key, {}).setdefault(int(row["devices"]), row)
     figures: dict[tuple[object, ...], list[list[Row]]] = {}
-    for by_devices in series.values():
+    for by_devices in curves.values():
         rows = [by_devices[n] for n in sorted(by_devices)]
         if len(rows) > 1:
             first = rows[0]
-            shared = (*(first[name] for name in _SETTING), _batch(first, regime))
+            shared = (*setting(first, SCALED), batch(first | {"regime": regime}))
             figures.setdefault(shared, []).append(rows)
     found = sorted(figures.items(), key=lambda item: -len(item[1]))
-    return [_scaling(f"{regime}-{i}", regime, batch, lines) for i, ((*_, batch), lines) in enumerate(found)]
+    return [_scaling(f"{regime}-{i}", regime, size, lines) for i, ((*_, size), lines) in enumerate(found)]
 
 
-def _scaling(name: str, regime: str, batch: object, series: list[list[Row]]) -> Scaling:
-    flat = [row for rows in series for row in rows]
+def _scaling(name: str, regime: str, size: object, curves: list[list[Row]]) -> Scaling:
+    flat = [row for rows in curves for row in rows]
     column = "samples_per_second" if any(missing(row["tokens_per_second"]) for row in flat) else "tokens_per_second"
     lines = []
-    for rows in series:
+    for rows in curves:
         ends = [tuple(None if missing(row[column + end]) else float(row[column + end]) for row in rows) for end in ("_low", "_high")]
         values = tuple(float(row[column]) for row in rows)
         last = {**rows[-1], "nodes": 1}  # a curve may go from one node to several
@@ -79,7 +72,7 @@ def _scaling(name: str, regime: str, batch: object, series: list[list[Row]]) -> 
     counts = sorted({n for line in lines for n in line.devices})
     ideal = tuple((n, base * n / start) for n in counts)
     first = flat[0]
-    held = f"batch {batch} in all" if regime == "strong" else f"batch {batch} per device"
+    held = f"batch {size} in all" if regime == "strong" else f"batch {size} per device"
     sgd = "" if first["optimizer"] == "adamw" else f" · {first['optimizer']}"
     title = f"{regime.capitalize()} scaling · {first['workload']} · {first['precision']} · {held}{sgd}"
     words = "; ".join(f"{line.label} {number(line.values[0])} to {number(line.values[-1])} {unit(column)}" for line in lines[:6])

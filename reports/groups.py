@@ -9,25 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.links.link import over
+from harness.setting import SETTING, setting
 from harness.summary import alike, same
 from reports.text import MIB, missing, number, percent, plural
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTING = [
-    "workload",
-    "data",
-    "sequence_length",
-    "device",
-    "devices",
-    "nodes",
-    "links",
-    "precision",
-    "global_batch",
-    "optimizer",
-    "threads_per_device",
-]
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
 
 Row = dict[str, Any]
@@ -129,7 +117,7 @@ def by_setting(rows: Sequence[Row], *more: str) -> list[Group]:
     sizes = Counter(str(row["workload"]) for row in rows)
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(str(row.get(name)) for name in (*SETTING, *more)), []).append(row)
+        found.setdefault((*setting(row), *(str(row.get(name)) for name in more)), []).append(row)
     groups = [Group({name: rows[0][name] for name in SETTING}, tuple(rows)) for rows in found.values()]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.links.link import UNSHAPED, Link
+from harness.setting import SETTING, setting
 from harness.summary import compared
 from reports.data import NOTES
-from reports.groups import OVERSUBSCRIBED, SETTING, Group, Row, named, records, unit
+from reports.groups import OVERSUBSCRIBED, Group, Row, named, records, unit
 from reports.table import Column, Grid, Part, Td, grid, interval, mebibytes
 from reports.text import DASH, MIB, listed, missing, number, plain, plural
 
@@ -117,7 +118,7 @@ def chapters(cells: Sequence[Row], trials: pd.DataFrame, explained: pd.DataFrame
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in cells:
         if row["ranked"] and not missing(row.get("links")):
-            found.setdefault(tuple(str(row.get(name)) for name in SETTING if name != "links"), []).append(row)
+            found.setdefault(setting(row, without=["links"]), []).append(row)
     measured, wire = _measured(trials), _wire(explained)
     made: list[Chapter] = []
     for rows in found.values():
@@ -154,8 +155,7 @@ def _ordered(links: dict[str, Measured]) -> list[Measured]:
 
 
 def _chapter(index: int, rows: Sequence[Row], links: Sequence[Measured], series: list[Series]) -> Chapter:
-    setting = {name: rows[0].get(name) for name in SETTING} | {"links": None}
-    group = Group(setting, tuple(rows))
+    group = Group({name: rows[0].get(name) for name in SETTING} | {"links": None}, tuple(rows))
     title, slowest = f"{group.workload} · {group.title}", links[0].asked
     series.sort(key=lambda one: -one.by_link[slowest][group.throughput] if slowest in one.by_link else 0.0)
     plain_links = [one for one in links if not one.delayed and one.bits_per_second]

@@ -224,7 +224,7 @@ def throughput_column(rows: Sequence[Row]) -> Column:
     """Throughput with its interval; the unit in the heading where all rows have the same."""
     kinds = {_throughput(row) for row in rows if not missing(row["samples_per_second"])}
     same = kinds.pop() if len(kinds) == 1 else ""
-    tip = "mean and 95 % interval over trials"
+    tip = "median and 95 % interval over trials"
     return Column("Throughput", unit(same) if same else "", tip, lambda row: interval(row, same or _throughput(row), with_unit=not same))
 
 

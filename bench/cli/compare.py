@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -102,11 +102,10 @@ def _matching(known: list[Measured], pattern: str) -> list[Measured]:
     return found
 
 
-def _setting(one: Measured) -> dict[str, Any]:
-    """What must be equal for a throughput to say which strategy is faster."""
-    names = "workload data sequence_length devices device precision regime global_batch optimizer threads_per_device"
-    cell = json.loads(one.cell)
-    return {name: cell[name] for name in names.split()} | {"nodes": cell.get("nodes", 1), "links": cell.get("links", "")}
+def _setting(one: Measured) -> tuple[str, ...]:
+    from harness.setting import setting
+
+    return setting({"nodes": 1, "links": "", **json.loads(one.cell)})
 
 
 def _by_suffix(out: Path | None) -> str:

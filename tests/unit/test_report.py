@@ -702,3 +702,14 @@ def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
     html = write_report(stored(tmp_path, rows), tmp_path / "page.html").read_text()
     card = html.split("<h3>Fastest</h3>")[1].split("<h3>Least memory</h3>")[0]
     assert card.index("ddp") < card.index("A stand-in was faster") < card.index("data_<wbr>parallel")
+
+
+def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
+    """The figure is the median over trials; headings called it the mean."""
+    from harness.stats import estimate
+    from reports.table import throughput_column
+
+    assert estimate([10.0, 20.0, 90.0]).value == 20.0, "their mean is 40"
+    assert throughput_column([]).tip == "median and 95 % interval over trials"
+    for file in (Path(__file__).parents[2] / "reports").rglob("*.py"):
+        assert "mean over trials" not in file.read_text(), file

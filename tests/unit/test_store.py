@@ -20,6 +20,7 @@ from harness.plan import LeftOut, Plan, resumable
 from harness.record import left_out_row
 from harness.runner import Runner
 from harness.schema import TABLES, VERSION, arrow_schema
+from harness.sides import measured
 from harness.store import Store, TrialKey, load
 from harness.summary import alike, cells, too_wide
 
@@ -351,6 +352,33 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
     assert set(too_wide(trials, 0.0018)) == {Cell(strategy="single").id, Cell(strategy="ddp").id}
     alone = trials.assign(turn_began=None, turn_samples_per_second=None)
     assert len(too_wide(alone, 0.2)) == 2
+
+
+def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> None:
+    """Cells of other numbers of devices, batches or links train something else, or on something else: their ratio answers nothing."""
+    store = Store(tmp_path)
+    store.write_run(run_row())
+    elsewhere = [Cell(strategy="ddp", devices=2), Cell(strategy="ddp", global_batch=16), Cell(strategy="ddp", nodes=2, links="1gbit")]
+    for number, (level, faster) in enumerate(zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)):
+        here = [(Cell(strategy="single"), level), (Cell(strategy="ddp"), level * faster)]
+        for place, (cell, speed) in enumerate([*here, *((cell, 8.0 + number) for cell in elsewhere)]):
+            turns = {"turn_began": [place / 8 + i for i in range(4)], "turn_samples_per_second": [speed] * 4}
+            store.write_trial(trial_row(cell, number, samples_per_second=speed, **turns), [])
+    assert set(too_wide(store.load().trials, 0.0020)) == {cell.id for cell in elsewhere}, "of these their own intervals are too wide"
+
+
+@pytest.mark.parametrize("statuses", [("diverged", "failed"), ("failed", "diverged"), ("ok", "diverged", "failed"), ("ok", "ok")])
+def test_a_cell_has_one_status_in_reports_and_in_comparisons(tmp_path: Path, statuses: tuple[str, ...]) -> None:
+    store = Store(tmp_path)
+    store.write_run(run_row())
+    for number, status in enumerate(statuses):
+        figures = {"status": status, "reason": "" if status == "ok" else f"it {status}"}
+        store.write_trial(trial_row(Cell(strategy="ddp"), number, **figures), [])
+    loaded = store.load(steps=False)
+    [of_report], [of_comparison] = cells(loaded.trials).to_dict("records"), measured(loaded)
+    assert (of_report["status"], of_report["reason"]) == (of_comparison.state, of_comparison.reason)
+    assert of_report["status"] == ("failed" if "failed" in statuses else "ok"), "the worst of its trials"
+    assert of_report["reason"] == (f"1 of {len(statuses)} trials: it failed" if "failed" in statuses else "")
 
 
 def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
