@@ -21,13 +21,13 @@ from pydantic import BaseModel, ConfigDict
 
 from harness.cores import few_cores
 from harness.measure.gpu import visible_gpus
+from harness.status import NOT_LAUNCHED
 
 HOME = Path(__file__).with_name("gpu_check.yaml")
 ROOT = Path(__file__).parents[1]
 STOP_SECONDS = 20.0
 """How long a step that is past its limit may take to record what it was at."""
 LEAST_SECONDS = 5.0
-NOT_RUN = ("unavailable", "refused")
 GOOD_PARITY = ("exact", "within tolerance")
 TAIL = 20
 
@@ -128,7 +128,7 @@ def run_step(step: Step, results: Path, seconds: float) -> Outcome:
 def judge(step: Step, shown: dict[str, Any]) -> tuple[Verdict, str]:
     """What a command's JSON says of the claim."""
     cells = shown.get("cells") or shown.get("strategies") or [shown]
-    ran = [cell for cell in cells if cell.get("status") not in NOT_RUN]
+    ran = [cell for cell in cells if cell.get("status") not in NOT_LAUNCHED]
     if not ran:
         reasons = {str(cell.get("reason")) for cell in cells}
         return "not checked", "; ".join(sorted(reasons)) or "no cell ran"

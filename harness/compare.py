@@ -11,7 +11,7 @@ from typing import Any, Literal
 from harness.errors import Mistake
 from harness.sides import Measured, Side
 from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs, within_rounds
-from harness.summary import NOT_LAUNCHED
+from harness.status import NOT_LAUNCHED
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted once, with Welch's t interval of their"

@@ -30,6 +30,7 @@ from harness.references import make_room, mark_used, reference_cell, reference_k
 from harness.registry import admit, make_strategy
 from harness.ring import Launch, Ring
 from harness.schema import VERSION as SCHEMA_VERSION
+from harness.status import NOT_AGAIN
 from harness.store import Store, TrialKey
 from harness.summary import too_wide
 from harness.workloads import make_workload, prepare_data
@@ -48,9 +49,6 @@ class Watcher(Protocol):
 
 Todo = tuple[int, Cell, TrialKey]
 """A trial that is to be launched, its position first."""
-
-# What a cell did once it would do again: its other trials are not launched.
-_NOT_AGAIN = ("out_of_memory", "timeout")
 
 
 class _Prepared:
@@ -128,7 +126,7 @@ class Runner:
             attempts[key.cell_id, key.trial] = max(key.attempt, attempts.get((key.cell_id, key.trial), 0))
             if status != "interrupted":
                 finished.add((key.cell_id, key.trial))
-            if status in _NOT_AGAIN:
+            if status in NOT_AGAIN:
                 self._given_up[key.cell_id] = status
         todo, own = [], {cell.id for cell in self.cells}
         for position, (cell, trial) in enumerate(self.plan.schedule()):
@@ -203,7 +201,7 @@ class Runner:
                 rows = [self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step) for at, cell, key in now]
             for (_, cell, _), row in zip(now, rows, strict=True):
                 watcher.trial_finished(cell, row)
-                if row["status"] in _NOT_AGAIN:
+                if row["status"] in NOT_AGAIN:
                     self._given_up[cell.id] = row["status"]
             if any(row["status"] == "interrupted" for row in rows):
                 return False
@@ -216,12 +214,15 @@ class Runner:
         return [list(group) for _, group in itertools.groupby(todo, key=lambda one: one[2].trial)]
 
     def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
-        """False for what ran out of memory or time before, and where another cell says that memory will not do; that is recorded."""
+        """False where an earlier trial ran out of memory or time, or where a cell that needs less memory ran out of it.
+
+        The latter is recorded as skipped.
+        """
         if cell.id in self._given_up and key.trial > 0:
             return False
         if key.trial == 0 and (reason := self._needs_more_memory(cell)):  # later ones have a trial that says it fits
-            self._given_up[cell.id] = "out_of_memory"
-            row = left_out_row(self.plan.run_id, cell, "out_of_memory", reason) | {"attempt": key.attempt, "position": position}
+            self._given_up[cell.id] = "skipped"
+            row = left_out_row(self.plan.run_id, cell, "skipped", reason) | {"attempt": key.attempt, "position": position}
             self.store.write_trial(row, [])
             watcher.trial_finished(cell, row)
             return False
@@ -353,7 +354,7 @@ class Runner:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
             if _more_of_the_same(cell, other):
-                return f"left out: {other.name} ran out of memory and this needs more"
+                return f"{other.name} ran out of memory and this needs more"
         return None
 
 

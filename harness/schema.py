@@ -66,7 +66,7 @@ TRIALS = (
     ("trial", "int32", "number of the trial of its cell, from 0"),
     ("attempt", "int32", "1, more where an interrupted attempt came before"),
     ("position", "int32", "place in the run's shuffled order"),
-    ("status", "string", "ok, unavailable, refused, out_of_memory, failed, timeout, interrupted, diverged"),
+    ("status", "string", "ok, unavailable, refused, skipped, out_of_memory, failed, timeout, interrupted, diverged"),
     ("reason", "string", "what happened and what to do; empty when ok"),
     ("expected", "bool", "the matrix expects this status (a cell that is known to diverge)"),
     ("log_tail", "string", "end of the log of the rank that had the first cause"),

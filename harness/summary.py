@@ -26,12 +26,12 @@ from harness.stats import (
     efficiency,
     estimate,
 )
+from harness.status import NOT_LAUNCHED, WORST_FIRST
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RANKED = ("exact", "within tolerance")
-NOT_LAUNCHED = ("unavailable", "refused")
 
 Row = dict[str, Any]
 
@@ -101,7 +101,6 @@ _SAME = [
     "memory_method",
     "parity_steps",
 ]
-_WORST = ("failed", "timeout", "out_of_memory", "diverged", "interrupted", "unavailable", "refused", "ok")
 
 
 def _plain(trials: pd.DataFrame) -> Iterator[Row]:
@@ -117,7 +116,7 @@ def ended(trials: Sequence[dict[Any, Any]]) -> Sequence[dict[Any, Any]]:
 
 def worst_of(trials: Sequence[Mapping[Any, Any]]) -> Mapping[Any, Any]:
     """The trial whose status is its cell's: the first of those that ended worst."""
-    return min(trials, key=lambda trial: _WORST.index(trial["status"]))
+    return min(trials, key=lambda trial: WORST_FIRST.index(trial["status"]))
 
 
 def reason_of(trials: Sequence[Mapping[Any, Any]]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.status import NO_RESULT
 from reports.groups import Row
 from reports.table import STATUS
 from reports.text import DASH, deviation, missing, number, plural
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from harness.cell import Cell
 
 GIB = 2**30
-_LAUNCHED = ("failed", "timeout", "out_of_memory", "diverged", "interrupted")
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
     """Everything launched that failed, diverged or was cut off; what the matrix expects comes last."""
     found = []
     for row in cells:
-        if row["status"] not in _LAUNCHED:
+        if row["status"] not in NO_RESULT:
             continue
         own = trials[trials["cell_id"] == row["cell_id"]]
         bad = own[own["status"] == row["status"]].sort_values(["trial", "attempt"])
         log, stacks = (str(bad[name].iloc[-1] or "") for name in ("log_tail", "stacks"))
         told = f"{len(bad)} of {plural(len(own), 'trial')}"
         found.append(Failure(row, STATUS[row["status"]], told, log, stacks))
-    return sorted(found, key=lambda f: (f.row["expected"], _LAUNCHED.index(f.row["status"])))
+    return sorted(found, key=lambda f: (f.row["expected"], NO_RESULT.index(f.row["status"])))
 
 
 def unreached(run: Row, cells: Sequence[Row]) -> list[Cell]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.status import NO_RESULT
 from harness.summary import cell_rows
 from reports import groups, largest
 from reports.groups import Group, Row
@@ -35,7 +36,7 @@ class Ran:
     @property
     def failures(self) -> list[Row]:
         """Cells that were launched and are no good, without those that the matrix expects to diverge."""
-        return [row for row in self.cells if row["status"] not in ("ok", "unavailable", "refused") and not row["expected"]]
+        return [row for row in self.cells if row["status"] in NO_RESULT and not row["expected"]]
 
 
 def ran(results: Results) -> Ran:

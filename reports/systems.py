@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from harness.cell import Cell
+from harness.status import NOT_LAUNCHED
 from harness.summary import System, systems
 from reports.groups import Group, Row, fairly_timed
 from reports.table import STATUS
@@ -16,7 +17,7 @@ from reports.text import missing, number, percent, plural
 NOT_REACHED = "not reached"
 _GO_ON = "the run ended before it; go on with: python -m bench run --resume"
 _WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
-_LEFT_OUT = ("unavailable", "refused", NOT_REACHED)
+_LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
 
 
 @dataclass(frozen=True)

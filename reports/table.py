@@ -20,6 +20,7 @@ STATUS = {
     "interrupted": "interrupted",
     "unavailable": "not available here",
     "refused": "cannot exist",
+    "skipped": "skipped",
     "ok": "ok",
 }
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.status import NOT_LAUNCHED
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -98,7 +100,7 @@ def draw(out: Console, told: dict[str, Any]) -> None:
     out.print(f"[bold]{said(one['cell_name'])}[/bold]  {one['cell_id']}")
     out.print(f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC; {said(told['hardware'])}")
     if one["status"] != "ok":
-        colour = "yellow" if one["expected"] or one["status"] in ("unavailable", "refused") else "red"
+        colour = "yellow" if one["expected"] or one["status"] in NOT_LAUNCHED else "red"
         out.print(f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]: {said(one['reason'])}")
     for caution in told["cautions"]:
         out.print(f"[yellow]{caution['word']}[/yellow]: {said(caution['meaning'])}")

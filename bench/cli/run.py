@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.status import NOT_LAUNCHED
+
 if TYPE_CHECKING:
     from bench.matrix import Host
     from harness.launch import Launches
@@ -236,7 +238,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         from reports import write_report
 
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
-    fine = table["status"].isin(["unavailable", "refused"]) | table["ranked"] | table["expected"]
+    fine = table["status"].isin(NOT_LAUNCHED) | table["ranked"] | table["expected"]
     show.paths(console, store, plan, page, finished)
     if json_output:
         columns = ["cell_id", "cell_name", "status", "reason", "samples_per_second", "peak_memory_bytes", "parity_verdict"]

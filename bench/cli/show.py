@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from harness.status import NOT_LAUNCHED
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -219,7 +221,7 @@ def ranking(out: Console, table: pd.DataFrame) -> None:
         out.print(f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below says what would change it")
     for row in table[~table["ranked"]].to_dict("records"):
         expected = " (as expected)" if row["expected"] else ""
-        colour = "yellow" if row["expected"] or row["status"] in ("unavailable", "refused") else "red"
+        colour = "yellow" if row["expected"] or row["status"] in NOT_LAUNCHED else "red"
         out.print(f"[{colour}]{row['status']}{expected}[/{colour}] {escape(row['cell_name'])}: {escape(row['reason'])}")
 
 

@@ -284,6 +284,23 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, mo
     assert store.load().trials.set_index("cell_id")["status"].to_dict() == {large.id: "ok", small.id: "out_of_memory"}
 
 
+def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess is not a result: it was recorded as one."""
+    small, large = Cell(strategy="ddp", workload="llama-nano"), Cell(strategy="ddp", workload="llama-nano", global_batch=16)
+    store = Store(tmp_path)
+    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
+    store.write_run(run_row())
+    store.write_trial(trial_row(small, 0, status="out_of_memory"), [])
+    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    assert runner.run(Recorder())
+    loaded = store.load().trials.set_index("cell_id")
+    assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
+    assert loaded.loc[large.id, "reason"] == f"{small.name} ran out of memory and this needs more"
+    assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], "nor by a run that goes on with it"
+
+
 def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_path: Path) -> None:
     left = LeftOut(Cell(strategy="single", devices=2), "refused", "no")
     store = Store(tmp_path)
