@@ -44,7 +44,7 @@ from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
 from harness.expected import time_limit_seconds
 from harness.plan import LeftOut
-from harness.registry import admit, make_strategy
+from harness.registry import admit, make_strategy, with_defaults
 from harness.workloads import make_workload, prepare_data
 
 HOME = Path(__file__).parent / "matrices"
@@ -52,7 +52,7 @@ DEFAULT_TRIALS = 10
 """Launches that show a difference of 3 % where launches spread by 1.1 % (tests/unit/test_stats.py)."""
 _COUNTED = ("batch", "micro_batches", "sequence_length", "warmup_steps", "timed_steps", "parity_steps")
 """Axes whose value may be the name of a number."""
-AXES = (*(name for name in Cell.model_fields if name != "global_batch"), "batch")
+AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: 
         cell = cell.model_copy(update={"micro_batches": _fewest(cell, rule.micro_batch_tokens)})
     if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
         cell = cell.model_copy(update={"data": "images"})
-    return cell
+    return with_defaults(cell)
 
 
 def _fewest(cell: Cell, tokens: int) -> int:

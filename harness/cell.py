@@ -13,6 +13,38 @@ from harness.links.link import link_text, over
 
 # What may change without making it another measurement.
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
+# Parts of the id whatever their value. An axis that is added later is one only where it is not at its default, so that ids stay;
+# the default of such an axis must then never change.
+_ALWAYS_IDENTITY = {
+    "strategy",
+    "options",
+    "workload",
+    "data",
+    "sequence_length",
+    "devices",
+    "nodes",
+    "links",
+    "device",
+    "precision",
+    "regime",
+    "global_batch",
+    "micro_batches",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "epsilon",
+    "seed",
+    "warmup_steps",
+    "timed_steps",
+    "parity_steps",
+    "launcher",
+    "threads_per_device",
+    "memory_limit_bytes",
+}
+
+
+def _hash(identity: dict[str, Any]) -> str:
+    return hashlib.blake2s(json.dumps(identity, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 class Cell(BaseModel):
@@ -24,6 +56,9 @@ class Cell(BaseModel):
     """Name of the strategy, see `bench list strategies`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The strategy's own options; what is not given keeps its default."""
+    defaults: dict[str, Any] | None = None
+    """The options that are not given, with the values that they had when the cell was planned; null where that was not noted, as
+    before schema version 7. Filled in by the suite, not by a matrix."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -80,10 +115,29 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, the same for the same measurement on every host and in every version that keeps its fields."""
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
-        told = {k: v for k, v in self.model_dump(mode="json").items() if k not in _NOT_IDENTITY and v != defaults[k]}
-        return hashlib.blake2s(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+        """Twelve hex digits, the same for the same measurement on every host: of all that it depends on, defaults included.
+
+        Where the defaults of the strategy's options were not noted it is the older id.
+        """
+        if self.defaults is None:
+            return self.older_id
+        kept = self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}}
+        return _hash(kept)
+
+    @property
+    def older_id(self) -> str:
+        """The id by the rule of before schema version 7, which left out all that was at its default.
+
+        A default that changed gave another training the old id.
+        """
+        return _hash(self._identity(set()))
+
+    def _identity(self, always: set[str]) -> dict[str, Any]:
+        """The fields that make it this measurement: these always, others where they are not at their default."""
+        fields = type(self).model_fields.items()
+        usual = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        told = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
+        return {name: value for name, value in told.items() if name in always or value != usual[name]}
 
     @property
     def label(self) -> str:
@@ -116,6 +170,7 @@ class Cell(BaseModel):
             update={
                 "strategy": "single",
                 "options": {},
+                "defaults": None,
                 "devices": 1,
                 "nodes": 1,
                 "links": "",

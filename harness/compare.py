@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.errors import Mistake
-from harness.sides import Measured, Side
+from harness.sides import Measured, Side, joined
 from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs, within_rounds
 from harness.status import NOT_LAUNCHED
 
@@ -172,6 +172,9 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def compare_sides(first: Side, second: Side) -> Compared:
     """B (second) against A (first), cell by cell. Raises Mistake where they have no cell in common."""
+    every = joined([*first.cells, *second.cells])
+    first = dataclasses.replace(first, cells=tuple(every[: len(first.cells)]))
+    second = dataclasses.replace(second, cells=tuple(every[len(first.cells) :]))
     before, after = ({one.cell_id for one in one_side.cells} for one_side in (first, second))
     if not before & after:
         raise Mistake(f"{first.name} and {second.name} have no cell in common, so there is nothing to compare")

@@ -131,4 +131,5 @@ def expected_seconds(store: Store, cells: Sequence[Cell], cores: int, gpu: str |
         trials = store.load(steps=False).trials
         done = trials[trials["wall_seconds"].notna()]
         before = {str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()}
-    return {cell.id: before[cell.id] if cell.id in before else trial_seconds(cell, cores, gpu) for cell in cells}
+    measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
+    return {cell.id: trial_seconds(cell, cores, gpu) if (took := measured[cell.id]) is None else took for cell in cells}

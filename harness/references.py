@@ -166,6 +166,8 @@ def make_room(cells: Iterable[Cell]) -> None:
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)
     home = _home()
+    if home.exists() and not home.is_dir():
+        return  # a reference run that cannot be written says so, and its cells stay unverified
     home.mkdir(parents=True, exist_ok=True)
     kept = {folder: sum(f.stat().st_size for f in folder.iterdir()) for folder in home.iterdir() if folder.is_dir()}
     beyond = sum(kept.values()) + missing - limit_bytes()

@@ -61,10 +61,18 @@ def make_strategy(cell: Cell) -> Strategy:
         if option not in cls.model_fields:
             options = ", ".join(cls.model_fields) or "none"
             raise Mistake(f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}")
+    usual = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+    noted = {name: value for name, value in (cell.defaults or {}).items() if name in usual and value != usual[name]}
     try:
-        return cls(**cell.options)
+        return cls(**{**noted, **cell.options})
     except ValidationError as error:
         raise Mistake(f"strategy {cell.strategy!r}, option {complaint(error)}") from None
+
+
+def with_defaults(cell: Cell) -> Cell:
+    """The cell with the present defaults of the options that it leaves out: they are part of what it measures. Raises Mistake."""
+    left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
+    return cell.model_copy(update={"defaults": left_out})
 
 
 def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 from collections import Counter
@@ -113,6 +114,7 @@ class Measured:
     started_at: datetime
     hardware: Hardware
     cell_id: str
+    """The one that it goes by, see `joined`."""
     cell_name: str
     label: str
     cell: str
@@ -159,7 +161,26 @@ def measured(results: Results) -> list[Measured]:
     found = []
     for (run_id, _), group in last.groupby(["run_id", "cell_id"], sort=False):
         found.append(_measured(runs[str(run_id)], group.sort_values("trial")))
-    return found
+    return joined(found)
+
+
+def joined(cells: Sequence[Measured]) -> list[Measured]:
+    """The same, where records with ids by the older rule go by the id of the first with a newer one that the older rule calls alike.
+
+    So a history goes on over the change of rules, and a default that changes after it begins another.
+    """
+    first: dict[str, str] = {}
+    for one in sorted(cells, key=lambda one: one.started_at):
+        if one.cell_id != (older := _older_id(one.cell)):
+            first.setdefault(older, one.cell_id)
+    return [dataclasses.replace(one, cell_id=first.get(one.cell_id, one.cell_id)) for one in cells]
+
+
+@functools.cache
+def _older_id(cell: str) -> str:
+    from harness.cell import Cell
+
+    return Cell(**json.loads(cell)).older_id
 
 
 _TRIAL = (

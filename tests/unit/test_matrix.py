@@ -189,13 +189,6 @@ def test_amounts_of_memory() -> None:
     assert parse_bytes(7) == 7
 
 
-def test_the_id_of_a_cell_stays() -> None:
-    """Histories are joined by it; a new field with a default must not change it."""
-    assert Cell(strategy="ddp", devices=2).id == Cell(strategy="ddp", devices=2, time_limit_seconds=5).id
-    assert Cell(strategy="ddp", devices=2).id != Cell(strategy="ddp", devices=2, options={"static_graph": True}).id
-    assert Cell(strategy="ddp", devices=2).id == "60ef26e3c750"
-
-
 def test_cells_that_train_the_same_share_a_reference() -> None:
     one = Cell(strategy="ddp", devices=2, precision="bf16", micro_batches=2, launcher="spawn")
     other = Cell(strategy="single")
