@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
@@ -97,6 +98,7 @@ def test_a_time_limit_ends_the_job_and_it_goes_on(slurm: Slurm, bench: Bench) ->
 def test_a_cancelled_job_says_so_and_its_run_can_go_on(slurm: Slurm, bench: Bench) -> None:
     told = bench.submit("--matrix", bench.matrix(long(2)), "--nodes", "2")
     until(lambda: bench.recorded(told["run_id"]) >= 1 and bool(slurm.of_kind("forkserver")), 90, lambda: slurm.story(told["job"]))
+    time.sleep(1.5)  # into the next trial, of 4 s
     slurm.call("scancel", told["job"])
     assert [job.state for job in slurm.wait_job(told["job"])] == ["CANCELLED"]
     trials = bench.load(told["run_id"]).trials
