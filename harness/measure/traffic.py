@@ -9,12 +9,17 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-# Offset of tcpi_bytes_sent, a 64-bit number, in struct tcp_info of linux/tcp.h (Linux 4.19 and newer).
+# Offset of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers, in struct tcp_info of
+# linux/tcp.h (Linux 4.19 and newer).
 _BYTES_SENT = 200
 
 
 def tcp_bytes_sent() -> int | None:
-    """Payload bytes that this process's open TCP connections have sent, repeated ones included; None where Linux does not say."""
+    """Payload bytes that this process's open TCP connections have sent; None where Linux does not say.
+
+    What the kernel sent again is not counted twice: on a busy machine it repeats what was not
+    acknowledged in time, which says nothing about the strategy.
+    """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -24,9 +29,10 @@ def tcp_bytes_sent() -> int | None:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     continue
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if len(info) < _BYTES_SENT + 8:
+            if len(info) < _BYTES_SENT + 16:
                 return None
-            total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+            sent, repeated = struct.unpack_from("QQ", info, _BYTES_SENT)
+            total += sent - repeated
     return total
 
 
