@@ -40,12 +40,13 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bench.host import Host, admit_here
 from harness.cell import Cell
 from harness.errors import Mistake, Refused, Unavailable, complaint
 from harness.expected import time_limit_seconds
 from harness.plan import LeftOut
-from harness.registry import admit, make_strategy, with_defaults
-from harness.workloads import make_workload, prepare_data
+from harness.registry import make_strategy, with_defaults
+from harness.workloads import make_workload
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
@@ -53,40 +54,6 @@ DEFAULT_TRIALS = 10
 _COUNTED = ("batch", "micro_batches", "sequence_length", "warmup_steps", "timed_steps", "parity_steps")
 """Axes whose value may be the name of a number."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
-
-
-@dataclass(frozen=True)
-class Host:
-    """What decides a matrix's sizes on this machine."""
-
-    device: str
-    num_devices: int
-    """GPUs, or CPU cores (more ranks than cores are allowed on a CPU and labelled)."""
-    memory_bytes: int
-    """Of one GPU, or of the host."""
-    nodes: int = 1
-    """Nodes that the run has, this host among them."""
-    name: str | None = None
-    """Of its GPUs, as NVML gives it; None: unknown."""
-    elsewhere: bool = False
-    """Whether this is another host than this process's: what is installed and built here says nothing of it then."""
-
-    @property
-    def many(self) -> int:
-        """What `devices: many` means here."""
-        return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
-
-    @classmethod
-    def here(cls, nodes: int = 1) -> Host:
-        import psutil
-
-        from harness.cores import allowed_cores
-        from harness.environment import device_type, gpus
-
-        if device_type() == "cuda":
-            found = gpus()
-            return cls("cuda", len(found), found[0][1], nodes, found[0][0])
-        return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
 
 
 class Sizes(BaseModel):
@@ -225,7 +192,7 @@ def expand(
     cells, left_out = [], []
     for cell in chosen:
         try:
-            _admit_here(cell, host)
+            admit_here(cell, host)
             cells.append(_limited(cell, host))
         except Refused as no:
             left_out.append(LeftOut(cell, "refused", str(no)))
@@ -337,38 +304,6 @@ def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list
     if not kept:
         raise Mistake("--only and --skip leave no cell of the matrix")
     return kept
-
-
-def _admit_here(cell: Cell, host: Host) -> None:
-    """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
-    workload = make_workload(cell.workload)
-    if cell.device == "cuda":
-        if host.device != "cuda":
-            admit(cell, workload)
-            raise Unavailable("no GPU that this torch can use; device: cpu runs here")
-        _require_gpus(cell, host)
-    try:
-        admit(cell, workload, here=not host.elsewhere)
-    except Unavailable:
-        if not host.elsewhere:
-            raise
-    if cell.links and not host.elsewhere:
-        from harness.links.emulated import lacking
-
-        if why := lacking():
-            raise Unavailable(why)
-    if cell.nodes > host.nodes and not cell.links:
-        raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
-    prepare_data(cell.data, workload, cell.sequence_length)
-
-
-def _require_gpus(cell: Cell, host: Host) -> None:
-    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host has."""
-    needed = max(cell.devices, make_strategy(cell).least_devices)
-    on_this_host = needed if cell.links else -(-needed // cell.nodes)
-    if on_this_host > host.num_devices:
-        why = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
-        raise Unavailable(f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has {host.num_devices}")
 
 
 def parse_changes(settings: Sequence[str]) -> dict[str, Any]:

@@ -121,8 +121,7 @@ class Cell(BaseModel):
         """
         if self.defaults is None:
             return self.older_id
-        kept = self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}}
-        return _hash(kept)
+        return _hash(self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}})
 
     @property
     def older_id(self) -> str:

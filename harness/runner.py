@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -12,23 +11,22 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from harness.cell import Cell
-from harness.environment import device_type, environment, gpus
+from harness.environment import environment, gpus
 from harness.expected import time_limit_seconds
 from harness.explained import explain_cell
 from harness.judging import allowed_deviation, distance_to_fp32, in_fp32, verdict_of
 from harness.launch import Launcher, Launches
 from harness.measure.bubble import bubble_fraction
 from harness.measure.flops import peak_flops_per_second
-from harness.measure.gpu_state import GpuLook, GpuState, as_json
+from harness.measure.gpu_state import GpuLook
 from harness.measure.load import Idle
 from harness.outcome import Outcome
 from harness.parity import Reference, noise_of
 from harness.plan import Plan
-from harness.preload import to_preload
+from harness.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
 from harness.record import left_out_row, mean_losses, step_rows, trial_row
-from harness.references import make_room, mark_used, reference_cell, reference_key, reference_of, split_differently
-from harness.registry import admit, make_strategy
-from harness.ring import Launch, Ring
+from harness.references import make_room, reference_cell, reference_key, reference_of, split_differently
+from harness.ring import Ring
 from harness.schema import VERSION as SCHEMA_VERSION
 from harness.status import NOT_AGAIN
 from harness.store import Store, TrialKey
@@ -49,47 +47,6 @@ class Watcher(Protocol):
 
 Todo = tuple[int, Cell, TrialKey]
 """A trial that is to be launched, its position first."""
-
-
-class _Prepared:
-    """A trial, and what a launcher is told to launch it."""
-
-    def __init__(self, cell: Cell, key: TrialKey, position: int, reference: Reference | None) -> None:
-        self.cell, self.key, self.position, self.reference = cell, key, position, reference
-        self.known = reference if reference and reference.exists else None
-        if self.known:
-            mark_used(self.known)
-        self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
-        """GPUs of the first node that it uses."""
-        self.workload = make_workload(cell.workload)
-        self.strategy, self.layout = admit(cell, self.workload)
-        more = {
-            "reference": self.known.folder if self.known else None,
-            "max_restarts": self.strategy.max_restarts,
-            "command": functools.partial(self.strategy.command, cell),
-        }
-        data = prepare_data(cell.data, self.workload, cell.sequence_length)
-        self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
-
-
-@dataclass(frozen=True)
-class _Around:
-    """What the machine did just before a launch and just after its end."""
-
-    gpus_before: tuple[GpuState, ...]
-    gpus_after: tuple[GpuState, ...]
-    idle_before: float | None
-    idle_after: float | None
-
-    def columns(self, gpus: int, outcome: Outcome) -> dict[str, Any]:
-        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are nobody else."""
-        own = {answer.get("pid") for answer in outcome.answers}
-        return {
-            "gpu_before": as_json(self.gpus_before[:gpus]),
-            "gpu_after": as_json([state.without(own) for state in self.gpus_after[:gpus]]),
-            "idle_before": self.idle_before,
-            "idle_after": self.idle_after,
-        }
 
 
 @dataclass
@@ -253,25 +210,25 @@ class Runner:
         self, launcher: Launches, cell: Cell, key: TrialKey, position: int, reference: Reference | None, heard: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Launches, judges and records one trial; returns its row. Without a reference its parity stays unknown."""
-        prepared = _Prepared(cell, key, position, reference)
+        prepared = PreparedTrial(cell, key, position, reference)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(how.cell, how.data, how.processes, on_progress=heard, **how.more)
-        around = _Around(gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after())
+        around = Surroundings(gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after())
         return self._record(prepared, outcome, around)
 
     def _by_turns(
         self, ring: Ring, todo: Sequence[Todo], references: dict[str, Reference], heard: Callable[[int, float], None]
     ) -> list[dict[str, Any]]:
         """A round whose launches train by turns: their rows."""
-        round_ = [_Prepared(cell, key, position, references[reference_key(cell)]) for position, cell, key in todo]
+        round_ = [PreparedTrial(cell, key, position, references[reference_key(cell)]) for position, cell, key in todo]
         most = max((one.gpus for one in round_), default=0)
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()
         outcomes = ring.together([one.launch for one in round_], heard)
-        around = _Around(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
+        around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
         return [self._record(one, outcome, around) for one, outcome in zip(round_, outcomes, strict=True)]
 
-    def _record(self, prepared: _Prepared, outcome: Outcome, around: _Around) -> dict[str, Any]:
+    def _record(self, prepared: PreparedTrial, outcome: Outcome, around: Surroundings) -> dict[str, Any]:
         """Judges and records a trial; returns its row."""
         cell, key, reference = prepared.cell, prepared.key, prepared.reference
         workload, strategy, layout = prepared.workload, prepared.strategy, prepared.layout
@@ -353,7 +310,7 @@ class Runner:
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
-            if _more_of_the_same(cell, other):
+            if more_of_the_same(cell, other):
                 return f"{other.name} ran out of memory and this needs more"
         return None
 
@@ -361,29 +318,3 @@ class Runner:
 def _compared(cells: Sequence[Cell]) -> list[Cell]:
     """The cells, and their twins in fp32 where they have one: all that references are needed for."""
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
-
-
-def _more_of_the_same(cell: Cell, other: Cell) -> bool:
-    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices to spread it over."""
-    sizes = {"workload", "global_batch", "sequence_length", "devices"}
-    if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
-        return False
-    one, two = make_workload(cell.workload), make_workload(other.workload)
-    same_kind = one.family is two.family is not None and one.suffixes == two.suffixes
-    if cell.workload != other.workload and not same_kind:
-        return False
-
-    def needs(one: Cell) -> tuple[int, ...]:
-        parameters = model_facts(make_workload(one.workload), one.sequence_length).parameters
-        return parameters, one.global_batch, one.sequence_length, -one.devices
-
-    return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
-
-
-def packages(cells: Sequence[Cell]) -> list[str]:
-    """What the fork server imports for these cells: packages that strategies and workloads require, and modules of theirs."""
-    strategies = [make_strategy(cell) for cell in cells]
-    needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
-    needed += [p for cell in cells for p in make_workload(cell.workload).requires]
-    with_gpus = device_type() == "cuda" or any(cell.device == "cuda" for cell in cells)
-    return to_preload(list(dict.fromkeys(needed)), with_gpus)

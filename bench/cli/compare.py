@@ -102,10 +102,10 @@ def _matching(known: list[Measured], pattern: str) -> list[Measured]:
     return found
 
 
-def _setting(one: Measured) -> tuple[str, ...]:
+def _setting(cell: Measured) -> tuple[str, ...]:
     from harness.setting import setting
 
-    return setting({"nodes": 1, "links": "", **json.loads(one.cell)})
+    return setting({"nodes": 1, "links": "", **json.loads(cell.cell)})
 
 
 def _by_suffix(out: Path | None) -> str:

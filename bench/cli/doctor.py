@@ -19,11 +19,26 @@ if TYPE_CHECKING:
 
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth.")] = False,
-    gpu_check: Annotated[bool, typer.Option("--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md).")] = False,
-    out_file: Annotated[Path, typer.Option("--out", help="With --gpu-check: the file that is written.")] = Path("gpu-check.json"),
-    resume: Annotated[bool, typer.Option("--resume", help="With --gpu-check: go on with that file.")] = False,
-    budget_minutes: Annotated[float, typer.Option("--minutes", min=0, help="With --gpu-check: time for all steps.")] = 10.0,
-    steps: Annotated[Path | None, typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU.")] = None,
+    gpu_check: Annotated[
+        bool,
+        typer.Option("--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md)."),
+    ] = False,
+    out_file: Annotated[
+        Path,
+        typer.Option("--out", help="With --gpu-check: the file that is written."),
+    ] = Path("gpu-check.json"),
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="With --gpu-check: go on with that file."),
+    ] = False,
+    budget_minutes: Annotated[
+        float,
+        typer.Option("--minutes", min=0, help="With --gpu-check: time for all steps."),
+    ] = 10.0,
+    steps: Annotated[
+        Path | None,
+        typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU."),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would falsify a measurement.
@@ -72,15 +87,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def show_troubles(out: Console, found: Sequence[Trouble]) -> None:
+def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
     """What would falsify a measurement here, a line each, and the command that mends it."""
     from rich.markup import escape
 
-    if not found:
+    if not troubles:
         out.print("nothing was found that would falsify a measurement here")
         return
     out.print("[bold]what would falsify a measurement here[/bold]")
-    for trouble in found:
+    for trouble in troubles:
         out.print(f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)}; {escape(trouble.why)}")
         out.print(f"    mend: {escape(trouble.mend)}")
 

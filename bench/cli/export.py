@@ -51,7 +51,8 @@ def export(
 
 def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
     """The matrix's cells that are meant, also those that cannot run on this host; else the cell of this id among the results."""
-    from bench.matrix import Host, expand, matches, parse_changes, read_matrix
+    from bench.host import Host
+    from bench.matrix import expand, matches, parse_changes, read_matrix
     from harness.errors import Mistake
     from harness.plan import kept_plan
     from harness.store import Store

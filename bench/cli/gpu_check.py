@@ -28,9 +28,10 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
     report = check.Report.read(file) if resume else check.Report()
     colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
 
-    def tell(one: check.Outcome) -> None:
-        out.print(f"[{colours[one.verdict]}]{one.verdict}[/{colours[one.verdict]}] {escape(one.claim)}")
-        out.print(f"    {escape(one.name)}, {one.seconds:.0f} s: {escape(one.reason)}")
+    def show_outcome(outcome: check.Outcome) -> None:
+        colour = colours[outcome.verdict]
+        out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
+        out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
 
     if not report.host:
         out.print("versions, topology, what would falsify a measurement, which imports initialise CUDA")
@@ -39,8 +40,8 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
         for name in (name for name, does in report.host["initialises_cuda"].items() if does):
             out.print(f"importing {escape(name)} initialises CUDA: it must not be imported before ranks are forked")
     results = file.resolve().with_suffix(".results")
-    left = budget_seconds - (time.monotonic() - began)
-    check.run_steps(check.read_steps(steps or check.HOME), report, file, results, left, tell)
+    seconds_left = budget_seconds - (time.monotonic() - began)
+    check.run_steps(check.read_steps(steps or check.HOME), report, file, results, seconds_left, show_outcome)
     out.print(f"all of it is in {escape(str(file))}; records of the runs are in {escape(str(results))}")
-    if any(one.verdict == "refuted" for one in report.outcomes):
+    if any(outcome.verdict == "refuted" for outcome in report.outcomes):
         raise typer.Exit(1)

@@ -82,7 +82,8 @@ def _plan(budget_text: str, strategies: list[str], ranks: int | None, hidden: in
     """The search's plan; raises Mistake for what this host cannot do."""
     from pydantic import Field
 
-    from bench.matrix import Host, Matrix, expand, parse_bytes, read_as
+    from bench.host import Host
+    from bench.matrix import Matrix, expand, parse_bytes, read_as
     from harness.errors import Mistake
     from harness.maxsize import hidden_size, plan_of, wide_size
 

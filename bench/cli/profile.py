@@ -34,8 +34,8 @@ def profile(
     from harness.explained import explain_cell
     from harness.launch import Launcher
     from harness.links.launcher import over_links
+    from harness.prepared import packages
     from harness.registry import admit
-    from harness.runner import packages
     from harness.workloads import make_workload
 
     cell = plainest(find(which, matrix, settings or [], results))

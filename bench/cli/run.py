@@ -16,7 +16,6 @@ import typer
 from harness.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    from bench.matrix import Host
     from harness.launch import Launches
     from harness.plan import Plan
     from harness.store import Store
@@ -58,6 +57,7 @@ def run(
 ) -> None:
     """Runs a matrix and writes its report. Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]"""
     from bench.cli import show
+    from bench.host import host_of
     from harness.errors import Mistake
     from harness.links.launcher import over_links
     from harness.plan import kept_plan, resumable
@@ -92,12 +92,12 @@ def run(
     else:
         raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
 
-    console = show.console(quiet=json_output)
+    console, there = show.console(quiet=json_output), host_of(host, nodes)
     runner = Runner(store, plan, share=_part(share))
     todo = runner.open_trials()
-    seconds, references = show.plan(console, store, plan, todo, _host(host, nodes).name)
+    seconds, references = show.plan(console, store, plan, todo, there.name)
     if dry_run:
-        show.inputs(console, _host(host, nodes).device)
+        show.inputs(console, there.device)
         if json_output:
             print(json.dumps(json.loads(plan.to_json()) | {"expected_seconds": seconds, "references": dataclasses.asdict(references)}))
         return
@@ -182,30 +182,15 @@ def _require_few(plan: Plan) -> None:
         raise Mistake(f"--by-turns: {why}")
 
 
-def _host(text: str, nodes: int) -> Host:
-    """This host, or the one that `8 x h100-80gb` names; raises Mistake with the known GPUs."""
-    from bench.matrix import Host
-    from harness.errors import Mistake
-    from harness.measure.peaks import gpu_models
-
-    if not text:
-        return Host.here(nodes)
-    found = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
-    by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
-    model = by_name.get(found[2].replace("-", "")) if found else None
-    if found is None or model is None:
-        raise Mistake(f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are {', '.join(gpu_models())}")
-    return Host("cuda", int(found[1] or 1), model.memory_bytes, nodes, f"NVIDIA {model.product_name}", elsewhere=True)
-
-
 def _plan(
     matrix: str, only: list[str], skip: list[str], settings: list[str], trials: int | None, nodes: int, run_id: str, host: str
 ) -> Plan:
+    from bench.host import host_of
     from bench.matrix import expand, parse_changes, read_matrix
     from harness.plan import Plan
 
     read = read_matrix(matrix)
-    planned = _host(host, nodes)
+    planned = host_of(host, nodes)
     expanded = expand(read, planned, name=matrix, only=only, skip=skip, changes=parse_changes(settings))
     return Plan.new(matrix, expanded.cells, trials or read.trials_on(planned), expanded.left_out, run_id, expanded.once)
 

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.matrix import Host, expand, read_matrix
-from harness.runner import packages
+from bench.host import Host
+from bench.matrix import expand, read_matrix
+from harness.prepared import packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +70,8 @@ from tests.gpu.fake_nvml import h100_node, install
 torch.cuda.get_arch_list = lambda: ["sm_90"]
 install(pytest.MonkeyPatch(), h100_node())
 
-from bench.matrix import Host, expand, read_matrix
+from bench.host import Host
+from bench.matrix import expand, read_matrix
 from harness.environment import device_type
 from harness.workloads.facts import model_facts
 from harness.workloads.model import make_workload
@@ -89,7 +91,7 @@ def test_the_tripwire_catches_an_import_that_does() -> None:
 
 def test_without_gpus_everything_is_imported_before_the_fork() -> None:
     from harness.cell import Cell
-    from harness.runner import packages
+    from harness.prepared import packages
 
     assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.matrix import Expanded, Host, expand, read_matrix
+from bench.host import Host
+from bench.matrix import Expanded, expand, read_matrix
 from harness.cell import Cell
 from harness.expected import references_of, trial_seconds
 from harness.judging import in_fp32

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.matrix import Host, expand, read_matrix
+from bench.host import Host
+from bench.matrix import expand, read_matrix
 from harness.cell import Cell
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import harness.registry
-from bench.matrix import AXES, Host, Matrix, expand
+from bench.host import Host
+from bench.matrix import AXES, Matrix, expand
 from harness.cell import _ALWAYS_IDENTITY, _NOT_IDENTITY, Cell
 from harness.history import histories
 from harness.plan import Plan, kept_plan
@@ -29,7 +30,7 @@ class Before(Strategy):
     bucket_mib: int = 25
 
     def setup(self, job: Job) -> TrainStep:
-        raise NotImplementedError
+        raise AssertionError("it is only planned")
 
 
 class After(Before):

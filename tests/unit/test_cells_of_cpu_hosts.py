@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.matrix import Host, expand, read_matrix
+from bench.host import Host
+from bench.matrix import expand, read_matrix
 from harness.cell import Cell
 from harness.expected import trial_seconds
 from harness.store import Store

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from bench.cluster.site import Nightly, Notify, Site
-from bench.matrix import HOME, Host, matrix_names, read_matrix
+from bench.host import Host
+from bench.matrix import HOME, matrix_names, read_matrix
 from harness.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
 from harness.measure.peaks import gpu_models
 from harness.registry import strategies

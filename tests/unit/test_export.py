@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.cli.export import find, plainest
-from bench.matrix import Host, expand, read_matrix
+from bench.host import Host
+from bench.matrix import expand, read_matrix
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from bench.matrix import Host, Matrix, expand, read_matrix
+from bench.host import Host
+from bench.matrix import Matrix, expand, read_matrix
 from harness.cell import Cell
 from harness.errors import Mistake
 from harness.links.emulated import shares

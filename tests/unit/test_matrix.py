@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.matrix import HOME, Host, expand, matrix_names, parse_bytes, parse_changes, read_matrix
+from bench.host import Host
+from bench.matrix import HOME, expand, matrix_names, parse_bytes, parse_changes, read_matrix
 from harness.cell import Cell
 from harness.errors import Mistake
 

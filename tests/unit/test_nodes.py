@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.matrix import Host, Matrix, expand
+from bench.host import Host
+from bench.matrix import Matrix, expand
 from harness.cell import Cell
 from harness.cores import oversubscribed
 from harness.errors import Mistake

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.matrix import Host, Matrix, expand
+from bench.host import Host
+from bench.matrix import Matrix, expand
 from harness.cell import Cell
 from harness.errors import Mistake, Refused
+from harness.prepared import more_of_the_same
 from harness.registry import admit
-from harness.runner import _more_of_the_same
 from harness.workloads import make_workload, prepare_data, workload_names
 from harness.workloads.facts import model_facts
 from harness.workloads.model import split_name
@@ -347,6 +348,6 @@ def test_a_matrix_names_variants_of_its_workloads() -> None:
 
 def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
     small, large = (Cell(strategy="single", workload=f"llama-{size}+lora") for size in ("nano", "micro"))
-    assert _more_of_the_same(large, small)
-    assert not _more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
-    assert not _more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))
+    assert more_of_the_same(large, small)
+    assert not more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
+    assert not more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))

@@ -1,0 +1,91 @@
+"""The host that a matrix is planned for: this one or another, and which cells can run there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from harness.cell import Cell
+from harness.errors import Mistake, Unavailable
+from harness.registry import admit, make_strategy
+from harness.workloads import make_workload, prepare_data
+
+
+@dataclass(frozen=True)
+class Host:
+    """What decides a matrix's sizes on this machine."""
+
+    device: str
+    num_devices: int
+    """GPUs, or CPU cores (more ranks than cores are allowed on a CPU and labelled)."""
+    memory_bytes: int
+    """Of one GPU, or of the host."""
+    nodes: int = 1
+    """Nodes that the run has, this host among them."""
+    name: str | None = None
+    """Of its GPUs, as NVML gives it; None: unknown."""
+    elsewhere: bool = False
+    """Whether this is another host than this process's: what is installed and built here says nothing of it then."""
+
+    @property
+    def many(self) -> int:
+        """What `devices: many` means here."""
+        return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
+
+    @classmethod
+    def here(cls, nodes: int = 1) -> Host:
+        import psutil
+
+        from harness.cores import allowed_cores
+        from harness.environment import device_type, gpus
+
+        if device_type() == "cuda":
+            found = gpus()
+            return cls("cuda", len(found), found[0][1], nodes, found[0][0])
+        return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
+
+
+def host_of(text: str, nodes: int) -> Host:
+    """This host, or the one that `8 x h100-80gb` names; raises Mistake with the known GPUs."""
+    from harness.measure.peaks import gpu_models
+
+    if not text:
+        return Host.here(nodes)
+    found = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
+    by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
+    model = by_name.get(found[2].replace("-", "")) if found else None
+    if found is None or model is None:
+        raise Mistake(f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are {', '.join(gpu_models())}")
+    return Host("cuda", int(found[1] or 1), model.memory_bytes, nodes, f"NVIDIA {model.product_name}", elsewhere=True)
+
+
+def admit_here(cell: Cell, host: Host) -> None:
+    """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
+    workload = make_workload(cell.workload)
+    if cell.device == "cuda":
+        if host.device != "cuda":
+            admit(cell, workload)
+            raise Unavailable("no GPU that this torch can use; device: cpu runs here")
+        _require_gpus(cell, host)
+    try:
+        admit(cell, workload, here=not host.elsewhere)
+    except Unavailable:
+        if not host.elsewhere:
+            raise
+    if cell.links and not host.elsewhere:
+        from harness.links.emulated import lacking
+
+        if why := lacking():
+            raise Unavailable(why)
+    if cell.nodes > host.nodes and not cell.links:
+        raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
+    prepare_data(cell.data, workload, cell.sequence_length)
+
+
+def _require_gpus(cell: Cell, host: Host) -> None:
+    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host has."""
+    needed = max(cell.devices, make_strategy(cell).least_devices)
+    on_this_host = needed if cell.links else -(-needed // cell.nodes)
+    if on_this_host > host.num_devices:
+        why = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
+        raise Unavailable(f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has {host.num_devices}")
