@@ -1,4 +1,5 @@
-"""The first minutes on a GPU: steps in order of worth, each in a process of its own, and a file that says what each of them showed."""
+"""The first minutes on a GPU: steps in order of worth, each in a process of its own, and a file
+that says what each of them showed."""
 
 from __future__ import annotations
 
@@ -90,16 +91,26 @@ def read_steps(file: Path = HOME) -> list[Step]:
 
 
 def run_steps(
-    steps: Sequence[Step], report: Report, file: Path, results: Path, budget_seconds: float, tell: Callable[[Outcome], None]
+    steps: Sequence[Step],
+    report: Report,
+    file: Path,
+    results: Path,
+    budget_seconds: float,
+    tell: Callable[[Outcome], None],
 ) -> None:
-    """Runs what is not settled yet, and writes the file after each step. A step that fails ends none of the others."""
+    """Runs what is not settled yet, and writes the file after each step.
+
+    A step that fails ends none of the others.
+    """
     end = time.monotonic() + budget_seconds
     for step in steps:
         if step.name in report.settled:
             continue
         seconds = min(step.limit_seconds, end - time.monotonic())
         if seconds < LEAST_SECONDS:
-            outcome = _outcome(step, "not checked", "the time for all steps was spent; --resume goes on", 0.0)
+            outcome = _outcome(
+                step, "not checked", "the time for all steps was spent; --resume goes on", 0.0
+            )
         else:
             outcome = run_step(step, results, seconds)
         report.outcomes = [one for one in report.outcomes if one.name != step.name] + [outcome]
@@ -113,15 +124,27 @@ def run_step(step: Step, results: Path, seconds: float) -> Outcome:
     with tempfile.TemporaryDirectory() as traces:
         words = [*step.words, "--json", "--results", str(results)]
         words += ["--out", traces] if step.words[0] == "profile" else ["--no-report"]
-        cores = None if step.cores_per_gpu is None else few_cores(step.cores_per_gpu, len(visible_gpus()))
+        cores = (
+            None
+            if step.cores_per_gpu is None
+            else few_cores(step.cores_per_gpu, len(visible_gpus()))
+        )
         code, out, error = command([sys.executable, "-m", "bench", *words], seconds, cores)
     passed = time.monotonic() - began
     shown = _last_object(out)
     if code is None:
-        return _outcome(step, "not checked", f"it was not over after {seconds:.0f} s", passed, shown)
+        return _outcome(
+            step, "not checked", f"it was not over after {seconds:.0f} s", passed, shown
+        )
     if not shown:
         lines = error.strip().splitlines()[-TAIL:]
-        return _outcome(step, "refuted", f"exit code {code}: {lines[-1] if lines else 'nothing was said'}", passed, {"log": lines})
+        return _outcome(
+            step,
+            "refuted",
+            f"exit code {code}: {lines[-1] if lines else 'nothing was said'}",
+            passed,
+            {"log": lines},
+        )
     return _outcome(step, *judge(step, shown), passed, shown)
 
 
@@ -134,7 +157,11 @@ def judge(step: Step, shown: dict[str, Any]) -> tuple[Verdict, str]:
         return "not checked", "; ".join(sorted(reasons)) or "no cell ran"
     wrong = [cell for cell in ran if not _as_claimed(step, cell)]
     if wrong:
-        named = (f"{_name(cell)}: {cell.get('status')}, parity {cell.get('parity_verdict')}, {cell.get('reason')}" for cell in wrong)
+        named = (
+            f"{_name(cell)}: {cell.get('status')}, parity {cell.get('parity_verdict')},"
+            f" {cell.get('reason')}"
+            for cell in wrong
+        )
         return "refuted", "; ".join(named)
     return "confirmed", f"{len(ran)} of {len(cells)} cells: {step.status}"
 
@@ -143,14 +170,18 @@ def _as_claimed(step: Step, cell: dict[str, Any]) -> bool:
     if step.words[0] == "maxsize":
         return cell.get("status") in ("found", "all fit")
     parity = cell.get("parity_verdict")
-    return cell.get("status") == step.status and (step.status != "ok" or parity is None or parity in GOOD_PARITY)
+    return cell.get("status") == step.status and (
+        step.status != "ok" or parity is None or parity in GOOD_PARITY
+    )
 
 
 def _name(cell: dict[str, Any]) -> str:
     return str(cell.get("cell_name") or cell.get("label") or cell.get("cell_id"))
 
 
-def _outcome(step: Step, verdict: Verdict, reason: str, seconds: float, shown: dict[str, Any] | None = None) -> Outcome:
+def _outcome(
+    step: Step, verdict: Verdict, reason: str, seconds: float, shown: dict[str, Any] | None = None
+) -> Outcome:
     return Outcome(step.name, step.claim, verdict, reason, round(seconds, 1), shown or {})
 
 
@@ -164,8 +195,11 @@ def _last_object(text: str) -> dict[str, Any]:
     return {}
 
 
-def command(words: Sequence[str], seconds: float, cores: set[int] | None = None) -> tuple[int | None, str, str]:
-    """Exit code, output and errors of a command on these cores (None: all); None as the code where it had to be stopped."""
+def command(
+    words: Sequence[str], seconds: float, cores: set[int] | None = None
+) -> tuple[int | None, str, str]:
+    """Exit code, output and errors of a command on these cores (None: all); None as the code where
+    it had to be stopped."""
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -219,10 +253,14 @@ def _imported() -> list[str]:
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
-    """Whether importing each of them initialises CUDA, each asked in a fresh process; None: it cannot be imported."""
+    """Whether importing each of them initialises CUDA, each asked in a fresh process; None: it
+    cannot be imported."""
     found: dict[str, bool | None] = {}
     for name in names:
-        code = f"import importlib, torch; importlib.import_module({name!r}); print(torch.cuda.is_initialized())"
+        code = (
+            f"import importlib, torch; importlib.import_module({name!r});"
+            " print(torch.cuda.is_initialized())"
+        )
         status, out, _ = command([sys.executable, "-c", code], 60.0)
         found[name] = out.strip().endswith("True") if status == 0 else None
     return found

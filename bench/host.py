@@ -25,7 +25,8 @@ class Host:
     name: str | None = None
     """Of its GPUs, as NVML gives it; None: unknown."""
     elsewhere: bool = False
-    """Whether this is another host than this process's: what is installed and built here says nothing of it then."""
+    """Whether this is another host than this process's: what is installed and built here says
+    nothing of it then."""
 
     @property
     def many(self) -> int:
@@ -55,8 +56,18 @@ def host_of(text: str, nodes: int) -> Host:
     by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
     model = by_name.get(found[2].replace("-", "")) if found else None
     if found is None or model is None:
-        raise Mistake(f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are {', '.join(gpu_models())}")
-    return Host("cuda", int(found[1] or 1), model.memory_bytes, nodes, f"NVIDIA {model.product_name}", elsewhere=True)
+        raise Mistake(
+            f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are"
+            f" {', '.join(gpu_models())}"
+        )
+    return Host(
+        "cuda",
+        int(found[1] or 1),
+        model.memory_bytes,
+        nodes,
+        f"NVIDIA {model.product_name}",
+        elsewhere=True,
+    )
 
 
 def admit_here(cell: Cell, host: Host) -> None:
@@ -78,14 +89,21 @@ def admit_here(cell: Cell, host: Host) -> None:
         if why := lacking():
             raise Unavailable(why)
     if cell.nodes > host.nodes and not cell.links:
-        raise Unavailable(f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes {cell.nodes} asks for them")
+        raise Unavailable(
+            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes"
+            f" {cell.nodes} asks for them"
+        )
     prepare_data(cell.data, workload, cell.sequence_length)
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:
-    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host has."""
+    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host
+    has."""
     needed = max(cell.devices, make_strategy(cell).least_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:
         why = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
-        raise Unavailable(f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has {host.num_devices}")
+        raise Unavailable(
+            f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has"
+            f" {host.num_devices}"
+        )

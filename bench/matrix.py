@@ -1,11 +1,10 @@
 """A matrix file -> cells, with the reason for every one left out.
 
-description: one sentence
-trials: 10                     # launches of each cell; 10 unless said otherwise
-workloads: {main: llama-mini}  # names that cells may use as their workload, also with suffixes: main+lora
-numbers: {images: 32}          # names that cells may use as a number, such as their batch
-defaults: {batch: 8}           # axes that hold where a cell says nothing
-hosts:                         # the first rule that fits the host adds to the above
+description: one sentence trials: 10                     # launches of each cell; 10 unless said
+otherwise workloads: {main: llama-mini}  # names that cells may use as their workload, also with
+suffixes: main+lora numbers: {images: 32}          # names that cells may use as a number, such as
+their batch defaults: {batch: 8}           # axes that hold where a cell says nothing hosts:
+# the first rule that fits the host adds to the above
   - device: cuda
     memory_at_least: 60GiB
     workloads: {main: llama-1b}
@@ -13,17 +12,19 @@ hosts:                         # the first rule that fits the host adds to the a
     trials: 2                  # in place of the matrix's
     micro_batch_tokens: 4096   # what `micro_batches: fit` means here
     parity: {workloads: {main: llama-mini}, defaults: {batch: 8}}
-cells:                         # a list as a value stands for one cell each; several lists for all combinations
+cells:                         # a list as a value stands for one cell each; several lists for all
+combinations
   - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
 
-`devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each node of the cell.
-`nodes: many` is all nodes of the run; of cells with `links`, whose nodes are emulated, at least 2.
-`micro_batches: many` is 4 on a CPU; on GPUs two for each device, at least 4: what keeps a pipeline of that many stages busy.
-`micro_batches: fit` is 1, but on a host whose rule has `micro_batch_tokens` the fewest that leave a data-parallel rank at most so
-many tokens at a time.
-`parity` adds to each cell that names no precision its twin in fp32, which is launched once and held to the tightest tolerance:
-what is timed in bf16 may deviate by bf16's rounding, which would hide a small mistake. Its workloads, numbers and defaults go
-before all others, so that a twin is small.
+`devices: many` is 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each
+node of the cell. `nodes: many` is all nodes of the run; of cells with `links`, whose nodes are
+emulated, at least 2. `micro_batches: many` is 4 on a CPU; on GPUs two for each device, at least 4:
+what keeps a pipeline of that many stages busy. `micro_batches: fit` is 1, but on a host whose rule
+has `micro_batch_tokens` the fewest that leave a data-parallel rank at most so many tokens at a
+time. `parity` adds to each cell that names no precision its twin in fp32, which is launched once
+and held to the tightest tolerance: what is timed in bf16 may deviate by bf16's rounding, which
+would hide a small mistake. Its workloads, numbers and defaults go before all others, so that a twin
+is small.
 """
 
 from __future__ import annotations
@@ -50,8 +51,16 @@ from harness.workloads import make_workload
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Launches that show a difference of 3 % where launches spread by 1.1 % (tests/unit/test_stats.py)."""
-_COUNTED = ("batch", "micro_batches", "sequence_length", "warmup_steps", "timed_steps", "parity_steps")
+"""Launches that show a difference of 3 % where launches spread by 1.1 % (tests/unit/test_stats.py).
+"""
+_COUNTED = (
+    "batch",
+    "micro_batches",
+    "sequence_length",
+    "warmup_steps",
+    "timed_steps",
+    "parity_steps",
+)
 """Axes whose value may be the name of a number."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
@@ -83,7 +92,9 @@ class Rule(Sizes):
     parity: Sizes | None = None
 
     def fits(self, host: Host) -> bool:
-        return self.device in (None, host.device) and host.memory_bytes >= parse_bytes(self.memory_at_least)
+        return self.device in (None, host.device) and host.memory_bytes >= parse_bytes(
+            self.memory_at_least
+        )
 
 
 class Matrix(Sizes):
@@ -105,7 +116,17 @@ class Matrix(Sizes):
 
 AnyMatrix = TypeVar("AnyMatrix", bound=Matrix)
 
-_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -131,11 +152,16 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
     if not path.is_file():
         path = Path(name)
     if not path.is_file():
-        raise Mistake(f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a YAML file")
+        raise Mistake(
+            f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a"
+            " YAML file"
+        )
     try:
         content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Mistake(f"matrix {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise Mistake(
+            f"matrix {path}: not readable as YAML: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(content, dict):
         raise Mistake(f"matrix {path}: must be a mapping with a key 'cells'")
     _known_keys(content, kind.model_fields, f"matrix {path}")
@@ -181,14 +207,17 @@ def expand(
     skip: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> Expanded:
-    """All cells of a matrix on a host. `only` and `skip`: strategy names, or patterns over the cell's words.
+    """All cells of a matrix on a host. `only` and `skip`: strategy names, or patterns over the
+    cell's words.
 
     Raises Mistake for an axis, value or pattern that means nothing.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
     once = checked.keys() - timed.keys()
-    chosen = _choose([*timed.values(), *(checked[cell] for cell in checked if cell in once)], only, skip)
+    chosen = _choose(
+        [*timed.values(), *(checked[cell] for cell in checked if cell in once)], only, skip
+    )
     cells, left_out = [], []
     for cell in chosen:
         try:
@@ -212,7 +241,9 @@ Cells = dict[str, Cell]
 """By id, in the matrix's order."""
 
 
-def _timed_and_checked(matrix: Matrix, rule: Rule, host: Host, changes: Mapping[str, Any], name: str) -> tuple[Cells, Cells]:
+def _timed_and_checked(
+    matrix: Matrix, rule: Rule, host: Host, changes: Mapping[str, Any], name: str
+) -> tuple[Cells, Cells]:
     """The cells of a matrix, and the twins in fp32 of those that name no precision."""
     sizes = rule.over(matrix)
     timed: Cells = {}
@@ -224,7 +255,12 @@ def _timed_and_checked(matrix: Matrix, rule: Rule, host: Host, changes: Mapping[
             timed.setdefault(cell.id, cell)
         if rule.parity and not {"precision", "device"} & {*entry, *changes}:
             twin_sizes = rule.parity.over(sizes)
-            settled = {"device": host.device, **rule.parity.defaults, "precision": "fp32", **changes}
+            settled = {
+                "device": host.device,
+                **rule.parity.defaults,
+                "precision": "fp32",
+                **changes,
+            }
             for axes in _combinations({**sizes.defaults, **entry, **settled}):
                 cell = _cell(axes, twin_sizes, rule, host, where)
                 checked.setdefault(cell.id, cell)
@@ -239,18 +275,26 @@ def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
     """The cell of these axes; raises Mistake where one of them means nothing."""
-    named_numbers = {axis: sizes.numbers[value] for axis, value in axes.items() if axis in _COUNTED and value in sizes.numbers}
+    named_numbers = {
+        axis: sizes.numbers[value]
+        for axis, value in axes.items()
+        if axis in _COUNTED and value in sizes.numbers
+    }
     fields = {**axes, **named_numbers}
     if fields.get("nodes") == "many":
         fields["nodes"] = max(host.nodes, 2) if fields.get("links") else host.nodes
     if fields.get("devices") == "many":
-        fields["devices"] = host.many * (fields["nodes"] if isinstance(fields.get("nodes"), int) else 1)
+        fields["devices"] = host.many * (
+            fields["nodes"] if isinstance(fields.get("nodes"), int) else 1
+        )
     batch = fields.pop("batch", 8)
     devices = fields.get("devices", 1)
     named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
     fields["workload"] = sizes.workloads.get(named, named) + plus + suffixes
     if not (isinstance(batch, int) and isinstance(devices, int)):
-        raise Mistake(f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}")
+        raise Mistake(
+            f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}"
+        )
     fields["global_batch"] = batch * devices if fields.get("regime") == "weak" else batch
     parts = fields.get("micro_batches")
     if parts == "many":
@@ -280,7 +324,11 @@ def _fewest(cell: Cell, tokens: int) -> int:
         samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
     except Refused:
         return 1  # the cell is left out, whatever its micro-batches
-    return next(n for n in range(1, samples + 1) if samples % n == 0 and (samples // n * cell.sequence_length <= tokens or n == samples))
+    return next(
+        n
+        for n in range(1, samples + 1)
+        if samples % n == 0 and (samples // n * cell.sequence_length <= tokens or n == samples)
+    )
 
 
 def matches(cell: Cell, pattern: str) -> bool:
@@ -298,7 +346,10 @@ def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
                 names = ", ".join(sorted({cell.strategy for cell in cells}))
-                raise Mistake(f"{option} {pattern!r} matches no cell of the matrix; its strategies are: {names}")
+                raise Mistake(
+                    f"{option} {pattern!r} matches no cell of the matrix; its strategies are:"
+                    f" {names}"
+                )
     kept = [c for c in cells if not only or any(matches(c, p) for p in only)]
     kept = [c for c in kept if not any(matches(c, p) for p in skip)]
     if not kept:

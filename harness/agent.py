@@ -1,4 +1,7 @@
-"""python -m harness.agent: a node of a run over several nodes. Kept tiny: multiprocessing imports it again in every rank."""
+"""python -m harness.agent: a node of a run over several nodes.
+
+Kept tiny: multiprocessing imports it again in every rank.
+"""
 
 if __name__ == "__main__":
     from harness.nodes.agent import main

@@ -1,4 +1,5 @@
-"""The batches of one rank: on a GPU prepared ahead of their step, in pinned memory, and copied without waiting."""
+"""The batches of one rank: on a GPU prepared ahead of their step, in pinned memory, and copied
+without waiting."""
 
 from __future__ import annotations
 
@@ -16,22 +17,35 @@ if TYPE_CHECKING:
 class Batches:
     """A rank's rows of each global batch, on its device.
 
-    On a CPU a batch is made when it is asked for. For a GPU a thread makes the next one while the step of this one runs,
-    as a DataLoader's worker does: drawing the pixels of 32 images of 224 x 224 takes a core some 60 ms, a step less.
+    On a CPU a batch is made when it is asked for. For a GPU a thread makes the next one while the
+    step of this one runs, as a DataLoader's worker does: drawing the pixels of 32 images of 224 x
+    224 takes a core some 60 ms, a step less.
     """
 
-    def __init__(self, data: DataSource, seed: int, global_batch: int, rows: slice, device: torch.device) -> None:
-        self.data, self.seed, self.global_batch, self.rows, self.device = data, seed, global_batch, rows, device
+    def __init__(
+        self, data: DataSource, seed: int, global_batch: int, rows: slice, device: torch.device
+    ) -> None:
+        self.data, self.seed, self.global_batch, self.rows, self.device = (
+            data,
+            seed,
+            global_batch,
+            rows,
+            device,
+        )
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            # Pinning makes a context on the thread's current GPU, which for a new thread is the first one.
+            # Pinning makes a context on the thread's current GPU, which for a new thread is the
+            # first one.
             import torch
 
-            self._pool = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
+            self._pool = ThreadPoolExecutor(
+                1, "batches", initializer=torch.cuda.set_device, initargs=(device,)
+            )
 
     def fetch(self, step: int) -> Batch:
-        """The batch of a step, on the device; a copy to a GPU may still be under way, in the order of its stream."""
+        """The batch of a step, on the device; a copy to a GPU may still be under way, in the order
+        of its stream."""
         if self._pool is None:
             inputs, labels = self._tensors(step)
             return Batch(step, inputs.to(self.device), labels.to(self.device))
@@ -39,7 +53,11 @@ class Batches:
             self._next = step, self._pool.submit(self._pinned, step)
         inputs, labels = self._next[1].result()
         self._next = step + 1, self._pool.submit(self._pinned, step + 1)
-        return Batch(step, inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+        return Batch(
+            step,
+            inputs.to(self.device, non_blocking=True),
+            labels.to(self.device, non_blocking=True),
+        )
 
     def close(self) -> None:
         """Ends the thread; a rank need not, which leaves with its process."""

@@ -13,8 +13,8 @@ from harness.links.link import link_text, over
 
 # What may change without making it another measurement.
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
-# Parts of the id whatever their value. An axis that is added later is one only where it is not at its default, so that ids stay;
-# the default of such an axis must then never change.
+# Parts of the id whatever their value. An axis that is added later is one only where it is not at
+# its default, so that ids stay; the default of such an axis must then never change.
 _ALWAYS_IDENTITY = {
     "strategy",
     "options",
@@ -48,7 +48,8 @@ def _hash(identity: dict[str, Any]) -> str:
 
 
 class Cell(BaseModel):
-    """One strategy with its options x one workload x one world size x one precision x one batch regime."""
+    """One strategy with its options x one workload x one world size x one precision x one batch
+    regime."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -57,8 +58,9 @@ class Cell(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """The strategy's own options; what is not given keeps its default."""
     defaults: dict[str, Any] | None = None
-    """The options that are not given, with the values that they had when the cell was planned; null where that was not noted, as
-    before schema version 7. Filled in by the suite, not by a matrix."""
+    """The options that are not given, with the values that they had when the cell was planned; null
+    where that was not noted, as before schema version 7. Filled in by the suite, not by a matrix.
+    """
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -70,23 +72,30 @@ class Cell(BaseModel):
     nodes: int = Field(default=1, ge=1)
     """Nodes (machines) that the devices are on, equally many on each."""
     links: str = ""
-    """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way delay); empty: the nodes' own network."""
+    """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
+    delay); empty: the nodes' own network."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision, or the precision that the strategy itself brings about (AMP)."""
     regime: Literal["strong", "weak"] = "strong"
-    """strong: the global batch stays the same at every number of devices; weak: the batch per device does."""
+    """strong: the global batch stays the same at every number of devices; weak: the batch per
+    device does."""
     global_batch: int = Field(default=8, ge=1)
     """Samples per optimizer step over all devices."""
     micro_batches: int = Field(default=1, ge=1)
-    """Parts into which each rank cuts its share of the batch: gradient accumulation, or a pipeline's micro-batches."""
+    """Parts into which each rank cuts its share of the batch: gradient accumulation, or a
+    pipeline's micro-batches."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
-    """AdamW's eps. The value of Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies rounding noise."""
+    """AdamW's eps.
+
+    The value of Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies rounding
+    noise.
+    """
     seed: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=3, ge=1)
     """First steps, recorded but left out of every timing."""
@@ -115,33 +124,43 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, the same for the same measurement on every host: of all that it depends on, defaults included.
+        """Twelve hex digits, the same for the same measurement on every host: of all that it
+        depends on, defaults included.
 
         Where the defaults of the strategy's options were not noted it is the older id.
         """
         if self.defaults is None:
             return self.older_id
-        return _hash(self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}})
+        return _hash(
+            self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}}
+        )
 
     @property
     def older_id(self) -> str:
-        """The id by the rule of before schema version 7, which left out all that was at its default.
+        """The id by the rule of before schema version 7, which left out all that was at its
+        default.
 
         A default that changed gave another training the old id.
         """
         return _hash(self._identity(set()))
 
     def _identity(self, always: set[str]) -> dict[str, Any]:
-        """The fields that make it this measurement: these always, others where they are not at their default."""
+        """The fields that make it this measurement: these always, others where they are not at
+        their default."""
         fields = type(self).model_fields.items()
         usual = {name: field.get_default(call_default_factory=True) for name, field in fields}
         told = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
-        return {name: value for name, value in told.items() if name in always or value != usual[name]}
+        return {
+            name: value for name, value in told.items() if name in always or value != usual[name]
+        }
 
     @property
     def label(self) -> str:
         """The strategy with its options, as a person would write it: `ddp(static_graph=true)`."""
-        shown = [f"{k}={json.dumps(v) if not isinstance(v, str) else v}" for k, v in sorted(self.options.items())]
+        shown = [
+            f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
+            for k, v in sorted(self.options.items())
+        ]
         if self.launcher != "elastic":
             shown.append(f"launcher={self.launcher}")
         if self.micro_batches > 1:
@@ -157,7 +176,10 @@ class Cell(BaseModel):
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
             on += f" {over(self.links)}"
-        return f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch {self.global_batch}{weak}"
+        return (
+            f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch"
+            f" {self.global_batch}{weak}"
+        )
 
     @property
     def total_steps(self) -> int:

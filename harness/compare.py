@@ -1,4 +1,5 @@
-"""Two runs, two folders or two cells of one run -> what became slower or faster, fails, is missing, needs more memory."""
+"""Two runs, two folders or two cells of one run -> what became slower or faster, fails, is missing,
+needs more memory."""
 
 from __future__ import annotations
 
@@ -10,17 +11,28 @@ from typing import Any, Literal
 
 from harness.errors import Mistake
 from harness.sides import Measured, Side, joined
-from harness.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT, Comparison, compare_rounds, compare_runs, within_rounds
+from harness.stats import (
+    COMPARED_CONFIDENCE,
+    COMPARISON_METHOD,
+    SMALLEST_EFFECT,
+    Comparison,
+    compare_rounds,
+    compare_runs,
+    within_rounds,
+)
 from harness.status import NOT_LAUNCHED
 
 RUNS_METHOD = (
-    "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted once, with Welch's t interval of their"
-    f" logarithms (Biometrika 34, 1947), {COMPARED_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine did"
+    "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
+    " once, with Welch's t interval of their logarithms (Biometrika 34, 1947),"
+    f" {COMPARED_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine did"
     " differently meanwhile is in the ratio"
 )
 FALSE_ALARM_RATE = round(1 - COMPARED_CONFIDENCE, 6)
 MEMORY_EFFECT = 0.05
-MEMORY_METHOD = "the same test of the fullest rank's peak, where both sides measured it in the same way"
+MEMORY_METHOD = (
+    "the same test of the fullest rank's peak, where both sides measured it in the same way"
+)
 
 Kind = Literal[
     "slower",
@@ -59,7 +71,10 @@ class Line:
     def memory_verdict(self) -> MemoryVerdict | None:
         if self.memory is None:
             return None
-        if self.memory.verdict == "no difference seen" or abs(self.memory.ratio - 1) < MEMORY_EFFECT:
+        if (
+            self.memory.verdict == "no difference seen"
+            or abs(self.memory.ratio - 1) < MEMORY_EFFECT
+        ):
             return "no difference seen"
         return "more memory" if self.memory.ratio > 1 else "less memory"
 
@@ -72,17 +87,32 @@ class Line:
         """All findings in words."""
         alone = self.throughput is not None and self.throughput.low is None
         said = f"{self.kind}{' (one trial: no interval)' if alone else ''}"
-        return said if self.memory_verdict in (None, "no difference seen") else f"{said}, {self.memory_verdict}"
+        return (
+            said
+            if self.memory_verdict in (None, "no difference seen")
+            else f"{said}, {self.memory_verdict}"
+        )
 
     @property
     def disturbed(self) -> list[str]:
-        return [f"{name}, {said}" for name, one in (("A", self.first), ("B", self.second)) if one for said in one.disturbed]
+        return [
+            f"{name}, {said}"
+            for name, one in (("A", self.first), ("B", self.second))
+            if one
+            for said in one.disturbed
+        ]
 
     def as_json(self) -> dict[str, Any]:
         def figures(one: Measured | None) -> dict[str, Any] | None:
             if one is None:
                 return None
-            facts = {"run_id": one.run_id, "cell_id": one.cell_id, "cell_name": one.cell_name, "state": one.state, "trials": one.trials}
+            facts = {
+                "run_id": one.run_id,
+                "cell_id": one.cell_id,
+                "cell_name": one.cell_name,
+                "state": one.state,
+                "trials": one.trials,
+            }
             return {**facts, "samples_per_second": one.speed, "peak_memory_bytes": one.peak}
 
         speed, memory = self.throughput, self.memory
@@ -127,15 +157,29 @@ class Compared:
 
     @property
     def headline(self) -> str:
-        """`2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen 12`; of cells of one run, what B is."""
+        """`2 regressions: slower 1, missing 1.
+
+        Besides: faster 1, no difference seen 12`; of cells of one run, what B is.
+        """
         if self.test.startswith(COMPARISON_METHOD):
-            memory = [line.memory_verdict for line in self.lines if line.memory_verdict not in (None, "no difference seen")]
+            memory = [
+                line.memory_verdict
+                for line in self.lines
+                if line.memory_verdict not in (None, "no difference seen")
+            ]
             return _counts(Counter([*(line.kind for line in self.lines), *map(str, memory)]))
-        bad, rest = self.regressions, Counter(line.kind for line in self.lines if not line.regression)
+        bad, rest = (
+            self.regressions,
+            Counter(line.kind for line in self.lines if not line.regression),
+        )
         what = Counter(line.kind if line.kind in REGRESSIONS else "more memory" for line in bad)
         number = f"{len(bad) or 'no'} regression{'' if len(bad) == 1 else 's'}"
         said = number + (f": {_counts(what)}" if bad else "")
-        return said + (f". Besides: {_counts({kind: rest[kind] for kind in KINDS if rest[kind]})}" if rest else "")
+        return said + (
+            f". Besides: {_counts({kind: rest[kind] for kind in KINDS if rest[kind]})}"
+            if rest
+            else ""
+        )
 
     @property
     def method(self) -> dict[str, str]:
@@ -144,9 +188,14 @@ class Compared:
         return {
             "Test": self.test,
             "Peak memory": MEMORY_METHOD,
-            "Smallest effect that counts": f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % in peak memory",
-            "False alarms": f"at most one in {one_in} comparisons between equals; {many} were made here, so up to"
-            f" {many * FALSE_ALARM_RATE:.2g} are to be expected",
+            "Smallest effect that counts": (
+                f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % in peak"
+                " memory"
+            ),
+            "False alarms": (
+                f"at most one in {one_in} comparisons between equals; {many} were made here, so up"
+                f" to {many * FALSE_ALARM_RATE:.2g} are to be expected"
+            ),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -171,29 +220,46 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def compare_sides(first: Side, second: Side) -> Compared:
-    """B (second) against A (first), cell by cell. Raises Mistake where they have no cell in common."""
+    """B (second) against A (first), cell by cell.
+
+    Raises Mistake where they have no cell in common.
+    """
     every = joined([*first.cells, *second.cells])
     first = dataclasses.replace(first, cells=tuple(every[: len(first.cells)]))
     second = dataclasses.replace(second, cells=tuple(every[len(first.cells) :]))
     before, after = ({one.cell_id for one in one_side.cells} for one_side in (first, second))
     if not before & after:
-        raise Mistake(f"{first.name} and {second.name} have no cell in common, so there is nothing to compare")
+        raise Mistake(
+            f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"
+        )
     lines: list[Line] = []
     for cell_id in dict.fromkeys(one.cell_id for one in (*first.cells, *second.cells)):
-        lines += _lines(*([one for one in one_side.cells if one.cell_id == cell_id] for one_side in (first, second)))
+        lines += _lines(
+            *(
+                [one for one in one_side.cells if one.cell_id == cell_id]
+                for one_side in (first, second)
+            )
+        )
     names = dict.fromkeys((*first.software, *second.software))
-    told = {name: [" or ".join(one.software.get(name, ("none",))) for one in (first, second)] for name in names}
+    told = {
+        name: [" or ".join(one.software.get(name, ("none",))) for one in (first, second)]
+        for name in names
+    }
     differences = tuple(f"{name} {was} → {now}" for name, (was, now) in told.items() if was != now)
     return Compared(first.name, second.name, _ordered(lines), RUNS_METHOD, differences)
 
 
-def compare_cells(run: str, pairs: Iterable[tuple[Measured, Measured]], names: tuple[str, str]) -> Compared:
+def compare_cells(
+    run: str, pairs: Iterable[tuple[Measured, Measured]], names: tuple[str, str]
+) -> Compared:
     """Cells of one run against each other, by the ratio within its rounds."""
     lines = []
     for one, two in pairs:
         line = _line(one, two, one_run=True)
         if not (one.ok and two.ok):
-            said = "; ".join(f"{side.label} {side.state}: {side.reason}" for side in (one, two) if not side.ok)
+            said = "; ".join(
+                f"{side.label} {side.state}: {side.reason}" for side in (one, two) if not side.ok
+            )
             line = Line("not compared", "", one, two, said)
         lines.append(dataclasses.replace(line, cell_name=f"{two.cell_name} against {one.label}"))
     test = within_rounds(any(line.first and line.first.turns for line in lines))
@@ -202,7 +268,16 @@ def compare_cells(run: str, pairs: Iterable[tuple[Measured, Measured]], names: t
 
 def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Regressions first, then by kind; of one kind the largest loss first."""
-    return tuple(sorted(lines, key=lambda x: (not x.regression, KINDS.index(x.kind), x.throughput.ratio if x.throughput else 0.0)))
+    return tuple(
+        sorted(
+            lines,
+            key=lambda x: (
+                not x.regression,
+                KINDS.index(x.kind),
+                x.throughput.ratio if x.throughput else 0.0,
+            ),
+        )
+    )
 
 
 def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
@@ -214,19 +289,46 @@ def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
         return [Line("not compared", was.cell_name, was, None, f"{was.state} in A, not in B")]
     now = after[-1]
     if not before:
-        return [Line("added", now.cell_name, None, now, "not in A" if now.ok else f"not in A; {now.state}: {now.reason}")]
-    pairs = [(one, two) for two in after for one in before if not one.hardware.difference(two.hardware, two.device)]
+        return [
+            Line(
+                "added",
+                now.cell_name,
+                None,
+                now,
+                "not in A" if now.ok else f"not in A; {now.state}: {now.reason}",
+            )
+        ]
+    pairs = [
+        (one, two)
+        for two in after
+        for one in before
+        if not one.hardware.difference(two.hardware, two.device)
+    ]
     if not pairs:
-        return [Line("not compared", now.cell_name, before[-1], now, before[-1].hardware.difference(now.hardware, now.device))]
+        return [
+            Line(
+                "not compared",
+                now.cell_name,
+                before[-1],
+                now,
+                before[-1].hardware.difference(now.hardware, now.device),
+            )
+        ]
     return [_line(one, two, one_run=False) for one, two in pairs]
 
 
 def _line(was: Measured, now: Measured, one_run: bool) -> Line:
-    """One cell on equal hardware. Parity and failures decide first, speed second. `one_run`: compared within its rounds."""
+    """One cell on equal hardware.
+
+    Parity and failures decide first, speed second. `one_run`: compared within its rounds.
+    """
     kind: Kind = "not compared"
     if was.ok and now.ok:
         if one_run:
-            speed, memory = compare_rounds(now.speeds, was.speeds, (now.turns, was.turns)), compare_rounds(now.peaks, was.peaks)
+            speed, memory = (
+                compare_rounds(now.speeds, was.speeds, (now.turns, was.turns)),
+                compare_rounds(now.peaks, was.peaks),
+            )
         else:
             sides = (now.speeds, was.speeds), (now.peaks, was.peaks)
             speed, memory = (compare_runs(list(b.values()), list(a.values())) for b, a in sides)

@@ -11,7 +11,8 @@ from harness.trial import TrialSpec
 
 
 def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
-    """These hardware threads (the kernel's CPU numbers), grouped by the core that they belong to."""
+    """These hardware threads (the kernel's CPU numbers), grouped by the core that they belong
+    to."""
     groups: dict[str, list[int]] = {}
     for thread in sorted(threads):
         path = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
@@ -27,19 +28,25 @@ def allowed_cores() -> list[int]:
 
 
 def pin(cell: Cell, spec: TrialSpec) -> tuple[tuple[int, ...], ...]:
-    """Cores of each local process: its devices' own (a server has one's), round and round where there are more than cores."""
+    """Cores of each local process: its devices' own (a server has one's), round and round where
+    there are more than cores."""
     if cell.device == "cuda":
         return _near_gpus(cell, spec)
     cores = allowed_cores()
     per_process = cell.threads_per_device * max(1, cell.devices // spec.processes)
-    return tuple(tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)})) for p in range(len(spec.ranks)))
+    return tuple(
+        tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)}))
+        for p in range(len(spec.ranks))
+    )
 
 
 def _near_gpus(cell: Cell, spec: TrialSpec) -> tuple[tuple[int, ...], ...]:
-    """Cores of each local process of a GPU cell: its GPUs' shares; a server, which drives no GPU, may use all cores.
+    """Cores of each local process of a GPU cell: its GPUs' shares; a server, which drives no GPU,
+    may use all cores.
 
-    The cores of a rank also run the threads of autograd, of NCCL, of a library (Horovod, CPU Adam, disk access) and of the
-    harness, which prepares batches. On one core, or on cores of the other socket, these threads would be what is measured.
+    The cores of a rank also run the threads of autograd, of NCCL, of a library (Horovod, CPU Adam,
+    disk access) and of the harness, which prepares batches. On one core, or on cores of the other
+    socket, these threads would be what is measured.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -48,26 +55,41 @@ def _near_gpus(cell: Cell, spec: TrialSpec) -> tuple[tuple[int, ...], ...]:
     each = gpus // workers
     own = (shares[rank * each : (rank + 1) * each] for rank in range(workers))
     servers = len(spec.ranks) - workers
-    return (*(tuple(sorted(set().union(*parts))) for parts in own), *[tuple(sorted(allowed))] * servers)
+    return (
+        *(tuple(sorted(set().union(*parts))) for parts in own),
+        *[tuple(sorted(allowed))] * servers,
+    )
 
 
 def _shares(gpus: int) -> list[tuple[int, ...]]:
     """The share of each of the first so many GPUs in the cores that this process may use."""
     from harness.measure.gpu import nearby_cores
 
-    return share_cores(physical_cores(os.sched_getaffinity(0)), [nearby_cores(gpu) for gpu in range(gpus)])
+    return share_cores(
+        physical_cores(os.sched_getaffinity(0)), [nearby_cores(gpu) for gpu in range(gpus)]
+    )
 
 
 def few_cores(count: int, gpus: int) -> set[int]:
-    """So many cores of each GPU's share, with all their hardware threads: to see what more of them are worth."""
-    return {thread for share in _shares(gpus) for core in physical_cores(share)[:count] for thread in core}
+    """So many cores of each GPU's share, with all their hardware threads: to see what more of them
+    are worth."""
+    return {
+        thread
+        for share in _shares(gpus)
+        for core in physical_cores(share)[:count]
+        for thread in core
+    }
 
 
-def share_cores(cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Each GPU's share of the cores, as hardware threads: GPUs near the same cores divide these evenly among themselves.
+def share_cores(
+    cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Each GPU's share of the cores, as hardware threads: GPUs near the same cores divide these
+    evenly among themselves.
 
-    `cores`: the hardware threads of each core. `near`: of each GPU the hardware threads near it; where they are unknown,
-    or none of them is among `cores`, it takes part in dividing all. GPUs take turns where there are fewer cores than GPUs.
+    `cores`: the hardware threads of each core. `near`: of each GPU the hardware threads near it;
+    where they are unknown, or none of them is among `cores`, it takes part in dividing all. GPUs
+    take turns where there are fewer cores than GPUs.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -83,7 +105,8 @@ def share_cores(cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]])
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Intra-op threads of a rank that is pinned to these hardware threads: one for each core of a GPU's rank."""
+    """Intra-op threads of a rank that is pinned to these hardware threads: one for each core of a
+    GPU's rank."""
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
@@ -99,8 +122,11 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, processes: int = 0, cores: int | None = None) -> bool:
-    """Whether its devices, or its processes where servers make them more, have more threads than there are cores.
+    """Whether its devices, or its processes where servers make them more, have more threads than
+    there are cores.
 
     `cores`: of all nodes together; without it every node is taken to have as many as this host.
     """
-    return cell.threads_per_device * max(cell.devices, processes) > (cell.nodes * len(allowed_cores()) if cores is None else cores)
+    return cell.threads_per_device * max(cell.devices, processes) > (
+        cell.nodes * len(allowed_cores()) if cores is None else cores
+    )

@@ -1,4 +1,7 @@
-"""What a measurement was taken on: versions, hardware, commit. An allow-list, never the whole environment."""
+"""What a measurement was taken on: versions, hardware, commit.
+
+An allow-list, never the whole environment.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ def version_of(package: str) -> str | None:
 
 
 def gpus() -> tuple[tuple[str, int], ...]:
-    """Name and memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, without touching CUDA."""
+    """Name and memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, without touching
+    CUDA."""
     from harness.measure.gpu import visible_gpus
 
     return tuple((device.name, device.memory_bytes) for device in visible_gpus())
@@ -69,7 +73,8 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str | None:
-    """Why GPUs that are here cannot be used, in a sentence; None where they can, or there are none."""
+    """Why GPUs that are here cannot be used, in a sentence; None where they can, or there are
+    none."""
     from harness.measure.gpu import driver, visible_gpus
 
     if not (devices := visible_gpus()):
@@ -78,27 +83,32 @@ def unused_gpus() -> str | None:
 
     torch_words, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
-        return f"{torch_words} is built without CUDA; install a build for CUDA to use {devices[0].name}"
+        return (
+            f"{torch_words} is built without CUDA; install a build for CUDA to use"
+            f" {devices[0].name}"
+        )
     major, installed = int(needed.split(".")[0]), driver()
     if installed.cuda and installed.cuda[0] < major:
         least = f"driver {_DRIVERS[major]} or newer" if major in _DRIVERS else "a newer driver"
         newest = ".".join(map(str, installed.cuda))
         return (
-            f"driver {installed.version} runs CUDA up to {newest}, {torch_words} needs CUDA {needed};"
-            f" install {least}, or a torch that is built for CUDA {installed.cuda[0]}"
+            f"driver {installed.version} runs CUDA up to {newest}, {torch_words} needs CUDA"
+            f" {needed}; install {least}, or a torch that is built for CUDA {installed.cuda[0]}"
         )
     for device in devices:
         if device.capability and not _has_code_for(device.capability, torch.cuda.get_arch_list()):
             version = ".".join(map(str, device.capability))
             return (
                 f"{torch_words} has no code for compute capability {version} of GPU {device.index}"
-                f" ({device.name}); install a torch that has, or hide this GPU by CUDA_VISIBLE_DEVICES"
+                f" ({device.name}); install a torch that has, or hide this GPU by"
+                " CUDA_VISIBLE_DEVICES"
             )
     return None
 
 
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether a build runs there: machine code of the same major version and no newer minor one, or PTX of any older."""
+    """Whether a build runs there: machine code of the same major version and no newer minor one, or
+    PTX of any older."""
     own = 10 * capability[0] + capability[1]
     for name in built:
         kind, _, number = name.partition("_")
@@ -125,13 +135,17 @@ def git_commit() -> str | None:
     home = Path(__file__).parent
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(home), *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(home), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         top = Path(git("rev-parse", "--show-toplevel"))
         if top != home.parent:
             return None
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -144,7 +158,10 @@ def allocation() -> dict[str, str]:
 def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
     """CPUs of each NUMA node, as the kernel writes them: ["0-15", "16-31"]."""
     lists = (sys / "devices/system/node").glob("node[0-9]*/cpulist")
-    return [file.read_text().strip() for file in sorted(lists, key=lambda file: int(file.parent.name[4:]))]
+    return [
+        file.read_text().strip()
+        for file in sorted(lists, key=lambda file: int(file.parent.name[4:]))
+    ]
 
 
 def _gpu_columns() -> dict[str, Any]:
@@ -177,7 +194,9 @@ def cudnn_version() -> str | None:
     number = torch.backends.cudnn.version()
     if number is None:
         return None
-    major, rest = divmod(number, 10000 if number >= 90000 else 1000)  # cudnnGetVersion, cudnn_version.h
+    major, rest = divmod(
+        number, 10000 if number >= 90000 else 1000
+    )  # cudnnGetVersion, cudnn_version.h
     return f"{major}.{rest // 100}.{rest % 100}"
 
 

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 class Mistake(Exception):
-    """A user's mistake: one sentence that says what is wrong, where, and what would be right. Exit code 2."""
+    """A user's mistake: one sentence that says what is wrong, where, and what would be right.
+
+    Exit code 2.
+    """
 
 
 class Refused(Exception):
@@ -17,7 +20,8 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """The cell could run on another host: the message names the library or the hardware that is missing here."""
+    """The cell could run on another host: the message names the library or the hardware that is
+    missing here."""
 
 
 def complaint(error: ValidationError) -> str:

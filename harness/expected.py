@@ -1,6 +1,8 @@
-"""How long will a trial take? Arithmetic on stated inputs: start-up, FLOPs, and bytes over links, disks and host memory.
+"""How long will a trial take? Arithmetic on stated inputs: start-up, FLOPs, and bytes over links,
+disks and host memory.
 
-No clock and no torch: the same numbers come out on every machine. What was measured before is better, and goes before this.
+No clock and no torch: the same numbers come out on every machine. What was measured before is
+better, and goes before this.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ class Inputs:
     launch_seconds: float
     """A launch and its end, beside what ranks do: forks, answers, records."""
     rank_seconds: float
-    """For each rank of a trial: process, device context, process group, model, its part of the comparison with the reference."""
+    """For each rank of a trial: process, device context, process group, model, its part of the
+    comparison with the reference."""
     interpreter_seconds: float
-    """Where ranks are not forked but begin as new interpreters (spawn, mpirun, accelerate launch), each of which imports all."""
+    """Where ranks are not forked but begin as new interpreters (spawn, mpirun, accelerate launch),
+    each of which imports all."""
     library_seconds: float
-    """Start-up of one of the libraries around torch: DeepSpeed, Horovod, Accelerate and the like."""
+    """Start-up of one of the libraries around torch: DeepSpeed, Horovod, Accelerate and the like.
+    """
     step_seconds: float
     """A micro-batch that computes nothing: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
@@ -60,7 +65,8 @@ CPU = Inputs(
     moved_bytes_per_second=1e9,
     compared_bytes_per_second=1e9,
 )
-"""Source: fitted to the 423 trials of the kept run of `full` on two cores (results/reference); another CPU is as much faster or slower."""
+"""Source: fitted to the 423 trials of the kept run of `full` on two cores (results/reference);
+another CPU is as much faster or slower."""
 GPU = Inputs(
     launch_seconds=1.0,
     rank_seconds=0.15,
@@ -76,11 +82,19 @@ GPU = Inputs(
     moved_bytes_per_second=1.5e9,
     compared_bytes_per_second=3e9,
 )
-"""Source: estimates, no run yet: PCIe 4 where there is no NVLink, one NVMe disk, a card of 2020 where the name is unknown."""
+"""Source: estimates, no run yet: PCIe 4 where there is no NVLink, one NVMe disk, a card of 2020
+where the name is unknown."""
 NVLINK_SHARE = 0.3
-"""Of the data sheet's bytes per second, both directions together, that a collective reaches. An estimate."""
+"""Of the data sheet's bytes per second, both directions together, that a collective reaches.
+
+An estimate.
+"""
 CONTEXT_SECONDS = 2.5
-"""CUDA's context, the kernels of its libraries and NCCL's first connections: once a trial, ranks beside each other. An estimate too."""
+"""CUDA's context, the kernels of its libraries and NCCL's first connections: once a trial, ranks
+beside each other.
+
+An estimate too.
+"""
 LIMIT_FACTOR = 8.0
 """A time limit is so many times the prediction: a hang is to be ended, not a slow machine."""
 LEAST_LIMIT_SECONDS = 120.0
@@ -99,18 +113,28 @@ def trial_seconds(cell: Cell, cores: int, gpu: str | None = None) -> float:
         layout = strategy.layout(cell.devices)
     except Refused:
         return known.launch_seconds
-    started = known.launch_seconds + known.rank_seconds * layout.processes + known.library_seconds * bool(strategy.requires)
+    started = (
+        known.launch_seconds
+        + known.rank_seconds * layout.processes
+        + known.library_seconds * bool(strategy.requires)
+    )
     started += CONTEXT_SECONDS * (cell.device == "cuda")
     if cell.launcher == "spawn" or strategy.one_node:
         started += known.interpreter_seconds
-    busy = cell.devices if cell.device == "cuda" else min(cores, cell.devices * cell.threads_per_device)
+    busy = (
+        cell.devices
+        if cell.device == "cuda"
+        else min(cores, cell.devices * cell.threads_per_device)
+    )
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
     computed = facts.flops_per_sample * cell.global_batch / (busy * rate)
     sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(known, gpu)
     moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
     overhead = known.step_seconds * cell.micro_batches
     compared = facts.trained_bytes / known.compared_bytes_per_second
-    crowded = max(1.0, layout.processes / cores) if cell.device == "cpu" else 1.0  # ranks on one core wait for each other
+    crowded = (
+        max(1.0, layout.processes / cores) if cell.device == "cpu" else 1.0
+    )  # ranks on one core wait for each other
     # A GPU computes while its kernels are launched.
     worked = max(computed, overhead) if cell.device == "cuda" else computed + overhead
     return (started + cell.total_steps * (worked + sent + moved)) * crowded + compared
@@ -118,15 +142,25 @@ def trial_seconds(cell: Cell, cores: int, gpu: str | None = None) -> float:
 
 def _link_bytes_per_second(known: Inputs, gpu: str | None) -> float:
     model = gpu_model(gpu)
-    return NVLINK_SHARE * model.nvlink_bytes_per_second if model and model.nvlink_bytes_per_second else known.link_bytes_per_second
+    return (
+        NVLINK_SHARE * model.nvlink_bytes_per_second
+        if model and model.nvlink_bytes_per_second
+        else known.link_bytes_per_second
+    )
 
 
 def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:
     known = inputs_of(cell)
     peak = peak_flops_per_second(gpu, precision) if cell.device == "cuda" else None
     if peak is not None:
-        return peak * (known.fp32_share_of_peak if precision == "fp32" else known.half_share_of_peak)
-    return {"fp32": known.fp32_flops_per_second, "bf16": known.bf16_flops_per_second, "fp16": known.fp16_flops_per_second}[precision]
+        return peak * (
+            known.fp32_share_of_peak if precision == "fp32" else known.half_share_of_peak
+        )
+    return {
+        "fp32": known.fp32_flops_per_second,
+        "bf16": known.bf16_flops_per_second,
+        "fp16": known.fp16_flops_per_second,
+    }[precision]
 
 
 def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
@@ -152,4 +186,8 @@ def references_of(cells: Sequence[Cell], cores: int, gpu: str | None) -> Referen
     every = {reference_key(cell): cell for cell in (*cells, *twins) if cell}
     runs = [reference_cell(cell) for cell in every.values()]
     runs += [again for run in runs if (again := split_differently(run))]
-    return References(len(every), sum(trial_seconds(run, cores, gpu) for run in runs), sum(map(kept_bytes, every.values())))
+    return References(
+        len(every),
+        sum(trial_seconds(run, cores, gpu) for run in runs),
+        sum(map(kept_bytes, every.values())),
+    )

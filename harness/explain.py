@@ -1,4 +1,5 @@
-"""Where a cell's time, bytes and memory go: a launch of its own, whose ranks profile a few steps after their warm-up.
+"""Where a cell's time, bytes and memory go: a launch of its own, whose ranks profile a few steps
+after their warm-up.
 
 This is the rank's side; harness/explained.py launches it and makes a row of what the ranks answer.
 """
@@ -48,12 +49,18 @@ _TRANSFERS = ("gloo:send", "gloo:recv")
 
 
 def explained_cell(cell: Cell) -> Cell:
-    """The cell with as many steps after its warm-up as are looked at: plain, profiled, counted, tracked."""
-    return cell.model_copy(update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1})
+    """The cell with as many steps after its warm-up as are looked at: plain, profiled, counted,
+    tracked."""
+    return cell.model_copy(
+        update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
+    )
 
 
 def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
-    """What this rank sees, for its answer. `traces`: folder that its trace is written to as rankN.json.gz."""
+    """What this rank sees, for its answer.
+
+    `traces`: folder that its trace is written to as rankN.json.gz.
+    """
     cell, exposed = loop.job.cell, loop.job.exposed
     assert exposed is not None
     indices = iter(range(cell.total_steps))
@@ -67,9 +74,14 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
         "profiled": profiled,
         "calls": calls,
         "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
-        "wire": "ring" if loop.job.device.type == "cuda" else exposed.wire,  # NCCL's algorithms, which move what rings do
+        "wire": (
+            "ring" if loop.job.device.type == "cuda" else exposed.wire
+        ),  # NCCL's algorithms, which move what rings do
         "memory": None,
-        "memory_reason": "torch's memory tracker sees the thread that calls the step only, and the library trains in one of its own",
+        "memory_reason": (
+            "torch's memory tracker sees the thread that calls the step only, and the library"
+            " trains in one of its own"
+        ),
         "private_bytes": None,
     }
     if not sees:
@@ -79,17 +91,29 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
     write_json(answer, {**told, "memory_reason": "torch's memory tracker failed on another rank"})
     loop.meter.reset()
     try:
-        split = peak_split(exposed, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices))))
+        split = peak_split(
+            exposed, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
+        )
     except Exception as error:
-        # The other ranks wait for this one in the middle of a step: its end frees them, and what all know so far is written.
+        # The other ranks wait for this one in the middle of a step: its end frees them, and what
+        # all know so far is written.
         said = " ".join(str(error).split())[:300]
-        write_json(answer, {**told, "memory_reason": f"torch's memory tracker: {type(error).__name__}: {said}"})
+        write_json(
+            answer,
+            {**told, "memory_reason": f"torch's memory tracker: {type(error).__name__}: {said}"},
+        )
         os._exit(1)
-    return {**found, "memory": split, "memory_reason": "", "private_bytes": loop.meter.peak().allocated}
+    return {
+        **found,
+        "memory": split,
+        "memory_reason": "",
+        "private_bytes": loop.meter.peak().allocated,
+    }
 
 
 def _counted(loop: Loop, exposed: Exposed, index: int) -> tuple[list[list[Any]] | None, bool]:
-    """(operation, bytes, group size, count) of a step's collectives, None where they cannot be seen; whether any operator was."""
+    """(operation, bytes, group size, count) of a step's collectives, None where they cannot be
+    seen; whether any operator was."""
     import torch.distributed as dist
 
     calls: Counter[Call] = Counter()
@@ -98,10 +122,16 @@ def _counted(loop: Loop, exposed: Exposed, index: int) -> tuple[list[list[Any]] 
         loop.step(batch)
     other_means = processes > 1 and not (dist.is_initialized() or exposed.collectives)
     known = bool(seen[0]) and not other_means
-    return [[c.operation, c.tensor_bytes, c.group_size, count] for c, count in sorted(calls.items())] if known else None, bool(seen[0])
+    return (
+        [[c.operation, c.tensor_bytes, c.group_size, count] for c, count in sorted(calls.items())]
+        if known
+        else None
+    ), bool(seen[0])
 
 
-def _profiled(loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str | None) -> list[dict[str, float | None]]:
+def _profiled(
+    loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str | None
+) -> list[dict[str, float | None]]:
     """The components of each profiled step, its time by the clock with them."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -110,7 +140,13 @@ def _profiled(loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str 
     # Strategies and libraries compute in other threads than the one that starts the profiler.
     everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     took: list[float] = []
-    with _named(exposed), _waits(), profile(activities=activities, record_shapes=True, experimental_config=everyone) as profiler:
+    with (
+        _named(exposed),
+        _waits(),
+        profile(
+            activities=activities, record_shapes=True, experimental_config=everyone
+        ) as profiler,
+    ):
         for _ in range(PROFILED_STEPS):
             index = next(indices)
             loop.synchronize()
@@ -126,7 +162,11 @@ def _profiled(loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str 
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     raw = profiler.profiler.kineto_results.events()
-    steps = sorted((e.start_ns(), e.end_ns(), e.start_thread_id()) for e in raw if e.name() == f"{_MARK}step" and _on_host(e))
+    steps = sorted(
+        (e.start_ns(), e.end_ns(), e.start_thread_id())
+        for e in raw
+        if e.name() == f"{_MARK}step" and _on_host(e)
+    )
     zero = steps[0][0]  # seconds since the epoch would lose nanoseconds in a double
     events = events_of(raw, zero)
     thread = training_thread(events, steps[0][2])
@@ -134,10 +174,18 @@ def _profiled(loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str 
     found = []
     for seconds, (begin_ns, end_ns, _) in list(zip(took, steps, strict=True))[1:]:
         begin, end = (begin_ns - zero) / 1e9, (end_ns - zero) / 1e9
-        parts = breakdown(events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1)
+        parts = breakdown(
+            events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
+        )
         parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
         # What a library's own threads send is not seen, and so not what it overlaps.
-        found.append({"step": seconds, **parts, "overlapped": None if exposed.collectives else parts["overlapped"]})
+        found.append(
+            {
+                "step": seconds,
+                **parts,
+                "overlapped": None if exposed.collectives else parts["overlapped"],
+            }
+        )
     return found
 
 
@@ -146,8 +194,13 @@ def _on_host(event: Any) -> bool:
 
 
 def events_of(raw: Sequence[Any], zero: int) -> list[Event]:
-    """The profiler's events that say something of where time goes, in seconds after `zero` nanoseconds."""
-    events = [Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9) for e in raw if (kind := _kind(e))]
+    """The profiler's events that say something of where time goes, in seconds after `zero`
+    nanoseconds."""
+    events = [
+        Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
+        for e in raw
+        if (kind := _kind(e))
+    ]
     nodes: dict[int, list[float]] = {}
     for e in raw:
         if e.name().startswith(_NODE):
@@ -156,13 +209,15 @@ def events_of(raw: Sequence[Any], zero: int) -> list[Event]:
         if e.name() == f"{_MARK}backward":
             begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
             inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
-            if inside:  # what is left to do when all gradients are there: wrappers wait for their collectives
+            # What is left to do when all gradients are there: wrappers wait for their collectives.
+            if inside:
                 events.append(Event("hook", e.start_thread_id(), max(inside), end))
     return events
 
 
 def training_thread(events: list[Event], calling: int) -> int:
-    """The thread that trains: the one that calls the step, unless it hardly computes and another one does (a library's own loop).
+    """The thread that trains: the one that calls the step, unless it hardly computes and another
+    one does (a library's own loop).
 
     Where it is another one, getting the batch is still the calling one's: its events are moved.
     """
@@ -195,7 +250,11 @@ def _kind(event: Any) -> Kind | None:
         return "optimizer"
     if name.startswith(_HOOKS):
         return "hook"
-    return "operator" if "::" in name and event.scope() == _FUNCTION and not name.startswith(_NOT_COMPUTING) else None
+    return (
+        "operator"
+        if "::" in name and event.scope() == _FUNCTION and not name.startswith(_NOT_COMPUTING)
+        else None
+    )
 
 
 def _device_kind(event: Any, name: str) -> Kind | None:
@@ -231,21 +290,27 @@ def _named(exposed: Exposed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits() -> Iterator[None]:
-    """Marks where torch's ranks wait for a collective from Python, and where backward begins and ends."""
+    """Marks where torch's ranks wait for a collective from Python, and where backward begins and
+    ends."""
     import torch
     import torch.distributed as dist
 
     with contextlib.ExitStack() as stack:
         if dist.is_available():
             stack.enter_context(replaced(dist.Work, "wait", functools.partial(_marked, "wait")))
-        stack.enter_context(replaced(torch.futures.Future, "wait", functools.partial(_marked, "wait")))
-        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", functools.partial(_marked, "backward")))
+        stack.enter_context(
+            replaced(torch.futures.Future, "wait", functools.partial(_marked, "wait"))
+        )
+        stack.enter_context(
+            replaced(torch.autograd, "_engine_run_backward", functools.partial(_marked, "backward"))
+        )
         yield
 
 
 @contextlib.contextmanager
 def _sends(exposed: Exposed, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts the collectives that a library calls without torch.distributed, where the strategy names its functions."""
+    """Counts the collectives that a library calls without torch.distributed, where the strategy
+    names its functions."""
 
     def counted(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,13 @@ from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.facts import model_facts
 
 
-def explain_cell(launcher: Launches, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None) -> dict[str, Any]:
-    """Launches a cell once more, not as a trial; returns its row. `traces`: folder for a trace of each rank."""
+def explain_cell(
+    launcher: Launches, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
+) -> dict[str, Any]:
+    """Launches a cell once more, not as a trial; returns its row.
+
+    `traces`: folder for a trace of each rank.
+    """
     workload = make_workload(cell.workload)
     strategy, layout = admit(cell, workload)
     looked_at = explained_cell(cell)
@@ -39,14 +44,28 @@ def explain_cell(launcher: Launches, run_id: str, cell: Cell, attempt: int = 1, 
     )
     facts = model_facts(workload, cell.sequence_length)
     formula, theory = strategy.states(cell, layout, facts), strategy.traffic(cell, layout, facts)
-    return explained_row(run_id, cell, attempt, outcome, theory, formula, _activations(cell, layout, workload), layout.servers)
+    return explained_row(
+        run_id,
+        cell,
+        attempt,
+        outcome,
+        theory,
+        formula,
+        _activations(cell, layout, workload),
+        layout.servers,
+    )
 
 
 def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None:
-    """What autograd keeps of a rank's micro-batch in fp32, by a count without memory; None where ranks hold parts of the model."""
+    """What autograd keeps of a rank's micro-batch in fp32, by a count without memory; None where
+    ranks hold parts of the model."""
     if layout.tensor > 1 or layout.pipeline > 1 or cell.precision != "fp32":
         return None
-    return float(activation_bytes(workload, cell.global_batch // layout.shares // cell.micro_batches, cell.sequence_length))
+    return float(
+        activation_bytes(
+            workload, cell.global_batch // layout.shares // cell.micro_batches, cell.sequence_length
+        )
+    )
 
 
 def explained_row(
@@ -59,7 +78,10 @@ def explained_row(
     formula_activations: float | None,
     servers: int = 0,
 ) -> dict[str, Any]:
-    """The row of a launch that explains a cell, whatever became of it. `servers`: of its ranks, the last ones, which compute little."""
+    """The row of a launch that explains a cell, whatever became of it.
+
+    `servers`: of its ranks, the last ones, which compute little.
+    """
     row: dict[str, Any] = {
         "run_id": run_id,
         "cell_id": cell.id,
@@ -71,11 +93,21 @@ def explained_row(
         **{name: [] for name in _LISTS},
     }
     if outcome.status == "ok":
-        row |= _time_columns(outcome.answers, servers) | _byte_columns(outcome.answers) | _memory_columns(outcome.answers)
+        row |= (
+            _time_columns(outcome.answers, servers)
+            | _byte_columns(outcome.answers)
+            | _memory_columns(outcome.answers)
+        )
         row |= {"theory_bytes": theory_bytes, "formula_activation_bytes": formula_activations}
         if formula:
-            kinds = {"parameter": formula.parameters, "gradient": formula.gradients, "optimizer": formula.optimizer}
-            row |= {f"formula_{kind}_bytes": size for kind, size in kinds.items()} | {"formula_library_bytes": formula.library}
+            kinds = {
+                "parameter": formula.parameters,
+                "gradient": formula.gradients,
+                "optimizer": formula.optimizer,
+            }
+            row |= {f"formula_{kind}_bytes": size for kind, size in kinds.items()} | {
+                "formula_library_bytes": formula.library
+            }
     return row
 
 
@@ -91,20 +123,33 @@ _LISTS = (
 
 
 def _time_columns(answers: Sequence[dict[str, Any]], servers: int) -> dict[str, Any]:
-    """Of the profiled step whose slowest rank's time is the median: components of one step, which sum to its time."""
-    slowest = [max(rank["step"] for rank in ranks) for ranks in zip(*(a["profiled"] for a in answers), strict=True)]
+    """Of the profiled step whose slowest rank's time is the median: components of one step, which
+    sum to its time."""
+    slowest = [
+        max(rank["step"] for rank in ranks)
+        for ranks in zip(*(a["profiled"] for a in answers), strict=True)
+    ]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]
     steps = [a["profiled"][middle] for a in answers]
     own = [own_seconds(step) for step in steps]
     plain = [max(ranks) for ranks in zip(*(a["plain_seconds"] for a in answers), strict=True)]
     workers = answers[: len(answers) - servers]
-    found = straggler([[own_seconds(step) for step in ranks] for ranks in zip(*(a["profiled"] for a in workers), strict=True)])
+    found = straggler(
+        [
+            [own_seconds(step) for step in ranks]
+            for ranks in zip(*(a["profiled"] for a in workers), strict=True)
+        ]
+    )
     return {
         "profiled_steps": len(slowest),
         "plain_step_seconds": statistics.median(plain),
         "profiled_step_seconds": slowest[middle],
-        **{f"{name}_seconds": [step[name] for step in steps] for name in (*COMPONENTS, "operators")},
-        "overlapped_seconds": [] if None in (overlapped := [step["overlapped"] for step in steps]) else overlapped,
+        **{
+            f"{name}_seconds": [step[name] for step in steps] for name in (*COMPONENTS, "operators")
+        },
+        "overlapped_seconds": (
+            [] if None in (overlapped := [step["overlapped"] for step in steps]) else overlapped
+        ),
         "own_seconds": own,
         "straggler": found and found[0],
         "straggler_excess": found and found[1],
@@ -121,7 +166,9 @@ def _byte_columns(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **columns,
         "collectives": json.dumps([a["calls"] for a in answers]),
         "logical_bytes": [logical_bytes(rank) for rank in calls],
-        "algorithm_bytes": [algorithm_bytes(rank, a["wire"]) for rank, a in zip(calls, answers, strict=True)],
+        "algorithm_bytes": [
+            algorithm_bytes(rank, a["wire"]) for rank, a in zip(calls, answers, strict=True)
+        ],
     }
 
 

@@ -15,10 +15,12 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """About what a launch takes of each of its GPUs from its first step on, also while another one trains.
+    """About what a launch takes of each of its GPUs from its first step on, also while another one
+    trains.
 
-    By the strategy's own formula of what a rank keeps and needs for a while, its share of what forward and backward keep of
-    one micro-batch (torch's allocator holds on to it), and CUDA's context.
+    By the strategy's own formula of what a rank keeps and needs for a while, its share of what
+    forward and backward keep of one micro-batch (torch's allocator holds on to it), and CUDA's
+    context.
     """
     from harness.measure.activations import activation_bytes
 
@@ -27,12 +29,15 @@ def device_bytes(cell: Cell) -> float:
     facts = model_facts(workload, cell.sequence_length)
     states = strategy.states(cell, layout, facts) or model_states(cell, facts)
     samples = max(1, cell.global_batch // cell.micro_batches)
-    activations = activation_bytes(workload.countable(), samples, cell.sequence_length) / cell.devices
+    activations = (
+        activation_bytes(workload.countable(), samples, cell.sequence_length) / cell.devices
+    )
     return states.total + states.transient + activations + CONTEXT_BYTES
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Why these launches do not fit one GPU of this size together, and what to leave out; empty where they fit."""
+    """Why these launches do not fit one GPU of this size together, and what to leave out; empty
+    where they fit."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:
@@ -43,5 +48,11 @@ def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
             break
         remaining -= sizes[name]
         left_out.append(f"{name!r} ({sizes[name] / GIB:.1f} GiB)")
-    need = f"together they need about {total / GIB:.1f} GiB of each GPU, which has {gpu_bytes / GIB:.1f} GiB"
-    return f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out with --skip, or make the batch smaller"
+    need = (
+        f"together they need about {total / GIB:.1f} GiB of each GPU, which has"
+        f" {gpu_bytes / GIB:.1f} GiB"
+    )
+    return (
+        f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out with"
+        " --skip, or make the batch smaller"
+    )

@@ -26,31 +26,43 @@ SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EF
 MIN_RUNS = 3
 MOST_RUNS = 250
 METHOD = (
-    "change points by binary segmentation: a stretch of runs is cut where the standardised rank sum (Mann-Whitney) is largest, if fewer"
-    f" than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled series have as large a one (a permutation test of Pettitt's kind, Applied"
-    " Statistics 28, 1979); else around the inner stretch that differs most from the rest, tested likewise (circular binary segmentation,"
-    f" Olshen and others, Biostatistics 5, 2004). So at most {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, however"
-    f" their noise is distributed. Fewer than {MIN_RUNS} runs in a row, such as an outlying one, are no change"
+    "change points by binary segmentation: a stretch of runs is cut where the standardised rank"
+    f" sum (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled"
+    " series have as large a one (a permutation test of Pettitt's kind, Applied Statistics 28,"
+    " 1979); else around the inner stretch that differs most from the rest, tested likewise"
+    " (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). So at most"
+    f" {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, however their noise is"
+    f" distributed. Fewer than {MIN_RUNS} runs in a row, such as an outlying one, are no change"
 )
 _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Where a new level begins: indices into `values`, ascending. `smallest`: relative change of the median that counts. See METHOD."""
+    """Where a new level begins: indices into `values`, ascending.
+
+    `smallest`: relative change of the median that counts. See METHOD.
+    """
     logs = [math.log(value) for value in values]
     found = _split(logs, 0, smallest)
     for i in range(len(found)):
         found[i] = _place(logs, ([0, *found])[i], found[i], ([*found, len(logs)])[i + 1])
-    while found and (weak := [i for i, change in zip(found, _changes(logs, found), strict=True) if abs(change) < smallest]):
+    while found and (
+        weak := [
+            i
+            for i, change in zip(found, _changes(logs, found), strict=True)
+            if abs(change) < smallest
+        ]
+    ):
         found.remove(weak[0])
     return found
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Where two levels fit a stretch with one change best, by the sum of absolute deviations from their medians.
+    """Where two levels fit a stretch with one change best, by the sum of absolute deviations from
+    their medians.
 
-    A rank sum says whether there is a change; where it is, it says less well. A deviation counts at most as much as the change, so that an
-    outlying run, which is far from both levels, has no say.
+    A rank sum says whether there is a change; where it is, it says less well. A deviation counts at
+    most as much as the change, so that an outlying run, which is far from both levels, has no say.
     """
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
@@ -58,7 +70,10 @@ def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
         median = statistics.median(stretch)
         return sum(min(most, abs(value - median)) for value in stretch)
 
-    return min(range(begin + MIN_RUNS, end - MIN_RUNS + 1), key=lambda k: away(logs[begin:k]) + away(logs[k:end]))
+    return min(
+        range(begin + MIN_RUNS, end - MIN_RUNS + 1),
+        key=lambda k: away(logs[begin:k]) + away(logs[k:end]),
+    )
 
 
 def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
@@ -77,7 +92,9 @@ def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
         return []
     cuts = [0, *edges, len(logs)]
     inside = [_split(logs[a:b], offset + a, smallest) for a, b in itertools.pairwise(cuts)]
-    return sorted([*(offset + edge for edge in edges), *(point for part in inside for point in part)])
+    return sorted(
+        [*(offset + edge for edge in edges), *(point for part in inside for point in part)]
+    )
 
 
 def _changes(logs: Sequence[float], edges: Sequence[int]) -> list[float]:
@@ -96,7 +113,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
-    """Running sums along the last axis, from 0, and the standard deviation of a sum of so many ranks (Mann and Whitney 1947)."""
+    """Running sums along the last axis, from 0, and the standard deviation of a sum of so many
+    ranks (Mann and Whitney 1947)."""
     import numpy as np
 
     n = ranks.shape[-1]
@@ -105,10 +123,13 @@ def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
 
 
 def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int, int]]:
-    """The best single split (statistic, index) and the best stretch in between (statistic, begin, end) of one series."""
+    """The best single split (statistic, index) and the best stretch in between (statistic, begin,
+    end) of one series."""
     n = len(ranks)
     sums, deviation = _sums(ranks)
-    single = max((abs(sums[k]) / deviation(k), -abs(2 * k - n), k) for k in range(MIN_RUNS, n - MIN_RUNS + 1))
+    single = max(
+        (abs(sums[k]) / deviation(k), -abs(2 * k - n), k) for k in range(MIN_RUNS, n - MIN_RUNS + 1)
+    )
     between = (0.0, 0, 0)
     for length in range(MIN_RUNS, n - 2 * MIN_RUNS + 1):
         for begin in range(MIN_RUNS, n - MIN_RUNS - length + 1):
@@ -119,16 +140,22 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """What the two statistics exceed in half of FALSE_ALARM_RATE of shuffled series each; ranks make them depend on `n` alone."""
+    """What the two statistics exceed in half of FALSE_ALARM_RATE of shuffled series each; ranks
+    make them depend on `n` alone."""
     import numpy as np
 
-    order = np.random.default_rng(n).permuted(np.tile(np.arange(n) - (n - 1) / 2, (_SHUFFLES, 1)), axis=1)
+    order = np.random.default_rng(n).permuted(
+        np.tile(np.arange(n) - (n - 1) / 2, (_SHUFFLES, 1)), axis=1
+    )
     sums, deviation = _sums(order)
     single, between = np.zeros(_SHUFFLES), np.zeros(_SHUFFLES)
     for k in range(MIN_RUNS, n - MIN_RUNS + 1):
         np.maximum(single, np.abs(sums[:, k]) / deviation(k), out=single)
     for length in range(MIN_RUNS, n - 2 * MIN_RUNS + 1):
-        stretches = sums[:, MIN_RUNS + length : n - MIN_RUNS + 1] - sums[:, MIN_RUNS : n - MIN_RUNS + 1 - length]
+        stretches = (
+            sums[:, MIN_RUNS + length : n - MIN_RUNS + 1]
+            - sums[:, MIN_RUNS : n - MIN_RUNS + 1 - length]
+        )
         np.maximum(between, np.abs(stretches).max(axis=1) / deviation(length), out=between)
     place = math.ceil((_SHUFFLES + 1) * (1 - FALSE_ALARM_RATE / 2)) - 1
     return float(np.sort(single)[place]), float(np.sort(between)[place])
@@ -195,7 +222,10 @@ class Series:
 
 
 def histories(cells: Sequence[Measured], figure: Figure) -> list[Series]:
-    """One series for each cell that has a figure, in the order in which they are first seen. `cells`: oldest run first."""
+    """One series for each cell that has a figure, in the order in which they are first seen.
+
+    `cells`: oldest run first.
+    """
     found = []
     for cell_id in dict.fromkeys(one.cell_id for one in cells):
         every = [one for one in cells if one.cell_id == cell_id]
@@ -204,12 +234,24 @@ def histories(cells: Sequence[Measured], figure: Figure) -> list[Series]:
             continue
         newest = good[-1]
         alike = [one for one in good if _alike(one, newest, figure)][-MOST_RUNS:]
-        values = [estimate(list((one.speeds if figure == "throughput" else one.peaks).values())) for one in alike]
+        values = [
+            estimate(list((one.speeds if figure == "throughput" else one.peaks).values()))
+            for one in alike
+        ]
         edges = change_points([value.value for value in values], SMALLEST_EFFECTS[figure])
-        changes = dict(zip(edges, _changes([math.log(value.value) for value in values], edges), strict=True))
-        points = [Point(one.run_id, one.started_at, v, changes.get(i)) for i, (one, v) in enumerate(zip(alike, values, strict=True))]
+        changes = dict(
+            zip(edges, _changes([math.log(value.value) for value in values], edges), strict=True)
+        )
+        points = [
+            Point(one.run_id, one.started_at, v, changes.get(i))
+            for i, (one, v) in enumerate(zip(alike, values, strict=True))
+        ]
         elsewhere = sum(not _alike(one, newest, figure) for one in good)
-        found.append(Series(cell_id, newest.cell_name, figure, tuple(points), elsewhere, len(every) - len(good)))
+        found.append(
+            Series(
+                cell_id, newest.cell_name, figure, tuple(points), elsewhere, len(every) - len(good)
+            )
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""What every rank needs, imported before its memory is measured: once in the fork server, or by a rank that another launcher starts."""
+"""What every rank needs, imported before its memory is measured: once in the fork server, or by a
+rank that another launcher starts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from collections.abc import Iterable
 
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, ResNetForImageClassification  # noqa: F401
+from transformers import (  # noqa: F401
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    ResNetForImageClassification,
+)
 
 transformers.utils.logging.set_verbosity_error()
 

@@ -1,4 +1,5 @@
-"""What a cell is compared with: its reference run, the fp32 one beside it, and how far it may be from them."""
+"""What a cell is compared with: its reference run, the fp32 one beside it, and how far it may be
+from them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from collections.abc import Sequence
 
 from harness.cell import Cell
 from harness.outcome import Outcome
-from harness.parity import HALF_BATCH_NORM, PRECISION, SPLIT_BATCH_NORM, Noise, Verdict, judge, loss_deviations, widest
+from harness.parity import (
+    HALF_BATCH_NORM,
+    PRECISION,
+    SPLIT_BATCH_NORM,
+    Noise,
+    Verdict,
+    judge,
+    loss_deviations,
+    widest,
+)
 from harness.record import mean_losses
 from harness.references import reference_of
 from harness.registry import batch_norm_is_split
@@ -23,16 +33,24 @@ def in_fp32(cell: Cell) -> Cell | None:
 
 
 def distance_to_fp32(cell: Cell, outcome: Outcome) -> float | None:
-    """Largest relative deviation of the losses from the fp32 reference's; None where weights are fp32 or a loss is not finite."""
+    """Largest relative deviation of the losses from the fp32 reference's; None where weights are
+    fp32 or a loss is not finite."""
     twin = in_fp32(cell)
     if outcome.status != "ok" or twin is None or not (reference := reference_of(twin)).exists:
         return None
-    farthest = max(loss_deviations(mean_losses(outcome.answers), reference.facts["losses"][: cell.parity_steps]))
+    farthest = max(
+        loss_deviations(
+            mean_losses(outcome.answers), reference.facts["losses"][: cell.parity_steps]
+        )
+    )
     return farthest if math.isfinite(farthest) else None
 
 
-def allowed_deviation(cell: Cell, workload: Workload, strategy: Strategy, layout: Layout) -> Deviation:
-    """What the strategy and the workload declare, and what the precision and a split BatchNorm add."""
+def allowed_deviation(
+    cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
+) -> Deviation:
+    """What the strategy and the workload declare, and what the precision and a split BatchNorm
+    add."""
     reasons = [strategy.deviation(cell, workload), workload.deviation(cell) or EXACT]
     if cell.precision in PRECISION:
         reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]

@@ -1,4 +1,5 @@
-"""Starts the ranks of a trial, waits for them, turns whatever happens into an Outcome, leaves no process behind."""
+"""Starts the ranks of a trial, waits for them, turns whatever happens into an Outcome, leaves no
+process behind."""
 
 from __future__ import annotations
 
@@ -56,10 +57,16 @@ class Launches(Protocol):
 
 
 class Launcher:
-    """Keeps the fork server warm and runs one trial at a time. `preload`: packages that its ranks will need."""
+    """Keeps the fork server warm and runs one trial at a time.
+
+    `preload`: packages that its ranks will need.
+    """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
-        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # their news are in the trial's record
+        for name in (
+            "torch.distributed.elastic",
+            "torch.multiprocessing.spawn",
+        ):  # their news are in the trial's record
             logging.getLogger(name).setLevel(logging.CRITICAL)
         adopt_orphans()
         context = multiprocessing.get_context("forkserver")
@@ -67,8 +74,13 @@ class Launcher:
         from multiprocessing import forkserver
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The second keeps imports from initialising CUDA in the fork server, whose children could not use it then.
-        for_server = {LAUNCHER: str(os.getpid()), PRELOAD: " ".join(preload), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # The second keeps imports from initialising CUDA in the fork server, whose children could
+        # not use it then.
+        for_server = {
+            LAUNCHER: str(os.getpid()),
+            PRELOAD: " ".join(preload),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
         before = {name: os.environ.get(name) for name in for_server}
         os.environ.update(for_server)
         self._ignored = {child.pid for child in psutil.Process().children()}
@@ -93,15 +105,21 @@ class Launcher:
         waited: Callable[[], float] = float,
         **more: Any,
     ) -> Outcome:
-        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status `interrupted`.
+        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status
+        `interrupted`.
 
-        `command`: the strategy's own command line for a folder, see `Strategy.command`. `waited`: seconds so far that the time
-        limit does not count. `more`: further fields of TrialSpec.
+        `command`: the strategy's own command line for a folder, see `Strategy.command`. `waited`:
+        seconds so far that the time limit does not count. `more`: further fields of TrialSpec.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
         left, by = self.run_ranks(spec, command=command, on_progress=on_progress, waited=waited)
-        return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=by, **judge(cell, processes, left))
+        return Outcome(
+            started_at=started_at,
+            wall_seconds=time.perf_counter() - begin,
+            launcher=by,
+            **judge(cell, processes, left),
+        )
 
     def run_ranks(
         self,
@@ -115,7 +133,8 @@ class Launcher:
     ) -> tuple[Left, str]:
         """Runs this node's ranks of a trial; returns what they left, and who started them.
 
-        `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the ranks once it is set.
+        `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the
+        ranks once it is set.
         """
         cell = spec.cell
         scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
@@ -133,14 +152,18 @@ class Launcher:
                     scratch=scratch,
                     cores=pin(cell, spec),
                     progress=progress,
-                    parent=0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server,
+                    parent=(
+                        0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server
+                    ),
                 )
                 try:
                     if own:
                         by = Path(own[0]).name
                         left.ended = ending(_run_command(own, spec), by=by)
                     else:
-                        left.exit_codes = _spawn(spec) if cell.launcher == "spawn" else run_elastic(spec, store)
+                        left.exit_codes = (
+                            _spawn(spec) if cell.launcher == "spawn" else run_elastic(spec, store)
+                        )
                 except KeyboardInterrupt:
                     left.interrupted = True
                 finally:
@@ -156,7 +179,8 @@ class Launcher:
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that had no time to say who they are."""
+        """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that
+        had no time to say who they are."""
         for pid in rank_pids(scratch, ranks):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -178,7 +202,8 @@ def rank_pids(scratch: str, ranks: range) -> list[int]:
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
-    """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank; exit code of the first that failed."""
+    """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank;
+    exit code of the first that failed."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     try:
@@ -189,10 +214,17 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
 
 
 def _run_command(command: list[str], spec: TrialSpec) -> int:
-    """Another launcher starts the ranks; what it says goes to rank 0's log. Returns its exit code."""
+    """Another launcher starts the ranks; what it says goes to rank 0's log.
+
+    Returns its exit code.
+    """
     file = Path(spec.scratch) / "spec.pickle"
     file.write_bytes(pickle.dumps(spec))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0]))}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
+    }
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
             [*command, "-m", "harness.rank", str(file)],
@@ -242,7 +274,8 @@ def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterato
 
 @contextlib.contextmanager
 def _stopped(stop: threading.Event | None, kill: Callable[[], Any]) -> Iterator[None]:
-    """Ends the ranks when `stop` is set; again until all is over, because more of them may be about to start."""
+    """Ends the ranks when `stop` is set; again until all is over, because more of them may be about
+    to start."""
     if stop is None:
         yield
         return
@@ -265,10 +298,26 @@ def _stopped(stop: threading.Event | None, kill: Callable[[], Any]) -> Iterator[
 
 
 class Deadline:
-    """At the time limit: asks each rank for its stacks, then kills them all. `waited`: seconds so far that do not count."""
+    """At the time limit: asks each rank for its stacks, then kills them all.
 
-    def __init__(self, scratch: str, ranks: range, seconds: float, kill: Callable[[], Any], waited: Callable[[], float]) -> None:
-        self.scratch, self.ranks, self.seconds, self.kill, self.waited = scratch, ranks, seconds, kill, waited
+    `waited`: seconds so far that do not count.
+    """
+
+    def __init__(
+        self,
+        scratch: str,
+        ranks: range,
+        seconds: float,
+        kill: Callable[[], Any],
+        waited: Callable[[], float],
+    ) -> None:
+        self.scratch, self.ranks, self.seconds, self.kill, self.waited = (
+            scratch,
+            ranks,
+            seconds,
+            kill,
+            waited,
+        )
         self.passed = False
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._wait, daemon=True)

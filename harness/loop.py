@@ -37,15 +37,18 @@ class Progress:
 
     def tell(self, step: int, seconds: float) -> None:
         now = time.monotonic()
-        if self.socket is None or now - self.last < 0.5:
+        if self.socket is None or self.address is None or now - self.last < 0.5:
             return
         self.last = now
         with contextlib.suppress(OSError):
-            self.socket.sendto(json.dumps({"step": step, "seconds": seconds}).encode(), self.address)  # type: ignore[arg-type]
+            self.socket.sendto(
+                json.dumps({"step": step, "seconds": seconds}).encode(), self.address
+            )
 
 
 class Loop:
-    """The training loop of one rank: steps, peaks, the look at the parameters after the parity segment."""
+    """The training loop of one rank: steps, peaks, the look at the parameters after the parity
+    segment."""
 
     def __init__(self, spec: TrialSpec, job: Job, step: TrainStep, meter: MemoryMeter) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
@@ -60,7 +63,9 @@ class Loop:
         self.settling = False
         self.timed = 0
         """Timed steps so far."""
-        self.traffic = Traffic(over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp)
+        self.traffic = Traffic(
+            over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp
+        )
         self.gpus = RankGpus(meter.devices)
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
         self._counted_from: int | None = None
@@ -84,7 +89,8 @@ class Loop:
         return self.batches.fetch(index)
 
     def start_counting(self) -> None:
-        """Readings around a stretch of timed steps: what they sent, took and met costs them nothing."""
+        """Readings around a stretch of timed steps: what they sent, took and met costs them
+        nothing."""
         self._counted_from = len(self.rows)
         self.traffic.start()
         self.gpus.start()
@@ -102,7 +108,8 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> dict[str, float | None] | None:
-        """What travelled to and from the disk per step, and what lies there; None where the strategy keeps nothing there."""
+        """What travelled to and from the disk per step, and what lies there; None where the
+        strategy keeps nothing there."""
         exposed = self.job.exposed
         if exposed is None or exposed.offload_folder is None:
             return None
@@ -115,7 +122,9 @@ class Loop:
     def over(self) -> bool:
         """Whether all steps were taken; by turns more of them, for those that settle."""
         cell = self.job.cell
-        return len(self.rows) >= cell.total_steps and (self.spec.turns is None or self.timed >= cell.timed_steps)
+        return len(self.rows) >= cell.total_steps and (
+            self.spec.turns is None or self.timed >= cell.timed_steps
+        )
 
     def take_turn(self, index: int) -> None:
         """Waits for it. The step after that does not count: caches are cold."""
@@ -147,20 +156,30 @@ class Loop:
         self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
-        """Compares or saves the parameters; what that costs in memory is not counted, nor is the step that follows it."""
+        """Compares or saves the parameters; what that costs in memory is not counted, nor is the
+        step that follows it."""
         self.stop_counting()
         self.note_peak()
         exposed, workload = self.job.exposed, self.job.workload
         assert exposed is not None
         self.dtypes = dtypes_of(exposed)
-        kept = state_bytes(itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type)
-        self.states = {"state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")}, "library_buffers": kept["library_buffers"]}
+        kept = state_bytes(
+            itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type
+        )
+        self.states = {
+            "state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")},
+            "library_buffers": kept["library_buffers"],
+        }
         with self.meter.unlimited():
             if self.spec.reference_output:
                 initial = workload.build(self.job.cell.seed, self.job.device)
-                Reference(self.spec.reference_output).save(workload, exposed.model, initial, [row["loss"] for row in self.rows])
+                Reference(self.spec.reference_output).save(
+                    workload, exposed.model, initial, [row["loss"] for row in self.rows]
+                )
             if self.spec.reference:
-                self.deviations = update_deviations(exposed, workload, Reference(self.spec.reference))
+                self.deviations = update_deviations(
+                    exposed, workload, Reference(self.spec.reference)
+                )
         self.meter.reset()
         self.settling = True
 
@@ -170,22 +189,35 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def dtypes_of(exposed: Exposed) -> dict[str, Any]:
-    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements this rank holds."""
+    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements
+    this rank holds."""
     import torch
     from torch.distributed.tensor import DTensor
 
     def names(tensors: Any) -> list[str]:
-        return sorted({str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)})
+        return sorted(
+            {str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)}
+        )
 
     parameters = list(exposed.model.parameters())
-    state = [v for o in exposed.optimizers for s in o.state.values() if isinstance(s, dict) for k, v in s.items() if k != "step"]
+    state = [
+        v
+        for o in exposed.optimizers
+        for s in o.state.values()
+        if isinstance(s, dict)
+        for k, v in s.items()
+        if k != "step"
+    ]
     gradients = [p.grad for p in parameters if p.grad is not None]
     return {
         "parameter_dtypes": names(parameters),
-        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd accumulates into that).
+        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd
+        # accumulates into that).
         "gradient_dtypes": names(gradients) or names(p for p in parameters if p.requires_grad),
         "optimizer_state_dtypes": names(state),
-        "held_parameters": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters),
+        "held_parameters": sum(
+            (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters
+        ),
     }
 
 
@@ -196,4 +228,6 @@ def busy_share(loop: Loop) -> float | None:
     if not exposed.compute:
         return None
     index = loop.job.cell.total_steps
-    return busy_fraction(lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize)
+    return busy_fraction(
+        lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize
+    )

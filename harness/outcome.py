@@ -18,7 +18,8 @@ LOG_TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial: `status` as in the schema, the reason a person can act on, and each rank's answer."""
+    """What became of a trial: `status` as in the schema, the reason a person can act on, and each
+    rank's answer."""
 
     status: str
     reason: str
@@ -30,9 +31,11 @@ class Outcome:
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """Facts of the nodes it ran on (see harness/nodes/facts.py) where they are other than this process's own."""
+    """Facts of the nodes it ran on (see harness/nodes/facts.py) where they are other than this
+    process's own."""
     link: dict[str, Any] = field(default_factory=dict)
-    """The record's columns about the emulated link between them (see harness/links); empty where there is none."""
+    """The record's columns about the emulated link between them (see harness/links); empty where
+    there is none."""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -54,7 +57,8 @@ class Left:
     timed_out: bool = False
     interrupted: bool = False
     ended: str = ""
-    """How another launcher went, which alone knows which rank went first and says so in rank 0's log."""
+    """How another launcher went, which alone knows which rank went first and says so in rank 0's
+    log."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         """Adds what these ranks left in their folder."""
@@ -78,11 +82,18 @@ class Left:
     @property
     def well(self) -> bool:
         """Whether every rank here did what it was to do."""
-        return not self.timed_out and not self.interrupted and all(a.get("status") == "ok" for a in self.answers.values())
+        return (
+            not self.timed_out
+            and not self.interrupted
+            and all(a.get("status") == "ok" for a in self.answers.values())
+        )
 
 
 def judge(cell: Cell, processes: int, left: Left, lost: str = "") -> dict[str, Any]:
-    """Status, reason, answers, log and stacks from what the ranks left. `lost`: what became of a node that cannot say it itself."""
+    """Status, reason, answers, log and stacks from what the ranks left.
+
+    `lost`: what became of a node that cannot say it itself.
+    """
     answers = [left.answers.get(rank, {"rank": rank}) for rank in range(processes)]
     logs = {rank: left.logs.get(rank, "") for rank in range(processes)}
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(left.stacks.items()))
@@ -92,7 +103,10 @@ def judge(cell: Cell, processes: int, left: Left, lost: str = "") -> dict[str, A
     if lost:
         return {"status": "failed", "reason": lost, **said}
     if left.timed_out:
-        reason = f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of its ranks are recorded"
+        reason = (
+            f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of"
+            " its ranks are recorded"
+        )
         return {"status": "timeout", "reason": reason, **said}
     silent = [a["rank"] for a in answers if "status" not in a]
     failed = [a for a in answers if a.get("status") not in (None, "ok")]
@@ -101,18 +115,27 @@ def judge(cell: Cell, processes: int, left: Left, lost: str = "") -> dict[str, A
         first = min(causes, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
     elif silent:
-        # What the others say is a consequence of one that said nothing; of several such, the agent knows which went first.
+        # What the others say is a consequence of one that said nothing; of several such, the agent
+        # knows which went first.
         rank = next((r for r in left.exit_codes if r in silent), silent[0])
         first, status = {"rank": 0 if left.ended else rank}, "failed"
         reason = left.ended or ending(left.exit_codes.get(rank), by=f"rank {rank}")
-        if found := no_memory(logs[rank]):  # std::bad_alloc outside Python ends the process before it can answer
+        if found := no_memory(
+            logs[rank]
+        ):  # std::bad_alloc outside Python ends the process before it can answer
             status, reason = "out_of_memory", f"{reason}; its log says: {found}"
     elif failed:
         first = min(failed, key=lambda a: a["failed_at"])
         reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
     else:
         return {"status": "ok", "reason": "", "answers": answers}
-    return {"status": status, "reason": reason, "answers": answers, "log_tail": logs[first["rank"]], "stacks": stacks}
+    return {
+        "status": status,
+        "reason": reason,
+        "answers": answers,
+        "log_tail": logs[first["rank"]],
+        "stacks": stacks,
+    }
 
 
 def ending(exit_code: int | None, by: str) -> str:

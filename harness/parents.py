@@ -1,4 +1,7 @@
-"""What ties processes together, so that none is left. Imports nothing that starts a thread: who has one may not make namespaces."""
+"""What ties processes together, so that none is left.
+
+Imports nothing that starts a thread: who has one may not make namespaces.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This rank's part of a pipeline: its stages of the model, their schedule, and the parameters tied across stages."""
+"""This rank's part of a pipeline: its stages of the model, their schedule, and the parameters tied
+across stages."""
 
 from __future__ import annotations
 
@@ -36,21 +37,27 @@ SCHEDULES: dict[str, Any] = {
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this many ranks."""
+    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this
+    many ranks."""
     if schedule == "1f1b" and micro_batches < ranks:
-        raise Refused(f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has {micro_batches}")
+        raise Refused(
+            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
+            f" {micro_batches}"
+        )
     rounds = max(1, micro_batches // ranks)
     if schedule.startswith("interleaved") and micro_batches % rounds:
         raise Refused(
-            f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} rounds, into which they do not divide;"
-            f" use a multiple of {ranks}"
+            f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds}"
+            f" rounds, into which they do not divide; use a multiple of {ranks}"
         )
 
 
 class Pipe:
-    """This rank's stages under one of torch's schedules; every micro-batch's loss is divided by their number.
+    """This rank's stages under one of torch's schedules; every micro-batch's loss is divided by
+    their number.
 
-    `wrap` puts a data-parallel wrapper around a stage. Names are taken before it: a wrapper may change or hide them.
+    `wrap` puts a data-parallel wrapper around a stage. Names are taken before it: a wrapper may
+    change or hide them.
     """
 
     def __init__(
@@ -64,13 +71,20 @@ class Pipe:
         self.job, self.stages, self.group, self.parts = job, stages, group, job.cell.micro_batches
         _tie_on_one_rank(stages)
         self.named = [pair for stage in stages for pair in stage.model.named_parameters()]
-        self.torch_stages = [PipelineStage(wrap(stage), stage.index, stage.count, job.device, group=group) for stage in stages]
-        self.parameters = list(dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters()))
+        self.torch_stages = [
+            PipelineStage(wrap(stage), stage.index, stage.count, job.device, group=group)
+            for stage in stages
+        ]
+        self.parameters = list(
+            dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters())
+        )
         kind = SCHEDULES[schedule]
         self.schedule = kind(
             self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
             n_microbatches=self.parts,
-            loss_fn=lambda logits, labels: self.loss(logits, labels),  # late: the harness may wrap `loss` to time it
+            loss_fn=lambda logits, labels: self.loss(
+                logits, labels
+            ),  # late: the harness may wrap `loss` to time it
             scale_grads=False,
         )
 
@@ -78,7 +92,8 @@ class Pipe:
         return self.job.workload.loss(logits, labels) / self.parts
 
     def forward_backward(self, batch: Batch) -> Tensor | None:
-        """All micro-batches through the schedule; the mean loss on the rank that has the last stage, else None."""
+        """All micro-batches through the schedule; the mean loss on the rank that has the last
+        stage, else None."""
         inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
@@ -86,10 +101,11 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Gives both copies of a parameter that is tied across two ranks the sum of their gradients.
+        """Gives both copies of a parameter that is tied across two ranks the sum of their
+        gradients.
 
-        Each copy would train on its own without. Two ranks exchange instead of joining a group made for them: a + b and
-        b + a are the same bits, so the copies stay equal.
+        Each copy would train on its own without. Two ranks exchange instead of joining a group made
+        for them: a + b and b + a are the same bits, so the copies stay equal.
         """
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
@@ -113,7 +129,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
-    """A rank with both the first and the last of several stages holds a tied parameter once: autograd sums its gradients."""
+    """A rank with both the first and the last of several stages holds a tied parameter once:
+    autograd sums its gradients."""
     first, last = stages[0], stages[-1]
     if len(stages) > 1 and first.first and last.last:
         for name, owner in first.split.tied.items():
@@ -121,13 +138,31 @@ def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
             setattr(last.model.get_submodule(module), leaf, first.model.get_parameter(owner))
 
 
-def train_step(job: Job, pipe: Pipe, optimizer: Optimizer, average_over: dist.ProcessGroup | None = None, **shown: Any) -> TrainStep:
-    """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied gradients, update."""
+def train_step(
+    job: Job,
+    pipe: Pipe,
+    optimizer: Optimizer,
+    average_over: dist.ProcessGroup | None = None,
+    **shown: Any,
+) -> TrainStep:
+    """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied
+    gradients, update."""
     compute: list[tuple[Any, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
-        compute += [(stage, name) for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")]
-    states: Optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's are those of the one that it wraps
-    job.expose(nn.ParameterList(pipe.parameters), states, compute=compute, gather=lambda: iter(pipe.named), **shown)
+        compute += [
+            (stage, name)
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+        ]
+    states: Optimizer = getattr(
+        optimizer, "optim", optimizer
+    )  # ZeroRedundancyOptimizer's are those of the one that it wraps
+    job.expose(
+        nn.ParameterList(pipe.parameters),
+        states,
+        compute=compute,
+        gather=lambda: iter(pipe.named),
+        **shown,
+    )
 
     def step(batch: Batch) -> Tensor | None:
         loss = pipe.forward_backward(batch)

@@ -1,4 +1,5 @@
-"""What a run is to do: cells, trials and their order, kept with the run so that it can be gone on with."""
+"""What a run is to do: cells, trials and their order, kept with the run so that it can be gone on
+with."""
 
 from __future__ import annotations
 
@@ -36,13 +37,16 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: dict[str, Any] | None = None
-    """What a search knew before it began (see harness/maxsize.py); its cells are then families, not what is launched."""
+    """What a search knew before it began (see harness/maxsize.py); its cells are then families, not
+    what is launched."""
     precision: float | None = None
-    """Half width of the interval over the throughput that further rounds are to reach; None: `trials` rounds and no more."""
+    """Half width of the interval over the throughput that further rounds are to reach; None:
+    `trials` rounds and no more."""
     time_budget_seconds: float | None = None
     """When no further round is begun; None: never."""
     by_turns: bool = False
-    """Whether the launches of a round train at once, by turns of a few steps (see harness/ring.py)."""
+    """Whether the launches of a round train at once, by turns of a few steps (see harness/ring.py).
+    """
     once: frozenset[str] = frozenset()
     """Ids of the cells that are launched once, for parity: their time is no measurement."""
 
@@ -58,12 +62,26 @@ class Plan:
     ) -> Plan:
         """A plan of its own order. `run_id`: without one the run is named by its time."""
         seed = secrets.randbelow(2**31)
-        return cls(run_id or new_run_id(), matrix, tuple(cells), trials, tuple(left_out), seed, once=frozenset(once))
+        return cls(
+            run_id or new_run_id(),
+            matrix,
+            tuple(cells),
+            trials,
+            tuple(left_out),
+            seed,
+            once=frozenset(once),
+        )
 
     def schedule(self) -> list[tuple[Cell, int]]:
-        """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all cells alike."""
+        """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all
+        cells alike."""
         rounds = ((trial, self.shuffled(self.cells, trial)) for trial in range(self.trials))
-        return [(cell, trial) for trial, cells in rounds for cell in cells if trial < self.trials_of(cell)]
+        return [
+            (cell, trial)
+            for trial, cells in rounds
+            for cell in cells
+            if trial < self.trials_of(cell)
+        ]
 
     def trials_of(self, cell: Cell) -> int:
         """Launches of a cell."""
@@ -81,7 +99,10 @@ class Plan:
                 "cells": [c.model_dump(mode="json") for c in self.cells],
                 "trials": self.trials,
                 "order_seed": self.order_seed,
-                "left_out": [{"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason} for x in self.left_out],
+                "left_out": [
+                    {"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason}
+                    for x in self.left_out
+                ],
                 **({"search": self.search} if self.search else {}),
                 "precision": self.precision,
                 "time_budget_seconds": self.time_budget_seconds,
@@ -94,11 +115,21 @@ class Plan:
     def from_row(cls, row: Any) -> Plan:
         """The plan of a run that is in the store."""
         plan = json.loads(row["plan"])
-        left_out = tuple(LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"])
+        left_out = tuple(
+            LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"]
+        )
         cells = tuple(Cell(**c) for c in plan["cells"])
         more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
         more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
-        return cls(row["run_id"], row["matrix"], cells, plan["trials"], left_out, plan["order_seed"], **more)
+        return cls(
+            row["run_id"],
+            row["matrix"],
+            cells,
+            plan["trials"],
+            left_out,
+            plan["order_seed"],
+            **more,
+        )
 
 
 def new_run_id() -> str:
@@ -112,17 +143,23 @@ def kept_plan(store: Store, run_id: str) -> Plan:
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:
-    """The newest run (of this matrix), also where only its report is missing; raises Mistake where there is none."""
+    """The newest run (of this matrix), also where only its report is missing; raises Mistake where
+    there is none."""
     for run_id in reversed(store.run_ids()):
         plan = kept_plan(store, run_id)
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan
     of = f" of matrix {matrix!r}" if matrix else ""
-    raise Mistake(f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one")
+    raise Mistake(
+        f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one"
+    )
 
 
-def expected_seconds(store: Store, cells: Sequence[Cell], cores: int, gpu: str | None = None) -> dict[str, float]:
-    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by harness/expected.py.
+def expected_seconds(
+    store: Store, cells: Sequence[Cell], cores: int, gpu: str | None = None
+) -> dict[str, float]:
+    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by
+    harness/expected.py.
 
     `gpu`: NVML's name of the GPUs that it is for.
     """
@@ -130,6 +167,11 @@ def expected_seconds(store: Store, cells: Sequence[Cell], cores: int, gpu: str |
     if store.run_ids():
         trials = store.load(steps=False).trials
         done = trials[trials["wall_seconds"].notna()]
-        before = {str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()}
+        before = {
+            str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()
+        }
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
-    return {cell.id: trial_seconds(cell, cores, gpu) if (took := measured[cell.id]) is None else took for cell in cells}
+    return {
+        cell.id: trial_seconds(cell, cores, gpu) if (took := measured[cell.id]) is None else took
+        for cell in cells
+    }

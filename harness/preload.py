@@ -1,4 +1,5 @@
-"""What the fork server may import for all ranks: a rank that is forked from a process that uses CUDA cannot use it itself."""
+"""What the fork server may import for all ranks: a rank that is forked from a process that uses
+CUDA cannot use it itself."""
 
 from __future__ import annotations
 
@@ -7,26 +8,39 @@ import os
 from collections.abc import Sequence
 
 LEAVE_CUDA_ALONE = frozenset(
-    {"accelerate", "deepspeed", "fairscale", "fairscale.nn.data_parallel", "horovod", "horovod.torch"},
+    {
+        "accelerate",
+        "deepspeed",
+        "fairscale",
+        "fairscale.nn.data_parallel",
+        "horovod",
+        "horovod.torch",
+    },
 )
-"""Packages whose import does not initialise CUDA where a GPU is visible; tests/gpu/test_fork_server.py imports each of them.
+"""Packages whose import does not initialise CUDA where a GPU is visible;
+tests/gpu/test_fork_server.py imports each of them.
 
-Others do: bitsandbytes asks for the GPU's compute capability, and peft and transformers.trainer import bitsandbytes."""
+Others do: bitsandbytes asks for the GPU's compute capability, and peft and transformers.trainer
+import bitsandbytes.
+"""
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
     """Those of these packages that the fork server may import; a rank imports the others itself.
 
-    With GPUs nothing is imported before the fork that is not known to leave CUDA alone: a plug-in may require anything.
+    With GPUs nothing is imported before the fork that is not known to leave CUDA alone: a plug-in
+    may require anything.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process has initialised CUDA, by torch or by any other library that calls the driver.
+    """Whether this process has initialised CUDA, by torch or by any other library that calls the
+    driver.
 
-    The driver's `cuDeviceGetCount` answers an error, and does nothing else, before `cuInit` was called. A driver that is
-    not loaded has not been initialised; RTLD_NOLOAD keeps the question from loading it.
+    The driver's `cuDeviceGetCount` answers an error, and does nothing else, before `cuInit` was
+    called. A driver that is not loaded has not been initialised; RTLD_NOLOAD keeps the question
+    from loading it.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""A trial before it is launched: what its launcher is told, what the machine does meanwhile, and what it may be spared."""
+"""A trial before it is launched: what its launcher is told, what the machine does meanwhile, and
+what it may be spared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from harness.workloads.facts import model_facts
 class PreparedTrial:
     """A trial, and what a launcher is told to launch it."""
 
-    def __init__(self, cell: Cell, key: TrialKey, position: int, reference: Reference | None) -> None:
+    def __init__(
+        self, cell: Cell, key: TrialKey, position: int, reference: Reference | None
+    ) -> None:
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -52,7 +55,8 @@ class Surroundings:
     idle_after: float | None
 
     def columns(self, gpus: int, outcome: Outcome) -> dict[str, Any]:
-        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are nobody else."""
+        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are
+        nobody else."""
         own = {answer.get("pid") for answer in outcome.answers}
         return {
             "gpu_before": as_json(self.gpus_before[:gpus]),
@@ -63,7 +67,8 @@ class Surroundings:
 
 
 def more_of_the_same(cell: Cell, other: Cell) -> bool:
-    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices to spread it over."""
+    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices to spread
+    it over."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False
@@ -80,7 +85,8 @@ def more_of_the_same(cell: Cell, other: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """What the fork server imports for these cells: packages that strategies and workloads require, and modules of theirs."""
+    """What the fork server imports for these cells: packages that strategies and workloads require,
+    and modules of theirs."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
     needed += [p for cell in cells for p in make_workload(cell.workload).requires]

@@ -11,7 +11,12 @@ from pathlib import Path
 from harness.trial import TrialSpec, answer_file
 from harness.worker import run_rank
 
-_MPI = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+_MPI = {
+    "RANK": "RANK",
+    "WORLD_SIZE": "SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+}
 
 
 def main(spec_file: str) -> None:
@@ -20,9 +25,12 @@ def main(spec_file: str) -> None:
         if name not in os.environ:
             os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
     run_rank(spec)
-    # mpirun kills the other ranks when one leaves without MPI_Finalize: all answers first, then all leave.
+    # mpirun kills the other ranks when one leaves without MPI_Finalize: all answers first, then all
+    # leave.
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and not all(answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)):
+    while time.monotonic() < deadline and not all(
+        answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)
+    ):
         time.sleep(0.01)
     os._exit(0)
 

@@ -1,4 +1,7 @@
-"""A cell, its outcome and the facts of its model -> the rows that are stored. Pure arithmetic, no clock."""
+"""A cell, its outcome and the facts of its model -> the rows that are stored.
+
+Pure arithmetic, no clock.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from harness.workloads.facts import ModelFacts
 def cell_columns(cell: Cell) -> dict[str, Any]:
     """The columns that say what was measured."""
     same = (
-        "strategy workload data sequence_length devices nodes device precision regime global_batch micro_batches optimizer seed"
-        " launcher threads_per_device memory_limit_bytes parity_steps"
+        "strategy workload data sequence_length devices nodes device precision regime global_batch"
+        " micro_batches optimizer seed launcher threads_per_device memory_limit_bytes parity_steps"
     )
     return {
         "schema_version": VERSION,
@@ -97,10 +100,18 @@ def mean_losses(answers: Sequence[dict[str, Any]]) -> list[float | None]:
     return losses
 
 
-def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, peak_flops: float | None, cycle: int = 1) -> dict[str, Any]:
-    """A finished trial's columns from its ranks' steps: throughput is the global batch over the slowest rank's step.
+def figures(
+    cell: Cell,
+    answers: Sequence[dict[str, Any]],
+    facts: ModelFacts,
+    peak_flops: float | None,
+    cycle: int = 1,
+) -> dict[str, Any]:
+    """A finished trial's columns from its ranks' steps: throughput is the global batch over the
+    slowest rank's step.
 
-    `cycle`: steps after which the strategy's work repeats; the median step of one that averages at every fourth is one without.
+    `cycle`: steps after which the strategy's work repeats; the median step of one that averages at
+    every fourth is one without.
     """
     timed = [[s for s in a["steps"] if s["phase"] == "timed"] for a in answers]
     steps = slowest([[s["step_seconds"] for s in rank] for rank in timed])
@@ -110,17 +121,23 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
     turns = _turns(answers[0].get("turns", ()), steps, numbers, cycle)
     flops = float(facts.flops_per_sample * cell.global_batch)
     method = answers[0]["memory_method"]
-    alike = [a for a in answers if a["memory_method"] == method]  # a server's host memory is not to be set beside GPUs'
+    alike = [
+        a for a in answers if a["memory_method"] == method
+    ]  # a server's host memory is not to be set beside GPUs'
     peaks = [a["peak_memory_bytes"] for a in alike]
     known_peaks = all(p is not None for p in peaks)
-    reserved = [a["reserved_memory_bytes"] for a in answers if a["reserved_memory_bytes"] is not None]
+    reserved = [
+        a["reserved_memory_bytes"] for a in answers if a["reserved_memory_bytes"] is not None
+    ]
     return {
         "step_seconds_p50": percentile(steps, 0.5),
         "step_seconds_p95": percentile(steps, 0.95),
         "step_seconds_mean": sum(steps) / len(steps),
         "data_seconds_p50": percentile(fetches, 0.5),
         "samples_per_second": cell.global_batch / typical,
-        "tokens_per_second": None if cell.data == "images" else cell.global_batch * cell.sequence_length / typical,
+        "tokens_per_second": (
+            None if cell.data == "images" else cell.global_batch * cell.sequence_length / typical
+        ),
         "turn_began": [began for began, _ in turns],
         "turn_samples_per_second": [cell.global_batch / seconds for _, seconds in turns],
         "trend": trend(steps),
@@ -140,7 +157,9 @@ def figures(cell: Cell, answers: Sequence[dict[str, Any]], facts: ModelFacts, pe
         "rank_cores": [a["cores"] for a in answers if "cores" in a],
         **{name: sorted({d for a in answers for d in a[name]}) for name in _LISTS[1:4]},
         "foreign_load_cores": _foreign_load(answers),
-        "energy_joules_per_sample": _per_sample([a["joules_per_step"] for a in answers], cell.global_batch),
+        "energy_joules_per_sample": _per_sample(
+            [a["joules_per_step"] for a in answers], cell.global_batch
+        ),
         **_gpus(answers),
         **_traffic(answers),
         **_states(answers),
@@ -168,20 +187,33 @@ def _all_known(values: Sequence[int | None]) -> list[int]:
     return known if len(known) == len(values) else []
 
 
-def _turns(begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int) -> list[tuple[float, float]]:
-    """When each turn began and its typical step in seconds, from the timed steps and their numbers."""
+def _turns(
+    begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
+) -> list[tuple[float, float]]:
+    """When each turn began and its typical step in seconds, from the timed steps and their
+    numbers."""
     found = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
         own = [i for i, number in enumerate(numbers) if first <= number < end]
         if own:
-            found.append((began, percentile(over_cycles([steps[i] for i in own], [numbers[i] for i in own], cycle), 0.5)))
+            found.append(
+                (
+                    began,
+                    percentile(
+                        over_cycles([steps[i] for i in own], [numbers[i] for i in own], cycle), 0.5
+                    ),
+                )
+            )
     return found
 
 
 def _foreign_load(answers: Sequence[dict[str, Any]]) -> float | None:
     """Of the machine where it is highest; unknown where one does not know."""
     machines = {a.get("machine") for a in answers}
-    found = [foreign_load([Load(**a["load"]) for a in answers if a.get("machine") == machine]) for machine in machines]
+    found = [
+        foreign_load([Load(**a["load"]) for a in answers if a.get("machine") == machine])
+        for machine in machines
+    ]
     known = [load for load in found if load is not None]
     return max(known) if len(known) == len(found) else None
 
@@ -208,12 +240,16 @@ def _shortage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _traffic(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Columns of what was sent to other ranks and to a disk; unknown where one rank does not know."""
+    """Columns of what was sent to other ranks and to a disk; unknown where one rank does not
+    know."""
     sent = [a["sent_bytes_per_step"] for a in answers]
     columns: dict[str, Any] = {"sent_bytes_per_step": [] if None in sent else sent}
     offload = [a["offload"] for a in answers if a["offload"] is not None]
     if offload:
-        for column, name in (("offload_read_bytes_per_step", "read"), ("offload_written_bytes_per_step", "written")):
+        for column, name in (
+            ("offload_read_bytes_per_step", "read"),
+            ("offload_written_bytes_per_step", "written"),
+        ):
             known = [o[name] for o in offload]
             columns[column] = None if None in known else sum(known)
         columns["offload_kept_bytes"] = max(o["kept"] for o in offload)  # one folder, seen by all
@@ -224,9 +260,20 @@ def _states(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Columns of what each rank kept between steps."""
     kept = [a["state_bytes"] for a in answers]
     fullest = max(answers, key=lambda a: a["state_bytes"]["library"])
-    kinds = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "library": "library"}
-    columns: dict[str, Any] = {f"{column}_bytes": [k[kind] for k in kept] for column, kind in kinds.items()}
-    return {**columns, "host_state_bytes": [k["host"] for k in kept], "library_buffers": json.dumps(fullest["library_buffers"])}
+    kinds = {
+        "parameter": "parameters",
+        "gradient": "gradients",
+        "optimizer": "optimizer",
+        "library": "library",
+    }
+    columns: dict[str, Any] = {
+        f"{column}_bytes": [k[kind] for k in kept] for column, kind in kinds.items()
+    }
+    return {
+        **columns,
+        "host_state_bytes": [k["host"] for k in kept],
+        "library_buffers": json.dumps(fullest["library_buffers"]),
+    }
 
 
 def trial_row(
@@ -247,10 +294,17 @@ def trial_row(
     cycle: int = 1,
     **more: Any,
 ) -> dict[str, Any]:
-    """The row of a trial that was launched, whatever became of it. `formula`: what a rank should keep; `more`: further columns."""
+    """The row of a trial that was launched, whatever became of it.
+
+    `formula`: what a rank should keep; `more`: further columns.
+    """
     row = cell_columns(cell) | {name: [] for name in _LISTS}
     if outcome.nodes:
-        row |= {"node_names": [node["name"] for node in outcome.nodes], "node_facts": json.dumps(outcome.nodes), **outcome.link}
+        row |= {
+            "node_names": [node["name"] for node in outcome.nodes],
+            "node_facts": json.dumps(outcome.nodes),
+            **outcome.link,
+        }
     row |= {
         "run_id": run_id,
         "trial": key.trial,
@@ -270,7 +324,9 @@ def trial_row(
         "pipeline_parallel": layout.pipeline,
         "tensor_parallel": layout.tensor,
         "stand_in": stand_in or shared_machine(outcome.nodes, outcome.link.get("link_emulation")),
-        "oversubscribed": oversubscribed(cell, layout.processes, distinct_cores(outcome.nodes) if outcome.nodes else None),
+        "oversubscribed": oversubscribed(
+            cell, layout.processes, distinct_cores(outcome.nodes) if outcome.nodes else None
+        ),
         "launcher": outcome.launcher,
         "parameters": facts.parameters,
         "trained_parameters": sum(facts.sizes),
@@ -289,15 +345,25 @@ def trial_row(
         row |= _shortage(outcome.answers)
     if outcome.status != "ok" or verdict is None:
         return row
-    row |= figures(cell, outcome.answers, facts, peak_flops, cycle) | as_row(verdict) | {"bubble_fraction": bubble}
+    row |= (
+        figures(cell, outcome.answers, facts, peak_flops, cycle)
+        | as_row(verdict)
+        | {"bubble_fraction": bubble}
+    )
     if verdict.verdict == "unknown":
         row["reason"] = f"not verified, so not ranked: {verdict.reason}"
     if verdict.verdict == "diverged":
-        row |= {"status": "diverged", "reason": verdict.reason, "expected": cell.expect == "diverged"}
+        row |= {
+            "status": "diverged",
+            "reason": verdict.reason,
+            "expected": cell.expect == "diverged",
+        }
     return row
 
 
-def step_rows(run_id: str, key: TrialKey, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def step_rows(
+    run_id: str, key: TrialKey, answers: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Every step of every rank."""
     same = {"run_id": run_id, "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
     return [{**same, "rank": a["rank"], **step} for a in answers for step in a.get("steps", [])]

@@ -29,10 +29,15 @@ def _load(module_name: str, name: str) -> type[Strategy]:
     found = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, Strategy)
+        and value.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise Mistake(f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for {name!r})")
+        raise Mistake(
+            f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for"
+            f" {name!r})"
+        )
     return found[0]
 
 
@@ -41,12 +46,17 @@ def strategies() -> dict[str, type[Strategy]]:
     """All strategies by name: files of harness/strategies/, then other packages' entry points."""
     import harness.strategies as home
 
-    names = sorted(info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_"))
+    names = sorted(
+        info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_")
+    )
     found = {name: _load(f"{home.__name__}.{name}", name) for name in names}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
-            raise Mistake(f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class, it names {point.value!r}")
+            raise Mistake(
+                f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class,"
+                f" it names {point.value!r}"
+            )
         found[point.name] = loaded
     return found
 
@@ -60,9 +70,18 @@ def make_strategy(cell: Cell) -> Strategy:
     for option in cell.options:
         if option not in cls.model_fields:
             options = ", ".join(cls.model_fields) or "none"
-            raise Mistake(f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}")
-    usual = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
-    noted = {name: value for name, value in (cell.defaults or {}).items() if name in usual and value != usual[name]}
+            raise Mistake(
+                f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}"
+            )
+    usual = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in cls.model_fields.items()
+    }
+    noted = {
+        name: value
+        for name, value in (cell.defaults or {}).items()
+        if name in usual and value != usual[name]
+    }
     try:
         return cls(**{**noted, **cell.options})
     except ValidationError as error:
@@ -70,7 +89,11 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """The cell with the present defaults of the options that it leaves out: they are part of what it measures. Raises Mistake."""
+    """The cell with the present defaults of the options that it leaves out: they are part of what
+    it measures.
+
+    Raises Mistake.
+    """
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out})
 
@@ -84,15 +107,26 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
     """Raises Refused where the ranks cannot be spread evenly over the cell's nodes."""
     if cell.devices % cell.nodes:
-        raise Refused(f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of {cell.nodes}")
+        raise Refused(
+            f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
+            f" {cell.nodes}"
+        )
     if layout.devices_per_process > 1:
-        raise Refused(f"{cell.strategy} drives all devices from one process, which cannot be on {cell.nodes} nodes")
+        raise Refused(
+            f"{cell.strategy} drives all devices from one process, which cannot be on {cell.nodes}"
+            " nodes"
+        )
     if cell.launcher == "spawn":
-        raise Refused("torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out")
+        raise Refused(
+            "torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out"
+        )
     if strategy.max_restarts:
         raise Refused(f"{cell.strategy} is restarted by the agent of one node: leave nodes out")
     if strategy.one_node:
-        raise Refused(f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that option")
+        raise Refused(
+            f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that"
+            " option"
+        )
 
 
 def _how(package: str) -> str:
@@ -112,19 +146,23 @@ def admit(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, 
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"package {package} is not installed: {_how(package)}")
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
-        raise Refused(f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}")
+        raise Refused(
+            f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}"
+        )
     layout = strategy.layout(cell.devices)
     if cell.links and cell.nodes < 2:
         raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
     if cell.precision not in strategy.precisions:
-        raise Refused(f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}")
+        raise Refused(
+            f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}"
+        )
     pieces = layout.data * cell.micro_batches
     if cell.global_batch % pieces:
         raise Refused(
-            f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel ranks"
-            f" x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
+            f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel"
+            f" ranks x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)

@@ -1,4 +1,5 @@
-"""Launches that train by turns of a few steps, one at a time: what the machine does in a second then meets all of them alike."""
+"""Launches that train by turns of a few steps, one at a time: what the machine does in a second
+then meets all of them alike."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MOST_CELLS = 8
 
 @dataclass(frozen=True)
 class Launch:
-    """One of those that take turns: the arguments of Launcher.run, and the steps after which the strategy's work repeats."""
+    """One of those that take turns: the arguments of Launcher.run, and the steps after which the
+    strategy's work repeats."""
 
     cell: Cell
     data: DataSource
@@ -41,7 +43,8 @@ class Launch:
 
 
 class Ring:
-    """Keeps a process with a warm launcher for each of those that take turns; takes the place of Launcher behind the runner."""
+    """Keeps a process with a warm launcher for each of those that take turns; takes the place of
+    Launcher behind the runner."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
@@ -58,19 +61,26 @@ class Ring:
         """Launchers in processes of their own never see this one's children."""
 
     def together(
-        self, launches: Sequence[Launch], heard: Callable[[int, float], None] | None = None, by_turns: bool = True
+        self,
+        launches: Sequence[Launch],
+        heard: Callable[[int, float], None] | None = None,
+        by_turns: bool = True,
     ) -> list[Outcome]:
-        """Runs them all to their ends, in turn; the first turn of each is its start, set-up and warm-up.
+        """Runs them all to their ends, in turn; the first turn of each is its start, set-up and
+        warm-up.
 
-        While one trains, the ranks of the others are stopped. Time limits and wall times count a launch's own turns only.
-        KeyboardInterrupt makes all of them `interrupted`, those too that had ended: only together they say something.
+        While one trains, the ranks of the others are stopped. Time limits and wall times count a
+        launch's own turns only. KeyboardInterrupt makes all of them `interrupted`, those too that
+        had ended: only together they say something.
         """
         folder = Path(tempfile.mkdtemp(prefix="parallelism-bench-"))
         sides: list[_Side] = []
         try:
             for number, launch in enumerate(launches):
                 keeper = self._keepers[number] = self._keepers[number].whole()
-                sides.append(_Side(keeper, launch, folder / str(number) if by_turns else None, heard))
+                sides.append(
+                    _Side(keeper, launch, folder / str(number) if by_turns else None, heard)
+                )
             while any(not side.over for side in sides):
                 for side in sides:
                     if not side.over:
@@ -79,7 +89,10 @@ class Ring:
         except KeyboardInterrupt:
             for side in sides:
                 side.interrupt()
-            return [replace(side.outcome(), status="interrupted", reason="stopped by the user") for side in sides]
+            return [
+                replace(side.outcome(), status="interrupted", reason="stopped by the user")
+                for side in sides
+            ]
         finally:
             for side in sides:
                 side.close()
@@ -97,7 +110,8 @@ class _Keeper:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited = context.Array("d", 2, lock=False)
-        """Seconds that the launch has waited for its turns, and since when it waits now (0: it does not)."""
+        """Seconds that the launch has waited for its turns, and since when it waits now (0: it does
+        not)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         self._pid = self.pool.submit(_warm)
 
@@ -121,7 +135,13 @@ class _Keeper:
 class _Side:
     """One launch: whose ranks wait for their turn, and what became of it."""
 
-    def __init__(self, keeper: _Keeper, launch: Launch, address: Path | None, heard: Callable[[int, float], None] | None) -> None:
+    def __init__(
+        self,
+        keeper: _Keeper,
+        launch: Launch,
+        address: Path | None,
+        heard: Callable[[int, float], None] | None,
+    ) -> None:
         self.keeper, self.launch, self.heard = keeper, launch, heard
         self.turns = Turns.of(str(address), launch.cycle) if address else None
         self.future: Future[Outcome] | None = None
@@ -142,10 +162,13 @@ class _Side:
         return self.future is not None and self.future.done()
 
     def take_turn(self) -> None:
-        """Lets the ranks go on until all of them wait again, or the launch has come to its end; then stops them."""
+        """Lets the ranks go on until all of them wait again, or the launch has come to its end;
+        then stops them."""
         if self.future is None:
             one = self.launch
-            self.future = self.keeper.pool.submit(_launch, one.cell, one.data, one.processes, {**one.more, "turns": self.turns})
+            self.future = self.keeper.pool.submit(
+                _launch, one.cell, one.data, one.processes, {**one.more, "turns": self.turns}
+            )
             self.future.add_done_callback(self._say_end)
         else:
             total, since = self.keeper.waited
@@ -195,7 +218,12 @@ class _Side:
         try:
             found = self.future.result()
         except BrokenProcessPool:
-            return Outcome("failed", "the process that launched its ranks was killed from outside", time.time(), 0.0)
+            return Outcome(
+                "failed",
+                "the process that launched its ranks was killed from outside",
+                time.time(),
+                0.0,
+            )
         return replace(found, wall_seconds=found.wall_seconds - self.keeper.waited[0])
 
     def close(self) -> None:
@@ -223,7 +251,8 @@ def _begin(packages: Sequence[str], waited: Any) -> None:
 
 
 def _warm() -> int:
-    """Waits until the fork server has imported what it is to hold: it would take the cores from whoever trains."""
+    """Waits until the fork server has imported what it is to hold: it would take the cores from
+    whoever trains."""
     first = multiprocessing.get_context("forkserver").Process()
     first.start()
     first.join()

@@ -20,13 +20,22 @@ SETTING = (
 )
 """Columns of a trial: what is trained, and on what."""
 SCALED = ("devices", "nodes", "links", "global_batch")
-"""Those of them that scaling changes. The batch is then compared as it is, or for each device (weak scaling)."""
+"""Those of them that scaling changes.
+
+The batch is then compared as it is, or for each device (weak scaling).
+"""
 SERIES = ("strategy", "options", "micro_batches", "launcher")
-"""Columns of a trial: which strategy trains it, and how. A curve follows one of them over the number of devices."""
+"""Columns of a trial: which strategy trains it, and how.
+
+A curve follows one of them over the number of devices.
+"""
 
 
 def setting(row: Mapping[Any, Any], without: Collection[str] = ()) -> tuple[str, ...]:
-    """The setting of a trial's or cell's row, but for these columns. Equal settings are equal tuples."""
+    """The setting of a trial's or cell's row, but for these columns.
+
+    Equal settings are equal tuples.
+    """
     return tuple(str(row.get(name)) for name in SETTING if name not in without)
 
 
@@ -36,5 +45,8 @@ def series(row: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 def batch(row: Mapping[Any, Any]) -> int:
-    """Samples a step that stay the same over the numbers of devices: all of them (strong scaling), or each device's (weak)."""
-    return int(row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"])
+    """Samples a step that stay the same over the numbers of devices: all of them (strong scaling),
+    or each device's (weak)."""
+    return int(
+        row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
+    )

@@ -1,4 +1,5 @@
-"""What is compared: the runs or folders that are meant, what each says of its cells, and on which hardware."""
+"""What is compared: the runs or folders that are meant, what each says of its cells, and on which
+hardware."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ class Hardware:
         )
 
     def difference(self, other: Hardware, device: str) -> str:
-        """Why times on the two say nothing of each other; empty where they are equal. GPUs matter to cells on GPUs only."""
+        """Why times on the two say nothing of each other; empty where they are equal.
+
+        GPUs matter to cells on GPUs only.
+        """
         if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
             return "other hosts, whose CPU models are unknown"
         if self.cpu_model != other.cpu_model:
@@ -68,22 +72,38 @@ class Hardware:
         if self.cpu_cores != other.cpu_cores:
             return f"other number of CPU cores: {self.cpu_cores}, then {other.cpu_cores}"
         if _apart(self.memory_bytes, other.memory_bytes):
-            return f"other memory: {self.memory_bytes / 2**30:.1f} GiB, then {other.memory_bytes / 2**30:.1f} GiB"
+            return (
+                f"other memory: {self.memory_bytes / 2**30:.1f} GiB, then"
+                f" {other.memory_bytes / 2**30:.1f} GiB"
+            )
         if device == "cpu":
             return ""
         if self.gpus != other.gpus:
             return f"other GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
         if _apart(self.gpu_memory_bytes or 0, other.gpu_memory_bytes or 0):
-            return f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
-        if None not in (self.power_limits, other.power_limits) and self.power_limits != other.power_limits:
-            return f"other GPU power limit: {_gpu_words(self.power_limits)}, then {_gpu_words(other.power_limits)}"
+            return (
+                f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then"
+                f" {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
+            )
+        if (
+            None not in (self.power_limits, other.power_limits)
+            and self.power_limits != other.power_limits
+        ):
+            return (
+                f"other GPU power limit: {_gpu_words(self.power_limits)}, then"
+                f" {_gpu_words(other.power_limits)}"
+            )
         if None not in (self.ecc, other.ecc) and self.ecc != other.ecc:
-            return f"other error correction of GPU memory: {_gpu_words(self.ecc)}, then {_gpu_words(other.ecc)}"
+            return (
+                f"other error correction of GPU memory: {_gpu_words(self.ecc)}, then"
+                f" {_gpu_words(other.ecc)}"
+            )
         return ""
 
 
 def _settings(facts: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Power limit and error correction of each GPU in words, from a run's `gpu_facts`; None where one is unknown."""
+    """Power limit and error correction of each GPU in words, from a run's `gpu_facts`; None where
+    one is unknown."""
     gpus = json.loads(facts) if isinstance(facts, str) else []
     limits = [one["power_limit_watts"] for one in gpus]
     ecc = [one["ecc"] for one in gpus]
@@ -121,7 +141,8 @@ class Measured:
     """JSON."""
     device: str
     state: str
-    """`ok` (verified, may be compared by speed), `unverified`, or the status of the worst of its trials.
+    """`ok` (verified, may be compared by speed), `unverified`, or the status of the worst of its
+    trials.
 
     Trials that the user stopped count only where there is no other.
     """
@@ -154,10 +175,19 @@ class Measured:
 
 
 def measured(results: Results) -> list[Measured]:
-    """What each run says of each of its cells, oldest run first. Searches for the largest model are left out."""
-    runs = {r["run_id"]: r for r in results.runs.to_dict("records") if "search" not in json.loads(r["plan"])}
+    """What each run says of each of its cells, oldest run first.
+
+    Searches for the largest model are left out.
+    """
+    runs = {
+        r["run_id"]: r
+        for r in results.runs.to_dict("records")
+        if "search" not in json.loads(r["plan"])
+    }
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
-    last = trials.sort_values(["run_id", "attempt"], kind="stable").drop_duplicates(["run_id", "cell_id", "trial"], keep="last")
+    last = trials.sort_values(["run_id", "attempt"], kind="stable").drop_duplicates(
+        ["run_id", "cell_id", "trial"], keep="last"
+    )
     found = []
     for (run_id, _), group in last.groupby(["run_id", "cell_id"], sort=False):
         found.append(_measured(runs[str(run_id)], group.sort_values("trial")))
@@ -165,9 +195,11 @@ def measured(results: Results) -> list[Measured]:
 
 
 def joined(cells: Sequence[Measured]) -> list[Measured]:
-    """The same, where records with ids by the older rule go by the id of the first with a newer one that the older rule calls alike.
+    """The same, where records with ids by the older rule go by the id of the first with a newer one
+    that the older rule calls alike.
 
-    So a history goes on over the change of rules, and a default that changes after it begins another.
+    So a history goes on over the change of rules, and a default that changes after it begins
+    another.
     """
     first: dict[str, str] = {}
     for one in sorted(cells, key=lambda one: one.started_at):
@@ -230,14 +262,19 @@ def _by_round(trials: Iterable[Mapping[Any, Any]], column: str) -> dict[int, flo
 
 
 def _foreign(trial: Mapping[Any, Any]) -> str:
-    """What disturbed it, in words; empty where nothing did, and where the file is of a version that did not look."""
+    """What disturbed it, in words; empty where nothing did, and where the file is of a version that
+    did not look."""
     foreign, before, after = (known(trial[name]) for name in LOAD)
     gpus = gpus_of(trial)
     causes = disturbances(foreign, before, after, gpus)
     seen = [one.words for one in gpus.findings()]
     if "busy" in causes:
         seen += [] if foreign is None else [f"{foreign:.2f} cores used by others"]
-        seen += [f"{share * 100:.0f} % idle {when}" for share, when in ((before, "before"), (after, "after")) if share is not None]
+        seen += [
+            f"{share * 100:.0f} % idle {when}"
+            for share, when in ((before, "before"), (after, "after"))
+            if share is not None
+        ]
     return f"trial {trial['trial']}: {', '.join(seen)}" if causes else ""
 
 
@@ -255,12 +292,17 @@ def side(name: str, results: Results) -> Side:
     """A side from the frames of its runs."""
     newest: list[Measured] = []
     for one in reversed(measured(results)):
-        if not any(one.cell_id == new.cell_id and not one.hardware.difference(new.hardware, one.device) for new in newest):
+        if not any(
+            one.cell_id == new.cell_id and not one.hardware.difference(new.hardware, one.device)
+            for new in newest
+        ):
             newest.append(one)
     used = {one.run_id for one in newest}
     runs = [row for row in results.runs.to_dict("records") if row["run_id"] in used]
     names = dict.fromkeys(key for run in runs for key in _software(run))
-    versions = {key: tuple(dict.fromkeys(_software(run).get(key, "none") for run in runs)) for key in names}
+    versions = {
+        key: tuple(dict.fromkeys(_software(run).get(key, "none") for run in runs)) for key in names
+    }
     return Side(name, tuple(reversed(newest)), versions)
 
 
@@ -279,37 +321,66 @@ def _software(run: Mapping[Any, Any]) -> dict[str, str]:
         "Python": run["python_version"],
         **json.loads(run["libraries"]),
         "operating system": run["operating_system"],
-        **{name: version for name, column in _GPU_SOFTWARE.items() if (version := _text(run.get(column)))},
-        "commit of the suite": commit[:12] + ("+" if commit.endswith("+") else "") if commit else "unknown",
+        **{
+            name: version
+            for name, column in _GPU_SOFTWARE.items()
+            if (version := _text(run.get(column)))
+        },
+        "commit of the suite": (
+            commit[:12] + ("+" if commit.endswith("+") else "") if commit else "unknown"
+        ),
     }
 
 
 def find_run(store: Store, word: str) -> str:
-    """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one before; raises Mistake."""
+    """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one
+    before; raises Mistake."""
     known = store.run_ids()
     if not known:
         store.load()  # says so
     if word == "latest" or word.startswith("latest~"):
         back = word.removeprefix("latest").removeprefix("~") or "0"
-        ordinary = [run_id for run_id in known if "search" not in json.loads(store.run_row(run_id)["plan"])]
+        ordinary = [
+            run_id for run_id in known if "search" not in json.loads(store.run_row(run_id)["plan"])
+        ]
         if not back.isdigit() or int(back) >= len(ordinary):
-            raise Mistake(f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest is latest, then latest~1")
+            raise Mistake(
+                f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest"
+                " is latest, then latest~1"
+            )
         return str(ordinary[-1 - int(back)])
-    found = [word] if word in known else [run_id for run_id in known if word and run_id.startswith(word)]
+    found = (
+        [word]
+        if word in known
+        else [run_id for run_id in known if word and run_id.startswith(word)]
+    )
     if len(found) > 1:
         raise Mistake(f"run {word!r} is not clear: {', '.join(found[-5:])} begin with it")
     if not found:
-        raise Mistake(f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(known[-5:])}")
+        raise Mistake(
+            f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(known[-5:])}"
+        )
     return found[0]
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[Side, Side]:
-    """The runs or folders that are meant, A and B. A folder that holds the other side's run is taken without it. Raises Mistake."""
-    (one, first_id, was), (two, second_id, now) = (_resolve(word, results) for word in (first, second))
+    """The runs or folders that are meant, A and B.
+
+    A folder that holds the other side's run is taken without it. Raises Mistake.
+    """
+    (one, first_id, was), (two, second_id, now) = (
+        _resolve(word, results) for word in (first, second)
+    )
     if one == two:
         if first_id == second_id:
-            raise Mistake(f"{first!r} and {second!r} are the same {'run' if first_id else 'folder'}; a comparison needs two")
-        was, now = (was if first_id else _without(was, second_id)), (now if second_id else _without(now, first_id))
+            raise Mistake(
+                f"{first!r} and {second!r} are the same {'run' if first_id else 'folder'}; a"
+                " comparison needs two"
+            )
+        was, now = (
+            (was if first_id else _without(was, second_id)),
+            (now if second_id else _without(now, first_id)),
+        )
     sides = side(first_id or f"folder {first}", was), side(second_id or f"folder {second}", now)
     for found in sides:
         if not found.cells:

@@ -1,4 +1,5 @@
-"""Step times -> a trial's figures; trials -> a cell's estimate with its interval; two cells' trials -> which is faster."""
+"""Step times -> a trial's figures; trials -> a cell's estimate with its interval; two cells' trials
+-> which is faster."""
 
 from __future__ import annotations
 
@@ -12,21 +13,23 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 INTERVAL_METHOD = (
-    "median over trials (independent launches, each counted once, by the median of its steps) with an interval of 95 %: Student's t"
-    " times the standard error of a median (Hojo, Biometrika 23, 1931), which assumes that launches spread about normally"
+    "median over trials (independent launches, each counted once, by the median of its steps) with"
+    " an interval of 95 %: Student's t times the standard error of a median (Hojo, Biometrika 23,"
+    " 1931), which assumes that launches spread about normally"
 )
 LEAST_TRIALS = 5
 """Below these no interval is taken for narrow: two launches may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
 SMALLEST_EFFECT = 0.005
 COMPARISON_METHOD = (
-    "geometric mean of the ratios within rounds with Student's paired t interval of their logarithms, 99.5 %; faster or slower is"
-    " said where the interval leaves out 1 and the ratio is at least 0.5 % from it, so of comparisons between equals at most one"
-    " in 200 is to be a false alarm"
+    "geometric mean of the ratios within rounds with Student's paired t interval of their"
+    " logarithms, 99.5 %; faster or slower is said where the interval leaves out 1 and the ratio is"
+    " at least 0.5 % from it, so of comparisons between equals at most one in 200 is to be a false"
+    " alarm"
 )
 TURNS_METHOD = (
-    "of launches that trained by turns, the ratio within a round is the median over all turns of a turn's figure over the geometric mean of"
-    " the other launch's before and after it"
+    "of launches that trained by turns, the ratio within a round is the median over all turns of a"
+    " turn's figure over the geometric mean of the other launch's before and after it"
 )
 Turns = Sequence[tuple[float, float]]
 """When each turn of a launch began, in seconds, ascending, and its throughput."""
@@ -35,7 +38,8 @@ Verdict = Literal["faster", "slower", "no difference seen"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure over independent trials: median, 95 % interval (None below two trials), number of trials."""
+    """A figure over independent trials: median, 95 % interval (None below two trials), number of
+    trials."""
 
     value: float
     low: float | None
@@ -49,13 +53,17 @@ class Estimate:
     @property
     def precision(self) -> float | None:
         """Half width over the value; None below two trials."""
-        return None if self.half_width is None or not self.value else self.half_width / abs(self.value)
+        return (
+            None if self.half_width is None or not self.value else self.half_width / abs(self.value)
+        )
 
 
 def median_error(trials: int) -> float:
-    """Standard error of the median over that of the mean, of normal values (1 for one and two of them, 1.2533 for many).
+    """Standard error of the median over that of the mean, of normal values (1 for one and two of
+    them, 1.2533 for many).
 
-    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360); an even number's median is a mean of two.
+    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360); an even number's
+    median is a mean of two.
     """
     if trials <= 2:
         return 1.0
@@ -80,13 +88,19 @@ def estimate(values: Sequence[float]) -> Estimate:
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
-    half = quantile(CONFIDENCE, count) * median_error(count) * statistics.stdev(values) / math.sqrt(count)
+    half = (
+        quantile(CONFIDENCE, count)
+        * median_error(count)
+        * statistics.stdev(values)
+        / math.sqrt(count)
+    )
     return Estimate(median, median - half, median + half, count)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One throughput over another: the ratio, its interval (None where there are too few trials), number of rounds."""
+    """One throughput over another: the ratio, its interval (None where there are too few trials),
+    number of rounds."""
 
     ratio: float
     low: float | None
@@ -96,12 +110,21 @@ class Comparison:
     @property
     def precision(self) -> float | None:
         """Half the width of the interval over the ratio; None without one."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2 / self.ratio
+        return (
+            None
+            if self.low is None or self.high is None
+            else (self.high - self.low) / 2 / self.ratio
+        )
 
     @property
     def verdict(self) -> Verdict:
         """What may be said of the first; without an interval nothing."""
-        if self.low is None or self.high is None or self.low <= 1 <= self.high or abs(self.ratio - 1) < SMALLEST_EFFECT:
+        if (
+            self.low is None
+            or self.high is None
+            or self.low <= 1 <= self.high
+            or abs(self.ratio - 1) < SMALLEST_EFFECT
+        ):
             return "no difference seen"
         return "faster" if self.ratio > 1 else "slower"
 
@@ -112,9 +135,11 @@ def compare_rounds(
     turns: tuple[Mapping[int, Turns], Mapping[int, Turns]] = ({}, {}),
     confidence: float = COMPARED_CONFIDENCE,
 ) -> Comparison | None:
-    """Throughputs by round, those that both have; None where there is none. Drift of the machine hits both in a round alike.
+    """Throughputs by round, those that both have; None where there is none. Drift of the machine
+    hits both in a round alike.
 
-    `turns`: of both, in rounds in which they trained by turns. `confidence`: of the interval; a verdict needs the usual one.
+    `turns`: of both, in rounds in which they trained by turns. `confidence`: of the interval; a
+    verdict needs the usual one.
     """
     logs = []
     for r in sorted(first.keys() & second.keys()):
@@ -123,12 +148,17 @@ def compare_rounds(
     if not logs:
         return None
     mean, count = statistics.fmean(logs), len(logs)
-    half = quantile(confidence, count) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else None
+    half = (
+        quantile(confidence, count) * statistics.stdev(logs) / math.sqrt(count)
+        if count > 1
+        else None
+    )
     return _comparison(mean, half, count)
 
 
 def log_ratio(first: Turns, second: Turns) -> float | None:
-    """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by turns with each other."""
+    """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by
+    turns with each other."""
     logs = [*beside(first, second), *(-log for log in beside(second, first))]
     return statistics.median(logs) if logs else None
 
@@ -144,11 +174,16 @@ def beside(these: Turns, others: Turns) -> Iterator[float]:
     for began, figure in these:
         after = bisect.bisect(begins, began)
         if 0 < after < len(begins):
-            yield math.log(figure) - (math.log(others[after - 1][1]) + math.log(others[after][1])) / 2
+            yield (
+                math.log(figure) - (math.log(others[after - 1][1]) + math.log(others[after][1])) / 2
+            )
 
 
-def compare_runs(first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE) -> Comparison | None:
-    """Throughputs of two runs, whose rounds have nothing in common: Welch's t interval (Biometrika 34, 1947) of the logarithms."""
+def compare_runs(
+    first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE
+) -> Comparison | None:
+    """Throughputs of two runs, whose rounds have nothing in common: Welch's t interval (Biometrika
+    34, 1947) of the logarithms."""
     if not first or not second:
         return None
     one, two = ([math.log(value) for value in values] for values in (first, second))
@@ -158,8 +193,12 @@ def compare_runs(first: Sequence[float], second: Sequence[float], confidence: fl
     errors = [statistics.variance(logs) / len(logs) for logs in (one, two)]
     if not sum(errors):
         return _comparison(mean, 0.0, count)
-    degrees = sum(errors) ** 2 / sum(e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True))
-    return _comparison(mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count)
+    degrees = sum(errors) ** 2 / sum(
+        e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True)
+    )
+    return _comparison(
+        mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count
+    )
 
 
 def _comparison(mean: float, half: float | None, count: int) -> Comparison:
@@ -170,21 +209,28 @@ def _comparison(mean: float, half: float | None, count: int) -> Comparison:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Step time of the trial: at each step the slowest rank's. `by_rank`: equally many steps for each rank."""
+    """Step time of the trial: at each step the slowest rank's.
+
+    `by_rank`: equally many steps for each rank.
+    """
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Means over each `cycle` steps in a row, beginning anywhere: where work repeats after so many steps, each mean holds all of it.
+    """Means over each `cycle` steps in a row, beginning anywhere: where work repeats after so many
+    steps, each mean holds all of it.
 
     `steps`: the values' numbers, ascending. Where nowhere so many are in a row, the mean of all.
     """
-    starts = [i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1]
+    starts = [
+        i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1
+    ]
     return [sum(values[i : i + cycle]) / cycle for i in starts] or [sum(values) / len(values)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7: numpy's default)."""
+    """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7: numpy's
+    default)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)
@@ -193,7 +239,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Relative change from first to last step where Kendall's tau says there is a trend (p < 0.01), else 0.
+    """Relative change from first to last step where Kendall's tau says there is a trend (p < 0.01),
+    else 0.
 
     The slope is Theil and Sen's median of slopes; a warm-up that was long enough leaves no trend.
     """
@@ -208,5 +255,6 @@ def trend(values: Sequence[float]) -> float:
 
 
 def efficiency(throughput: float, devices: int, single_throughput: float) -> float:
-    """Throughput over `devices` times that of one device: 1.0 is ideal, for strong and for weak scaling alike."""
+    """Throughput over `devices` times that of one device: 1.0 is ideal, for strong and for weak
+    scaling alike."""
     return throughput / (devices * single_throughput)

@@ -64,10 +64,14 @@ class Store:
         while not nearest.exists():
             nearest = nearest.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise Mistake(f"results folder {str(self.folder)!r} cannot be written; choose another with --results DIR")
+            raise Mistake(
+                f"results folder {str(self.folder)!r} cannot be written; choose another with"
+                " --results DIR"
+            )
 
     def write_run(self, row: Row) -> bool:
-        """False where the run is there already: of several that begin the same one, the first says what it is."""
+        """False where the run is there already: of several that begin the same one, the first says
+        what it is."""
         path = self.folder / "runs" / f"{row['run_id']}.parquet"
         mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [row])
         try:
@@ -83,8 +87,12 @@ class Store:
         key = TrialKey(row["cell_id"], row["trial"], row["attempt"])
         steps = list(steps)
         if steps:
-            self._write("steps", self.folder / "steps" / row["run_id"] / f"{key.stem}.parquet", steps)
-        return self._write("trials", self.folder / "trials" / row["run_id"] / f"{key.stem}.parquet", [row])
+            self._write(
+                "steps", self.folder / "steps" / row["run_id"] / f"{key.stem}.parquet", steps
+            )
+        return self._write(
+            "trials", self.folder / "trials" / row["run_id"] / f"{key.stem}.parquet", [row]
+        )
 
     def write_explained(self, row: Row) -> Path:
         file = f"{row['cell_id']}-a{row['attempt']}.parquet"
@@ -100,32 +108,50 @@ class Store:
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
         """How each trial of a run that has its record ended."""
-        found = _read("trials", self._files("trials", run_id), ("cell_id", "trial", "attempt", "status"))
+        found = _read(
+            "trials", self._files("trials", run_id), ("cell_id", "trial", "attempt", "status")
+        )
         return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
         """The tables of these runs, or of all. Raises Mistake for a run that is not there."""
         known = self.run_ids()
         if not known:
-            raise Mistake(f"no runs in results folder {str(self.folder)!r}; make one with: python -m bench run --matrix smoke")
+            raise Mistake(
+                f"no runs in results folder {str(self.folder)!r}; make one with: python -m bench"
+                " run --matrix smoke"
+            )
         wanted = known if run_ids is None else list(run_ids)
         for run_id in wanted:
             if run_id not in known:
-                raise Mistake(f"no run {run_id!r} in {str(self.folder)!r}; its runs are: {', '.join(known[-5:])}")
+                raise Mistake(
+                    f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
+                    f" {', '.join(known[-5:])}"
+                )
         runs = _read("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
         trials = _read("trials", [path for r in wanted for path in self._files("trials", r)])
         step_files = [path for r in wanted for path in self._files("steps", r)] if steps else []
-        explained = [path for r in wanted for path in sorted((self.folder / "explained" / r).glob("*.parquet"))]
+        explained = [
+            path
+            for r in wanted
+            for path in sorted((self.folder / "explained" / r).glob("*.parquet"))
+        ]
         return Results(runs, trials, _read("steps", step_files), _read("explained", explained))
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table: thousands of small files take long to read. Adds nothing to what is recorded."""
+        """Copies a run's rows into one file per table: thousands of small files take long to read.
+
+        Adds nothing to what is recorded.
+        """
         import pyarrow as pa
 
         for table in ("trials", "steps"):
             files = self._single(table, run_id)
             schema = _nullable(table).with_metadata({_COPIED: str(len(files))})
-            parts = (pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks() for i in range(0, len(files), _AT_ONCE))
+            parts = (
+                pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks()
+                for i in range(0, len(files), _AT_ONCE)
+            )
             self._whole(self._copy(table, run_id), schema, parts)
 
     def _copy(self, table: str, run_id: str) -> Path:
@@ -134,10 +160,19 @@ class Store:
     def _single(self, table: str, run_id: str) -> list[Path]:
         """The files of the trials that count; none where only the copy was kept."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
-        return counted if table == "trials" else [file for one in counted if (file := self.folder / table / run_id / one.name).exists()]
+        return (
+            counted
+            if table == "trials"
+            else [
+                file
+                for one in counted
+                if (file := self.folder / table / run_id / one.name).exists()
+            ]
+        )
 
     def _files(self, table: str, run_id: str) -> list[Path]:
-        """Where the rows of a run are: in the copy, if that is as new as they are or all that was kept, else each in its own file."""
+        """Where the rows of a run are: in the copy, if that is as new as they are or all that was
+        kept, else each in its own file."""
         single, copy = self._single(table, run_id), self._copy(table, run_id)
         if not copy.exists():
             return single
@@ -149,7 +184,11 @@ class Store:
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""
         single, copy = self._single("steps", run_id), self._copy("steps", run_id)
-        files = [file for file in single if file.stem.startswith(f"{cell_id}-")] if single or not copy.exists() else [copy]
+        files = (
+            [file for file in single if file.stem.startswith(f"{cell_id}-")]
+            if single or not copy.exists()
+            else [copy]
+        )
         found = _read("steps", files)
         return found[found["cell_id"] == cell_id].reset_index(drop=True)
 
@@ -197,10 +236,15 @@ def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -
 
 
 def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Files of any schema version, all columns or these; columns that a file's version did not have are null."""
+    """Files of any schema version, all columns or these; columns that a file's version did not have
+    are null."""
     import pyarrow as pa
 
-    whole = pa.concat_tables(_tables(table, files, columns)) if files else _nullable(table, columns).empty_table()
+    whole = (
+        pa.concat_tables(_tables(table, files, columns))
+        if files
+        else _nullable(table, columns).empty_table()
+    )
     frame: pd.DataFrame = whole.combine_chunks().to_pandas()
     return frame
 
@@ -208,7 +252,13 @@ def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.
 def _nullable(table: str, columns: Sequence[str] = ()) -> Any:
     import pyarrow as pa
 
-    return pa.schema([field.with_nullable(True) for field in arrow_schema(table) if not columns or field.name in columns])
+    return pa.schema(
+        [
+            field.with_nullable(True)
+            for field in arrow_schema(table)
+            if not columns or field.name in columns
+        ]
+    )
 
 
 def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[Any]:
@@ -219,6 +269,9 @@ def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> l
     schema, found = _nullable(table, columns), []
     for one in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
         present = set(one.column_names)
-        cast = [one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type) for f in schema]
+        cast = [
+            one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type)
+            for f in schema
+        ]
         found.append(pa.table(cast, schema=schema))
     return found

@@ -1,4 +1,5 @@
-"""The training step that most strategies share: forward, backward, optimizer, over micro-batches."""
+"""The training step that most strategies share: forward, backward, optimizer, over
+micro-batches."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ def standard_step(
 ) -> TrainStep:
     """One optimizer step: every micro-batch forward and backward, then the update.
 
-    The loss of each micro-batch is divided by their number, so that equal parts give the whole batch's mean gradient.
-    fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions none. `no_sync` is entered for all
-    micro-batches but the last; `before_update` runs between the last backward and the optimizer, `around_update` is entered
-    around the optimizer's step. `scaler` takes the place of the one made here, `clear` that of the optimizer's `zero_grad`.
+    The loss of each micro-batch is divided by their number, so that equal parts give the whole
+    batch's mean gradient. fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions
+    none. `no_sync` is entered for all micro-batches but the last; `before_update` runs between the
+    last backward and the optimizer, `around_update` is entered around the optimizer's step.
+    `scaler` takes the place of the one made here, `clear` that of the optimizer's `zero_grad`.
     """
     import torch
 
@@ -69,8 +71,8 @@ def standard_step(
 def loss_scaler(job: Job) -> GradScaler:
     """Dynamic loss scaling in an fp16 cell, none in any other.
 
-    It starts at 4096: torch's 65536 overflows now and then in the first steps, and the step that is then skipped is
-    another training than the reference's.
+    It starts at 4096: torch's 65536 overflows now and then in the first steps, and the step that is
+    then skipped is another training than the reference's.
     """
     from torch.amp.grad_scaler import GradScaler
 
@@ -78,15 +80,18 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def own_precision(job: Job) -> Job:
-    """The job without autocast and loss scaling: for strategies that bring about the cell's precision themselves."""
+    """The job without autocast and loss scaling: for strategies that bring about the cell's
+    precision themselves."""
     return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are freed by zero_grad.
+    """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are
+    freed by zero_grad.
 
-    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054, section 3.1, for
-    fp32). What the layers keep beside their parameters is whole on every rank.
+    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv
+    1910.02054, section 3.1, for fp32). What the layers keep beside their parameters is whole on
+    every rank.
     """
     moments = 2.0 if cell.optimizer == "adamw" else 1.0
     return States(
@@ -104,7 +109,8 @@ def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
 
 
 def all_reduced(ranks: int, size: float) -> float:
-    """Bytes that each rank must send for an all-reduce of `size` bytes (see harness/measure/collectives.py)."""
+    """Bytes that each rank must send for an all-reduce of `size` bytes (see
+    harness/measure/collectives.py)."""
     return 2 * passed_once(ranks, size)
 
 
@@ -114,7 +120,8 @@ def passed_once(ranks: int, size: float) -> float:
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Bytes of the hidden states between two blocks, of all samples that a rank sees in a step; None where the dtype may change."""
+    """Bytes of the hidden states between two blocks, of all samples that a rank sees in a step;
+    None where the dtype may change."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -124,7 +131,8 @@ def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Elements of the fullest rank when whole tensors are dealt out, each to the rank that has fewest so far."""
+    """Elements of the fullest rank when whole tensors are dealt out, each to the rank that has
+    fewest so far."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size
@@ -134,20 +142,37 @@ def fullest_share(sizes: Iterable[int], ranks: int) -> int:
 def ddp_buckets(model: DistributedDataParallel) -> Iterator[Held]:
     """DDP's gradient buckets, which live in C++ and are known by their sizes only."""
     data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # told a step after they were rebuilt
-    views = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) if model.gradient_as_bucket_view else 0
-    yield "library", "gradient buckets of DDP's reducer", sum(int(size) for size in sizes.split(",")) - views
+    sizes = (
+        data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    )  # told a step after they were rebuilt
+    views = (
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        if model.gradient_as_bucket_view
+        else 0
+    )
+    yield (
+        "library",
+        "gradient buckets of DDP's reducer",
+        sum(int(size) for size in sizes.split(",")) - views,
+    )
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
     """The model's blocks, none where its workload does not say which they are."""
-    return list(model.get_submodule(job.workload.block_path).children()) if job.workload.block_path else []
+    return (
+        list(model.get_submodule(job.workload.block_path).children())
+        if job.workload.block_path
+        else []
+    )
 
 
 def check_hybrid(cell: Cell) -> None:
     """Raises Refused where there are too few devices to both shard and replicate."""
     if cell.devices < 4 or cell.devices % 2:
-        raise Refused(f"hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ... devices, not {cell.devices}")
+        raise Refused(
+            "hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ..."
+            f" devices, not {cell.devices}"
+        )
 
 
 def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
@@ -161,7 +186,8 @@ def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts parameters, and inputs on their way in; buffers only where BatchNorm wants one dtype for all it holds."""
+    """Casts parameters, and inputs on their way in; buffers only where BatchNorm wants one dtype
+    for all it holds."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():

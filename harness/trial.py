@@ -15,7 +15,10 @@ from harness.workloads import DataSource
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Sent to every rank of a trial; small and picklable. What a node fills in for its own ranks comes last."""
+    """Sent to every rank of a trial; small and picklable.
+
+    What a node fills in for its own ranks comes last.
+    """
 
     cell: Cell
     data: DataSource
@@ -28,7 +31,8 @@ class TrialSpec:
     max_restarts: int = 0
     """Elastic restarts that the ranks may take."""
     explain: bool = False
-    """Whether the ranks are to say where time and memory go, instead of being timed (see harness/explain.py)."""
+    """Whether the ranks are to say where time and memory go, instead of being timed (see
+    harness/explain.py)."""
     traces: str | None = None
     """Folder for the traces of such a launch."""
     turns: Turns | None = None
@@ -50,13 +54,18 @@ class TrialSpec:
     progress: str | None = None
     """Address of a datagram socket that likes to hear of steps."""
     parent: int = 0
-    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for another launcher's."""
+    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for
+    another launcher's."""
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node: equally many on each, and processes beside the devices' on the last."""
+        """The ranks of this node: equally many on each, and processes beside the devices' on the
+        last."""
         each = self.processes // self.cell.nodes
-        return range(self.node * each, self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each)
+        return range(
+            self.node * each,
+            self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each,
+        )
 
 
 def answer_file(scratch: str | Path, rank: int) -> Path:

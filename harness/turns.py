@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 
 CYCLES_IN_A_TURN = 2
-"""The shorter a turn, the closer its neighbours in time; docs/performance.md has what turns of 2, 5, 10 and 20 steps tell apart."""
+"""The shorter a turn, the closer its neighbours in time; docs/performance.md has what turns of 2,
+5, 10 and 20 steps tell apart."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Turns:
         return cls(address, CYCLES_IN_A_TURN * cycle)
 
     def begins(self, number: int) -> bool:
-        """Whether a turn begins with this step, counted from the first one after the warm-up, settling ones included."""
+        """Whether a turn begins with this step, counted from the first one after the warm-up,
+        settling ones included."""
         return number >= 0 and number % (self.steps + 1) == 0
 
 
@@ -38,10 +40,11 @@ class Place:
         self.line.connect(address)
 
     def wait(self, step: int, seconds: float) -> float:
-        """Gives the turn away and waits for the next; returns when that begins, in seconds after the epoch.
+        """Gives the turn away and waits for the next; returns when that begins, in seconds after
+        the epoch.
 
-        `step` and `seconds`: the last step and its time, which whoever watches likes to hear. Raises ConnectionError where
-        nobody gives turns any more.
+        `step` and `seconds`: the last step and its time, which whoever watches likes to hear.
+        Raises ConnectionError where nobody gives turns any more.
         """
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
         if not self.line.recv(8):

@@ -1,7 +1,8 @@
 """Libraries that set-up could not build here, and why: written by scripts/native.sh, read by plans.
 
-python -m harness.unbuilt LIBRARY                             # prints the file that keeps the reason
-python -m harness.unbuilt LIBRARY VERSION LOG FOLDER MEND     # keeps it, and prints the log's first error
+python -m harness.unbuilt LIBRARY                             # prints the file that keeps the
+reason python -m harness.unbuilt LIBRARY VERSION LOG FOLDER MEND     # keeps it, and prints the
+log's first error
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 # What says why, best first: a compiler's or linker's line, CMake's, Python's, pip's own.
 _ERRORS = (
     re.compile(
-        r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?: (?:fatal|error)|^\S*ld: cannot|^Fatal Python error"
+        r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?:"
+        r" (?:fatal|error)|^\S*ld: cannot|^Fatal Python error"
     ),
     re.compile(r"^CMake Error"),
     re.compile(r"^[\w.]*(?:Error|Exception)\b:? "),
@@ -56,13 +58,22 @@ def unbuilt(library: str) -> Unbuilt | None:
 
 
 def first_error(log: str, folder: str = "") -> str:
-    """The line of a build's log that says best what went wrong; paths are told from the build's folder."""
+    """The line of a build's log that says best what went wrong; paths are told from the build's
+    folder."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in _ERRORS:
         for index, line in enumerate(lines):
             if pattern.search(line):
-                more = f" {lines[index + 1]}" if line.startswith("CMake Error") and lines[index + 1 :] else ""
-                return re.sub(rf"{re.escape(folder)}/(?:[^/\s]+-[\d.]+/)?", "", line + more) if folder else line + more
+                more = (
+                    f" {lines[index + 1]}"
+                    if line.startswith("CMake Error") and lines[index + 1 :]
+                    else ""
+                )
+                return (
+                    re.sub(rf"{re.escape(folder)}/(?:[^/\s]+-[\d.]+/)?", "", line + more)
+                    if folder
+                    else line + more
+                )
     return lines[-1] if lines else "its log is empty"
 
 

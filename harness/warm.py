@@ -26,7 +26,9 @@ INITIALIZED_CUDA: str | None = None
 def _preload(name: str, load: Callable[[], object]) -> None:
     """Runs one import and notes whether it was the one that initialised CUDA."""
     global INITIALIZED_CUDA
-    with contextlib.suppress(Exception):  # what is wrong with a library is said to whoever wants to use it
+    with contextlib.suppress(
+        Exception
+    ):  # what is wrong with a library is said to whoever wants to use it
         load()
     if INITIALIZED_CUDA is None and cuda_is_initialized():
         INITIALIZED_CUDA = name
@@ -38,12 +40,17 @@ with open(os.devnull, "w") as nowhere:  # what libraries print on import is no n
     os.dup2(nowhere.fileno(), 2)
     _preload("the suite itself", lambda: None)
     for package in os.environ.pop(harness.worker.PRELOAD).split():
-        _preload(f"package {package}", functools.partial(harness.imports.import_packages, [package]))
-    _preload("a strategy's module (harness.strategies, or a plug-in's)", harness.registry.strategies)
+        _preload(
+            f"package {package}", functools.partial(harness.imports.import_packages, [package])
+        )
+    _preload(
+        "a strategy's module (harness.strategies, or a plug-in's)", harness.registry.strategies
+    )
     for number, copy in zip((1, 2), copies, strict=True):
         os.dup2(copy, number)
         os.close(copy)
 
-# What the libraries made is not garbage: without this every collection in a rank walks, and copies, a million objects.
+# What the libraries made is not garbage: without this every collection in a rank walks, and copies,
+# a million objects.
 gc.collect()
 gc.freeze()

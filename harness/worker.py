@@ -29,8 +29,9 @@ from harness.workloads import make_workload
 if TYPE_CHECKING:
     import torch
 
-# Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever, because the Reducer's
-# destructor holds the GIL and joins gloo's thread, which waits for the GIL. They live until the process leaves by _exit.
+# Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever,
+# because the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
+# They live until the process leaves by _exit.
 _KEPT: list[Any] = []
 
 # What a rank says when another one has gone: the consequence of a failure, not its cause.
@@ -44,7 +45,8 @@ _LOST_PEER = (
     "horovod has been shut down",
     "this error originated at tensorpipe",
     "did the remote server shutdown or crash",  # torch's store
-    # NCCL's and torch's words for it. A collective that timed out is none of them: ranks that wait for each other may all be there.
+    # NCCL's and torch's words for it. A collective that timed out is none of them: ranks that wait
+    # for each other may all be there.
     "remote process exited or there was a network error",
     "ncclremoteerror",
     "connection closed by remote peer",
@@ -66,11 +68,13 @@ _NO_MEMORY = (
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable that tells the fork server the process id it must not outlive."""
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
-"""Environment variable with the packages that the fork server is to import beside the usual ones."""
+"""Environment variable with the packages that the fork server is to import beside the usual ones.
+"""
 
 
 def run_rank(spec: TrialSpec) -> None:
-    """Entry point of every rank under the elastic launcher; rank and world size are torchrun's variables."""
+    """Entry point of every rank under the elastic launcher; rank and world size are torchrun's
+    variables."""
     rank = int(os.environ["RANK"])
     _prepare_process(spec, rank)
     answer: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "entered_at": time.time()}
@@ -83,7 +87,9 @@ def run_rank(spec: TrialSpec) -> None:
             standing.meter.lift()
         answer |= failure(error)
         if answer["status"] == "out_of_memory" and standing.meter:
-            answer |= shortage(error, standing.meter, standing.job.exposed if standing.job else None)
+            answer |= shortage(
+                error, standing.meter, standing.job.exposed if standing.job else None
+            )
         traceback.print_exc()
         _flush()
         write_json(answer_file(spec.scratch, rank), answer)
@@ -101,7 +107,8 @@ class Standing:
 
 
 def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
-    """Entry point of every rank under torch.multiprocessing.spawn: sets the variables that torchrun would have set."""
+    """Entry point of every rank under torch.multiprocessing.spawn: sets the variables that torchrun
+    would have set."""
     os.environ |= {
         "RANK": str(local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -115,11 +122,16 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Status and reason of an exception, and whether it is only the consequence of another rank's failure."""
+    """Status and reason of an exception, and whether it is only the consequence of another rank's
+    failure."""
     said = str(error).strip().splitlines()
     line = said[0] if said else ""
     text = " ".join(said).lower()
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or any(m in text for m in _NO_MEMORY)
+    memory = (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(m in text for m in _NO_MEMORY)
+    )
     return {
         "status": "out_of_memory" if memory else "failed",
         "reason": f"{type(error).__name__}: {line}" if line else type(error).__name__,
@@ -130,7 +142,10 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def no_memory(text: str) -> str:
     """The line of a log that says there was no memory; empty where none does."""
-    return next((line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)), "")
+    return next(
+        (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
+        "",
+    )
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> None:
@@ -151,7 +166,9 @@ def _prepare_process(spec: TrialSpec, rank: int) -> None:
     cores = spec.cores[local_rank]
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
-    if spec.cell.device == "cpu":  # libraries that choose a device themselves would take a GPU that is there
+    if (
+        spec.cell.device == "cpu"
+    ):  # libraries that choose a device themselves would take a GPU that is there
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if spec.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
@@ -178,12 +195,13 @@ def _device(cell: Cell, serves: bool) -> torch.device:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError where this process was forked from one that had initialised CUDA, and says what did."""
+    """Raises RuntimeError where this process was forked from one that had initialised CUDA, and
+    says what did."""
     culprit = getattr(sys.modules.get("harness.warm"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(
-            f"importing {culprit} initialised CUDA in the process that ranks are forked from, so no rank can use a GPU;"
-            " import what does so inside the strategy's setup()"
+            f"importing {culprit} initialised CUDA in the process that ranks are forked from, so no"
+            " rank can use a GPU; import what does so inside the strategy's setup()"
         )
 
 
@@ -217,11 +235,14 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.process_group:
-        # torchrun keeps one store over its restarts: without a prefix a rank may read the address of one that has died.
+        # torchrun keeps one store over its restarts: without a prefix a rank may read the address
+        # of one that has died.
         meet: Any = rendezvous
         store, _, size = next(meet("env://"))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
+        dist.init_process_group(
+            backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
+        )
     standing.job = job = Job(
         cell,
         workload,
@@ -238,7 +259,9 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
     )
     step = strategy.setup(job)
     if job.exposed is None:
-        raise RuntimeError(f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup")
+        raise RuntimeError(
+            f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup"
+        )
     _KEPT.extend([job, step])
     setup_seconds = time.perf_counter() - begin
     setup_peak = meter.peak().allocated

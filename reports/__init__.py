@@ -22,7 +22,10 @@ def write_report(results: Results, path: Path) -> Path:
 
 
 def write_whole(text: str, path: Path, instead: str) -> Path:
-    """Writes a text file whole or not at all; raises Mistake where it cannot. `instead`: the command that writes another file."""
+    """Writes a text file whole or not at all; raises Mistake where it cannot.
+
+    `instead`: the command that writes another file.
+    """
     from harness.errors import Mistake
 
     temporary = path.with_name(f".{path.name}.tmp")
@@ -31,4 +34,7 @@ def write_whole(text: str, path: Path, instead: str) -> Path:
         temporary.write_text(text, encoding="utf-8", newline="\n")
         return temporary.replace(path)
     except OSError as error:
-        raise Mistake(f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with: {instead}") from None
+        raise Mistake(
+            f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with:"
+            f" {instead}"
+        ) from None

@@ -33,8 +33,14 @@ def wrappers(cells: Sequence[Row]) -> list[Wrappers]:
 
 def _wrappers(group: Group, name: str) -> Wrappers:
     sizes = Counter(row["wraps_ddp"] for row in group.rows)
-    labels = [row["wraps_ddp"] if sizes[row["wraps_ddp"]] == 1 else f"{row['wraps_ddp']}: {row['label']}" for row in group.rows]
-    drawn = dataclasses.replace(group, rows=tuple(row | {"label": label} for row, label in zip(group.rows, labels, strict=True)))
+    labels = [
+        row["wraps_ddp"] if sizes[row["wraps_ddp"]] == 1 else f"{row['wraps_ddp']}: {row['label']}"
+        for row in group.rows
+    ]
+    drawn = dataclasses.replace(
+        group,
+        rows=tuple(row | {"label": label} for row, label in zip(group.rows, labels, strict=True)),
+    )
     title = f"{group.workload} · {group.title}"
     bars = throughput_bars(drawn, name)
     fastest = group.rows[0]
@@ -42,13 +48,30 @@ def _wrappers(group: Group, name: str) -> Wrappers:
     columns = [
         Column("Wrapper", "", "", _wrapper),
         throughput_column(rows),
-        Column("Step p50", "ms", "median, slowest rank", figure("step_seconds_p50", lambda v: scaled(v, 1e3))),
-        Column("Step time", "x fastest", "median over trials, over that of the fastest here", figure("step_ratio", number)),
+        Column(
+            "Step p50",
+            "ms",
+            "median, slowest rank",
+            figure("step_seconds_p50", lambda v: scaled(v, 1e3)),
+        ),
+        Column(
+            "Step time",
+            "x fastest",
+            "median over trials, over that of the fastest here",
+            figure("step_ratio", number),
+        ),
         Column("Extra", "ms per step", "beyond the fastest here", _extra),
-        Column("Start-up", "s", "until the last rank's first instruction", figure("startup_seconds", number)),
+        Column(
+            "Start-up",
+            "s",
+            "until the last rank's first instruction",
+            figure("startup_seconds", number),
+        ),
         Column("Set-up", "s", "process group, model, wrapping", figure("setup_seconds", number)),
         Column("Peak memory", "MiB", "fullest device", mebibytes("peak_memory_bytes")),
-        Column("Library's buffers", "MiB", "fullest rank, between steps", mebibytes("library_bytes")),
+        Column(
+            "Library's buffers", "MiB", "fullest rank, between steps", mebibytes("library_bytes")
+        ),
     ]
     made = grid(f"{name}-table", f"What each wrapper costs, {title}", rows, columns)
     assert made is not None
@@ -56,8 +79,11 @@ def _wrappers(group: Group, name: str) -> Wrappers:
 
 
 def against(row: Row, fastest: Row) -> Row:
-    """Step time over the fastest's, and the seconds beyond it; by the median throughput over trials, as ranked."""
-    own, best = (float(one["global_batch"]) / float(one["samples_per_second"]) for one in (row, fastest))
+    """Step time over the fastest's, and the seconds beyond it; by the median throughput over
+    trials, as ranked."""
+    own, best = (
+        float(one["global_batch"]) / float(one["samples_per_second"]) for one in (row, fastest)
+    )
     return {"step_ratio": own / best, "extra_seconds": own - best}
 
 
@@ -68,7 +94,10 @@ def _wrapper(row: Row) -> Td:
 def _extra(row: Row) -> Td:
     shown = "0" if row["extra_seconds"] == 0 else scaled(row["extra_seconds"], 1e3)
     alike = " ≈" if row["same_as_above"] else ""
-    parts = (Part(shown, "extra_seconds", exact(row["extra_seconds"])), *((Part(alike),) if alike else ()))
+    parts = (
+        Part(shown, "extra_seconds", exact(row["extra_seconds"])),
+        *((Part(alike),) if alike else ()),
+    )
     return Td(parts, tip="cannot be told apart from the one above" if alike else "")
 
 
@@ -82,19 +111,30 @@ class Variants:
 
 
 def variants(cells: Sequence[Row]) -> list[Variants]:
-    """A comparison for each strategy and setting in which a variant (`base+suffix`) ran, the one with most of them first."""
+    """A comparison for each strategy and setting in which a variant (`base+suffix`) ran, the one
+    with most of them first."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in cells:
         if row["status"] == "ok":
             base = str(row["workload"]).partition("+")[0]
-            found.setdefault((base, str(row["label"]), str(row["regime"]), *setting(row, without=["workload"])), []).append(row)
+            found.setdefault(
+                (base, str(row["label"]), str(row["regime"]), *setting(row, without=["workload"])),
+                [],
+            ).append(row)
     kept = [rows for rows in found.values() if any("+" in str(row["workload"]) for row in rows)]
     kept.sort(key=lambda rows: -len(rows))
     return [_variants(rows, f"variants-{index}") for index, rows in enumerate(kept)]
 
 
 def _variants(rows: Sequence[Row], name: str) -> Variants:
-    rows = sorted(rows, key=lambda row: ("+" in str(row["workload"]), -float(row["trained_parameters"] or 0), str(row["workload"])))
+    rows = sorted(
+        rows,
+        key=lambda row: (
+            "+" in str(row["workload"]),
+            -float(row["trained_parameters"] or 0),
+            str(row["workload"]),
+        ),
+    )
     first = rows[0]
     group = Group({key: first[key] for key in SETTING}, tuple(rows))
     title = f"{str(first['workload']).partition('+')[0]} · {first['label']} · {group.title}"
@@ -117,14 +157,20 @@ def _variants(rows: Sequence[Row], name: str) -> Variants:
     made = grid(f"{name}-table", f"Variants of a model, {title}", rows, columns)
     assert made is not None
     known = [row for row in rows if not missing(row.get("state_bytes"))]
-    drawn = stacked(known, name, title, lambda row: f"{row['workload']}{marks(row)}") if len(known) > 1 else None
+    drawn = (
+        stacked(known, name, title, lambda row: f"{row['workload']}{marks(row)}")
+        if len(known) > 1
+        else None
+    )
     return Variants(title, drawn, made)
 
 
 def _share(row: Row) -> Td:
     known = not missing(row["trained_parameters"]) and not missing(row["parameters"])
     share = row["trained_parameters"] / row["parameters"] if known else None
-    text = DASH if share is None else percent(share) if share >= 0.1 else f"{number(share * 100, 2)} %"
+    text = (
+        DASH if share is None else percent(share) if share >= 0.1 else f"{number(share * 100, 2)} %"
+    )
     return Td((Part(text, "trained_share", exact(share)),))
 
 

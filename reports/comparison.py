@@ -1,4 +1,5 @@
-"""A comparison of runs as text: the words of a table, Markdown for a pull request, one self-contained HTML page."""
+"""A comparison of runs as text: the words of a table, Markdown for a pull request, one
+self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
     from harness.compare import Compared, Line
     from harness.sides import Measured
 
-COLUMNS = ("cell", "A samples/s", "B samples/s", "B / A", f"{COMPARED_CONFIDENCE * 100:g} % interval", "verdict", "peak memory, A to B")
+COLUMNS = (
+    "cell",
+    "A samples/s",
+    "B samples/s",
+    "B / A",
+    f"{COMPARED_CONFIDENCE * 100:g} % interval",
+    "verdict",
+    "peak memory, A to B",
+)
 NUMBERS = [column for column in COLUMNS if column not in ("cell", "verdict")]
 FOLDED = ("added", "no difference seen", "not compared")
 
@@ -21,9 +30,20 @@ FOLDED = ("added", "no difference seen", "not compared")
 def words(line: Line) -> list[str]:
     """A compared cell's row of the table."""
     speed = line.throughput
-    interval = f"{speed.low:.3f} to {speed.high:.3f}" if speed and speed.low is not None and speed.high is not None else DASH
+    interval = (
+        f"{speed.low:.3f} to {speed.high:.3f}"
+        if speed and speed.low is not None and speed.high is not None
+        else DASH
+    )
     speeds = [number(one.speed if one else None) for one in (line.first, line.second)]
-    return [line.cell_name, *speeds, f"{speed.ratio:.3f}" if speed else DASH, interval, line.verdict, memory(line)]
+    return [
+        line.cell_name,
+        *speeds,
+        f"{speed.ratio:.3f}" if speed else DASH,
+        interval,
+        line.verdict,
+        memory(line),
+    ]
 
 
 def memory(line: Line) -> str:
@@ -35,7 +55,9 @@ def memory(line: Line) -> str:
 
 def disturbed(compared: Compared) -> list[tuple[str, str]]:
     """Cells some of whose trials something disturbed, with these trials."""
-    return [(line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed]
+    return [
+        (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
+    ]
 
 
 def trials(one: Measured | None) -> str:
@@ -46,16 +68,27 @@ def markdown(compared: Compared) -> str:
     """Fit for a comment on a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
-    parts = [f"### {escaped(compared.first)} → {escaped(compared.second)}", f"**{escaped(compared.headline)}**"]
+    parts = [
+        f"### {escaped(compared.first)} → {escaped(compared.second)}",
+        f"**{escaped(compared.headline)}**",
+    ]
     if compared.differences:
         parts.append("Not the same software: " + escaped(", ".join(compared.differences)))
     parts += _md_lines(shown)
     for kind in FOLDED:
         if some := [line for line in folded if line.kind == kind]:
-            parts += [f"<details><summary>{kind}: {len(some)}</summary>", *_md_lines(some), "</details>"]
+            parts += [
+                f"<details><summary>{kind}: {len(some)}</summary>",
+                *_md_lines(some),
+                "</details>",
+            ]
     if found := disturbed(compared):
         said = "\n".join(f"- {escaped(name)}: {escaped(told)}" for name, told in found)
-        parts += [f"<details><summary>disturbed trials of cells: {len(found)}</summary>", said, "</details>"]
+        parts += [
+            f"<details><summary>disturbed trials of cells: {len(found)}</summary>",
+            said,
+            "</details>",
+        ]
     method = "\n".join(f"- {name}: {escaped(told)}" for name, told in compared.method.items())
     parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
     return "\n\n".join(parts) + "\n"
@@ -63,12 +96,25 @@ def markdown(compared: Compared) -> str:
 
 def _md_lines(lines: Sequence[Line]) -> list[str]:
     measured = [line for line in lines if line.throughput]
-    others = [f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.said)}" for line in lines if not line.throughput]
-    return ([table(COLUMNS, NUMBERS, [words(line) for line in measured])] if measured else []) + (["\n".join(others)] if others else [])
+    others = [
+        f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.said)}"
+        for line in lines
+        if not line.throughput
+    ]
+    return ([table(COLUMNS, NUMBERS, [words(line) for line in measured])] if measured else []) + (
+        ["\n".join(others)] if others else []
+    )
 
 
 def page(compared: Compared) -> str:
     """One HTML page that loads nothing and runs nothing but its own script."""
     from reports.page import fill
 
-    return fill("compare.html.j2", compared=compared, columns=COLUMNS, words=words, trials=trials, disturbed=disturbed(compared))
+    return fill(
+        "compare.html.j2",
+        compared=compared,
+        columns=COLUMNS,
+        words=words,
+        trials=trials,
+        disturbed=disturbed(compared),
+    )

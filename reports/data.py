@@ -7,14 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.groups import OVERSUBSCRIBED, STAND_IN, Group, Row, marks, named, pareto, tied_with_fastest
+from reports.groups import (
+    OVERSUBSCRIBED,
+    STAND_IN,
+    Group,
+    Row,
+    marks,
+    named,
+    pareto,
+    tied_with_fastest,
+)
 from reports.text import MIB, deviation, missing, number, percent, plural, shortened
 
 MOST_ROWS, MOST_DEVIATIONS = 60, 20
 LABEL = 52  # characters that fit the width of a chart
 NOTES = {
     STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
-    OVERSUBSCRIBED: f"{OVERSUBSCRIBED} hatched: more ranks than cores, its times say nothing of real hardware",
+    OVERSUBSCRIBED: (
+        f"{OVERSUBSCRIBED} hatched: more ranks than cores, its times say nothing of real hardware"
+    ),
 }
 ALIKE = "≈ cannot be told apart from the one above: no difference is seen within rounds"
 
@@ -54,7 +65,8 @@ class Bars:
 
 @dataclass(frozen=True)
 class Point:
-    """Memory in MiB and throughput of one cell; `place` numbers the Pareto front from its fastest end."""
+    """Memory in MiB and throughput of one cell; `place` numbers the Pareto front from its fastest
+    end."""
 
     label: str
     memory: float
@@ -96,14 +108,25 @@ def rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
 
 
 def throughput_bars(group: Group, name: str) -> Bars:
-    """Throughput of a group, fastest first, with the 95 % intervals; strong: cannot be told apart from the fastest."""
+    """Throughput of a group, fastest first, with the 95 % intervals; strong: cannot be told apart
+    from the fastest."""
     best = {id(group.rows[0]), *(id(row) for row in tied_with_fastest(group))}
     bars = []
     for row in group.rows[:MOST_ROWS]:
         value, low, high = (row[group.throughput + end] for end in ("", "_low", "_high"))
         spread = "" if missing(low) else f" ± {number((high - low) / 2, 2)}"
         text = number(value) + spread + (" ≈" if row["same_as_above"] else "")
-        bars.append(Bar(named(row), _known(value), text, _known(low), _known(high), id(row) in best, marks(row)))
+        bars.append(
+            Bar(
+                named(row),
+                _known(value),
+                text,
+                _known(low),
+                _known(high),
+                id(row) in best,
+                marks(row),
+            )
+        )
     alike = (ALIKE,) if any(row["same_as_above"] for row in group.rows) else ()
     return Bars(
         name,
@@ -118,14 +141,27 @@ def throughput_bars(group: Group, name: str) -> Bars:
 
 def memory_bars(group: Group, name: str) -> Bars | None:
     """Peak memory of a group in MiB, smallest first, with the range over trials."""
-    rows = sorted((r for r in group.rows if not missing(r["peak_memory_bytes"])), key=lambda r: float(r["peak_memory_bytes"]))
+    rows = sorted(
+        (r for r in group.rows if not missing(r["peak_memory_bytes"])),
+        key=lambda r: float(r["peak_memory_bytes"]),
+    )
     if not rows:
         return None
     bars = []
     for row in rows[:MOST_ROWS]:
         peak, low = row["peak_memory_bytes"] / MIB, row["peak_memory_bytes_low"] / MIB
         strong = row["peak_memory_bytes_low"] <= rows[0]["peak_memory_bytes"]
-        bars.append(Bar(named(row), peak, number(peak), low if row["trials"] > 1 else None, peak, strong, marks(row)))
+        bars.append(
+            Bar(
+                named(row),
+                peak,
+                number(peak),
+                low if row["trials"] > 1 else None,
+                peak,
+                strong,
+                marks(row),
+            )
+        )
     return Bars(
         name,
         group.title,
@@ -156,13 +192,21 @@ def memory_scatter(group: Group, name: str) -> Scatter | None:
         )
         for row in rows
     ]
-    words = "; ".join(f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} MiB" for p in points if p.place)
-    summary = f"Peak memory against throughput, {group.title}. No other cell is better in both than: {words}"
+    words = "; ".join(
+        f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} MiB"
+        for p in points
+        if p.place
+    )
+    summary = (
+        f"Peak memory against throughput, {group.title}. No other cell is better in both than:"
+        f" {words}"
+    )
     return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(rows))
 
 
 def where(row: Row, workload: str) -> str:
-    """A cell in words where a chart mixes settings: `label x2 bf16`, and its workload if it is another one."""
+    """A cell in words where a chart mixes settings: `label x2 bf16`, and its workload if it is
+    another one."""
     other = "" if row["workload"] == workload else f" {row['workload']}"
     setting = f" x{row['devices']} {row['precision']}{other}"
     return shortened(named(row), max(12, LABEL - len(setting))) + setting
@@ -173,8 +217,11 @@ def main_workload(rows: Sequence[Row]) -> str:
     return Counter(str(row["workload"]) for row in rows).most_common(1)[0][0]
 
 
-def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: str, title: str) -> Bars | None:
-    """The largest deviation of each judged cell on a log axis with its tolerance, those nearest to theirs first."""
+def deviation_bars(
+    records: Sequence[Row], column: str, tolerance: str, name: str, title: str
+) -> Bars | None:
+    """The largest deviation of each judged cell on a log axis with its tolerance, those nearest to
+    theirs first."""
     judged = [row for row in records if not missing(row.get(tolerance))]
     if not judged:
         return None
@@ -189,7 +236,16 @@ def deviation_bars(records: Sequence[Row], column: str, tolerance: str, name: st
     for row in judged[:MOST_DEVIATIONS]:
         failed = row["parity_verdict"] == "diverged"
         text = "not finite" if missing(row[column]) else deviation(row[column])
-        bars.append(Bar(where(row, main), _known(row[column]), text, marks=marks(row), target=float(row[tolerance]), failed=failed))
+        bars.append(
+            Bar(
+                where(row, main),
+                _known(row[column]),
+                text,
+                marks=marks(row),
+                target=float(row[tolerance]),
+                failed=failed,
+            )
+        )
     outside = sum(bar.failed for bar in bars)
     summary = f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged"
     axis, notes = "relative deviation (no unit), log scale", rest(len(judged), MOST_DEVIATIONS)
@@ -204,7 +260,11 @@ def bubble_theory(row: Row) -> float:
 
 def bubble_bars(records: Sequence[Row], name: str) -> Bars | None:
     """Measured pipeline bubble in % with the theory's, smallest first."""
-    rows = [row for row in records if not missing(row.get("bubble_fraction")) and (row["pipeline_parallel"] or 0) > 1]
+    rows = [
+        row
+        for row in records
+        if not missing(row.get("bubble_fraction")) and (row["pipeline_parallel"] or 0) > 1
+    ]
     if not rows:
         return None
     rows.sort(key=lambda r: float(r["bubble_fraction"]))
@@ -214,7 +274,9 @@ def bubble_bars(records: Sequence[Row], name: str) -> Bars | None:
         share, theory = float(row["bubble_fraction"]), bubble_theory(row)
         text = f"{percent(share)} ({percent(theory)})"
         bars.append(Bar(where(row, main), share * 100, text, marks=marks(row), target=theory * 100))
-    summary = "Pipeline bubble, measured and in brackets by theory: " + "; ".join(f"{bar.label} {bar.text}" for bar in bars[:8])
+    summary = "Pipeline bubble, measured and in brackets by theory: " + "; ".join(
+        f"{bar.label} {bar.text}" for bar in bars[:8]
+    )
     notes = notes_for(rows) + rest(len(rows))
     return Bars(
         name,

@@ -33,7 +33,8 @@ class Failure:
 
 
 def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
-    """Everything launched that failed, diverged or was cut off; what the matrix expects comes last."""
+    """Everything launched that failed, diverged or was cut off; what the matrix expects comes
+    last."""
     found = []
     for row in cells:
         if row["status"] not in NO_RESULT:
@@ -80,7 +81,11 @@ def hardware(run: Row) -> str:
     if not gpus:
         model = "" if missing(run["cpu_model"]) else f" of {run['cpu_model']}"
         return f"{plural(_whole(run['cpu_cores']), 'CPU core')}{model}, no GPU"
-    each = "" if missing(run["gpu_memory_bytes"]) else f" ({number(run['gpu_memory_bytes'] / GIB)} GiB each)"
+    each = (
+        ""
+        if missing(run["gpu_memory_bytes"])
+        else f" ({number(run['gpu_memory_bytes'] / GIB)} GiB each)"
+    )
     return " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) + each
 
 
@@ -89,7 +94,8 @@ def _whole(value: Any) -> int:
 
 
 def _gpus(run: Row) -> list[tuple[str, str]]:
-    """What is known of the GPUs' driver, settings and connections; of a run without GPUs nothing."""
+    """What is known of the GPUs' driver, settings and connections; of a run without GPUs
+    nothing."""
     versions = {
         "driver": run.get("driver_version"),
         "which runs CUDA up to": run.get("driver_cuda_version"),
@@ -100,7 +106,9 @@ def _gpus(run: Row) -> list[tuple[str, str]]:
     words = ", ".join(f"{name} {value}" for name, value in versions.items() if not missing(value))
     facts = _json(run.get("gpu_facts"))
     settings = Counter(map(_setting, facts if isinstance(facts, list) else []))
-    each = "; ".join(f"{plural(count, 'GPU')}: {setting}" for setting, count in settings.items() if setting)
+    each = "; ".join(
+        f"{plural(count, 'GPU')}: {setting}" for setting, count in settings.items() if setting
+    )
     unused = run.get("gpus_unused")
     return [
         ("GPUs not used", "" if missing(unused) else str(unused)),
@@ -137,10 +145,20 @@ def environment(run: Row) -> list[tuple[str, str]]:
     plan = _plan(run)
     rows = [
         ("Run", run["run_id"]),
-        ("Started", f"{run['started_at']:%Y-%m-%d %H:%M:%S} UTC" if not missing_time(run["started_at"]) else DASH),
+        (
+            "Started",
+            (
+                f"{run['started_at']:%Y-%m-%d %H:%M:%S} UTC"
+                if not missing_time(run["started_at"])
+                else DASH
+            ),
+        ),
         ("Matrix", run["matrix"]),
         ("Trials of each cell", plan.get("trials")),
-        ("Launches of a round", "by turns of a few steps, all at once" if plan.get("by_turns") else ""),
+        (
+            "Launches of a round",
+            "by turns of a few steps, all at once" if plan.get("by_turns") else "",
+        ),
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),
         *_gpus(run),
@@ -150,7 +168,13 @@ def environment(run: Row) -> list[tuple[str, str]]:
         ("Python", run["python_version"]),
         ("PyTorch", run["torch_version"]),
         ("Libraries", ", ".join(f"{name} {version}" for name, version in libraries.items())),
-        ("Suite", f"{run['suite_version']}, commit {'unknown' if missing(run['git_commit']) else run['git_commit']}"),
+        (
+            "Suite",
+            (
+                f"{run['suite_version']}, commit"
+                f" {'unknown' if missing(run['git_commit']) else run['git_commit']}"
+            ),
+        ),
         ("Schema of the record", f"version {run['schema_version']}"),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
@@ -172,16 +196,27 @@ class Tolerance:
 
 
 def tolerances(cells: Sequence[Row]) -> list[Tolerance]:
-    """What was allowed, the tightest first. The reason is known of cells that used more than the tightest."""
+    """What was allowed, the tightest first.
+
+    The reason is known of cells that used more than the tightest.
+    """
     grouped: dict[tuple[float, float], list[Row]] = {}
     for row in cells:
         if not missing(row.get("parity_loss_tolerance")):
-            grouped.setdefault((row["parity_loss_tolerance"], row["parity_update_tolerance"]), []).append(row)
+            grouped.setdefault(
+                (row["parity_loss_tolerance"], row["parity_update_tolerance"]), []
+            ).append(row)
     found = []
     for (loss, update), rows in sorted(grouped.items()):
-        reasons = [row["parity_reason"] for row in rows if row["parity_verdict"] == "within tolerance" and row["parity_reason"]]
+        reasons = [
+            row["parity_reason"]
+            for row in rows
+            if row["parity_verdict"] == "within tolerance" and row["parity_reason"]
+        ]
         names = tuple(dict.fromkeys(f"{row['label']} {row['precision']}" for row in rows))
-        found.append(Tolerance(deviation(loss), deviation(update), "; ".join(dict.fromkeys(reasons)), names))
+        found.append(
+            Tolerance(deviation(loss), deviation(update), "; ".join(dict.fromkeys(reasons)), names)
+        )
     return found
 
 
@@ -190,31 +225,46 @@ def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     from harness.measure.flops import FORMULA
     from harness.stats import INTERVAL_METHOD, within_rounds
 
-    memory = list(dict.fromkeys(str(row["memory_method"]) for row in cells if not missing(row["memory_method"])))
+    memory = list(
+        dict.fromkeys(
+            str(row["memory_method"]) for row in cells if not missing(row["memory_method"])
+        )
+    )
     throughput = (
-        "global batch (samples, or tokens) over the step time; the step time is the slowest rank's at each step, between two"
-        " device synchronisations, getting the batch included; warm-up steps are left out"
+        "global batch (samples, or tokens) over the step time; the step time is the slowest rank's"
+        " at each step, between two device synchronisations, getting the batch included; warm-up"
+        " steps are left out"
     )
     states = (
-        "distinct storages of parameters, gradients, optimizer state and the library's own copies and buffers that a rank keeps"
-        " after a step, looked at outside the timed ones; shown is the fullest rank, in the trial where it keeps most"
+        "distinct storages of parameters, gradients, optimizer state and the library's own copies"
+        " and buffers that a rank keeps after a step, looked at outside the timed ones; shown is"
+        " the fullest rank, in the trial where it keeps most"
     )
     sent = (
-        "payload that a rank sent over TCP in a timed step, control messages included; shown is the rank that sends most, the"
-        " median of the trials"
+        "payload that a rank sent over TCP in a timed step, control messages included; shown is the"
+        " rank that sends most, the median of the trials"
     )
     efficiency = (
-        "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling compares with one device at the"
-        " batch that each device has"
+        "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling"
+        " compares with one device at the batch that each device has"
     )
     method = within_rounds(any(row.get("turns") for row in cells))
     rows = [
         ("Throughput", throughput),
         ("Interval", INTERVAL_METHOD),
-        ("Told apart", f"two neighbours in a ranking are marked ≈ where no difference is seen: {method}"),
+        (
+            "Told apart",
+            f"two neighbours in a ranking are marked ≈ where no difference is seen: {method}",
+        ),
         ("Memory", "; ".join(memory) + ". Each device has its own peak; shown is the largest"),
-        ("States between steps", states if any(not missing(row.get("state_bytes")) for row in cells) else ""),
-        ("Bytes sent", sent if any(not missing(row.get("sent_bytes_per_step")) for row in cells) else ""),
+        (
+            "States between steps",
+            states if any(not missing(row.get("state_bytes")) for row in cells) else "",
+        ),
+        (
+            "Bytes sent",
+            sent if any(not missing(row.get("sent_bytes_per_step")) for row in cells) else "",
+        ),
         ("Scaling efficiency", efficiency),
         ("FLOPs and MFU", FORMULA),
     ]

@@ -1,4 +1,7 @@
-"""Figure data -> matplotlib figures, of what is no line per cell (see lines.py). Widths and heights are in pixels of the page at 100 %."""
+"""Figure data -> matplotlib figures, of what is no line per cell (see lines.py).
+
+Widths and heights are in pixels of the page at 100 %.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,19 @@ _PIXEL = 1 / 72
 _MARKERS = "osD^vP"
 
 
-def canvas(height: float, left: float, right: float, bottom: float, top: float) -> tuple[Figure, Axes]:
+def canvas(
+    height: float, left: float, right: float, bottom: float, top: float
+) -> tuple[Figure, Axes]:
     """A figure of WIDTH x height with one axes between these margins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
-    share = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
+    share = (
+        left / WIDTH,
+        bottom / height,
+        (WIDTH - left - right) / WIDTH,
+        (height - bottom - top) / height,
+    )
     axes = figure.add_axes(share)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -37,26 +47,72 @@ def scatter(data: Scatter) -> Figure:
     figure, axes = canvas(310, 58, 14, 44, 16)
     front = data.front
     for colour, points in ((REST, [p for p in data.points if not p.place]), (BEST, front)):
-        upright = [(p.memory, v) for p in points if p.low is not None and p.high is not None for v in (p.low, p.high, math.nan)]
+        upright = [
+            (p.memory, v)
+            for p in points
+            if p.low is not None and p.high is not None
+            for v in (p.low, p.high, math.nan)
+        ]
         level = [(v, p.throughput) for p in points for v in (p.memory_low, p.memory, math.nan)]
-        for ends in (upright, level):  # all of them as one broken line: thousands of lines would make the page large
-            axes.plot([x for x, _ in ends], [y for _, y in ends], color=colour, linewidth=1.2, zorder=2)
-        for face, some in ((PAPER, [p for p in points if p.marks]), (colour, [p for p in points if not p.marks])):
+        for ends in (
+            upright,
+            level,
+        ):  # all of them as one broken line: thousands of lines would make the page large
+            axes.plot(
+                [x for x, _ in ends], [y for _, y in ends], color=colour, linewidth=1.2, zorder=2
+            )
+        for face, some in (
+            (PAPER, [p for p in points if p.marks]),
+            (colour, [p for p in points if not p.marks]),
+        ):
             places = [p.memory for p in some], [p.throughput for p in some]
             size, order = (15, 4) if colour == BEST else (7, 3)
-            axes.plot(*places, "o", markersize=size, color=colour, markerfacecolor=face, linestyle="none", zorder=order)
+            axes.plot(
+                *places,
+                "o",
+                markersize=size,
+                color=colour,
+                markerfacecolor=face,
+                linestyle="none",
+                zorder=order,
+            )
     for point in front:
         ink = BEST if point.marks else PAPER
-        axes.text(point.memory, point.throughput, str(point.place), ha="center", va="center_baseline", color=ink, fontsize=10, zorder=5)
+        axes.text(
+            point.memory,
+            point.throughput,
+            str(point.place),
+            ha="center",
+            va="center_baseline",
+            color=ink,
+            fontsize=10,
+            zorder=5,
+        )
     if len(front) > 1:
-        axes.step([p.memory for p in front][::-1], [p.throughput for p in front][::-1], where="post", color=BEST, linewidth=1.2, zorder=1)
+        axes.step(
+            [p.memory for p in front][::-1],
+            [p.throughput for p in front][::-1],
+            where="post",
+            color=BEST,
+            linewidth=1.2,
+            zorder=1,
+        )
     axes.set_xlim(*around([v for p in data.points for v in (p.memory_low, p.memory)]))
-    axes.set_ylim(*around([v for p in data.points for v in (p.low, p.throughput, p.high) if v is not None]))
+    axes.set_ylim(
+        *around([v for p in data.points for v in (p.low, p.throughput, p.high) if v is not None])
+    )
     axes.grid()
     axes.locator_params(nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.set_xlabel("peak memory of the fullest device (MiB)", loc="left")
-    axes.set_title(f"throughput ({data.unit}); better is up and left", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=5)
+    axes.set_title(
+        f"throughput ({data.unit}); better is up and left",
+        fontsize=11.5,
+        color=SOFT,
+        loc="left",
+        x=-50 / (WIDTH - 72),
+        pad=5,
+    )
     return figure
 
 
@@ -70,8 +126,18 @@ def scaling(data: Scaling) -> Figure:
     for index, line in reversed(list(enumerate(data.lines))):
         known = index < COLOURED
         colour = SERIES[index] if known else REST
-        (drawn,) = axes.plot(line.devices, line.values, color=colour, linewidth=2.0 if known else 1.0, zorder=3 if known else 2)
-        drawn.set(marker=_MARKERS[index] if known else ".", markersize=6, markerfacecolor=PAPER if line.marked else colour)
+        (drawn,) = axes.plot(
+            line.devices,
+            line.values,
+            color=colour,
+            linewidth=2.0 if known else 1.0,
+            zorder=3 if known else 2,
+        )
+        drawn.set(
+            marker=_MARKERS[index] if known else ".",
+            markersize=6,
+            markerfacecolor=PAPER if line.marked else colour,
+        )
         handles.insert(0, drawn)
         for n, low, high in zip(line.devices, line.lows, line.highs, strict=True):
             if low is not None and high is not None:
@@ -80,7 +146,10 @@ def scaling(data: Scaling) -> Figure:
     if len(data.lines) > COLOURED:
         labels.append(f"{len(data.lines) - COLOURED} more, in the table of efficiency")
     labels.append("ideal: the fastest on the fewest devices, times devices")
-    handles = [*handles[: len(labels) - 1], *axes.plot(counts, [v for _, v in data.ideal], "--", color=INK, linewidth=1.3)]
+    handles = [
+        *handles[: len(labels) - 1],
+        *axes.plot(counts, [v for _, v in data.ideal], "--", color=INK, linewidth=1.3),
+    ]
     if counts[-1] / counts[0] > 4:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -91,19 +160,34 @@ def scaling(data: Scaling) -> Figure:
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.grid()
     axes.set_xlabel("number of devices", loc="left")
-    axes.set_title(f"throughput ({data.unit})", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=5)
+    axes.set_title(
+        f"throughput ({data.unit})",
+        fontsize=11.5,
+        color=SOFT,
+        loc="left",
+        x=-50 / (WIDTH - 72),
+        pad=5,
+    )
     _legend(figure, handles, labels)
     return figure
 
 
 def _legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
     figure.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 0), frameon=False, handlelength=1.8, borderaxespad=0.2, labelspacing=0.35
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 0),
+        frameon=False,
+        handlelength=1.8,
+        borderaxespad=0.2,
+        labelspacing=0.35,
     )
 
 
 def links(data: Bandwidths) -> Figure:
-    """Throughput over measured bandwidth on logarithmic axes, a line for each strategy, the links as asked for on top."""
+    """Throughput over measured bandwidth on logarithmic axes, a line for each strategy, the links
+    as asked for on top."""
     from matplotlib.ticker import LogLocator
 
     legend = 17 * len(data.lines)
@@ -113,12 +197,16 @@ def links(data: Bandwidths) -> Figure:
     handles: list[Artist] = []
     for index, line in enumerate(data.lines):
         colour, dashes = SERIES[index % len(SERIES)], ("-", "--", ":")[index // len(SERIES) % 3]
-        (drawn,) = axes.plot(line.bits_per_second, line.values, dashes, color=colour, linewidth=1.8, zorder=3)
+        (drawn,) = axes.plot(
+            line.bits_per_second, line.values, dashes, color=colour, linewidth=1.8, zorder=3
+        )
         drawn.set(marker=_MARKERS[index % len(_MARKERS)], markersize=5.5)
         handles.append(drawn)
         for x, low, high in zip(line.bits_per_second, line.lows, line.highs, strict=True):
             if low is not None and high is not None:
-                axes.plot([x, x], [max(low, high * 1e-3), high], color=colour, linewidth=1.3, zorder=2)
+                axes.plot(
+                    [x, x], [max(low, high * 1e-3), high], color=colour, linewidth=1.3, zorder=2
+                )
     values = [value for line in data.lines for value in line.values]
     axes.set_xlim(data.links[0][0] / 1.4, data.links[-1][0] * 1.4)
     axes.set_ylim(min(values) / 1.5, max(values) * 1.5)
@@ -129,27 +217,62 @@ def links(data: Bandwidths) -> Figure:
     axes.minorticks_off()
     for place, asked in data.links:
         axes.axvline(place, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
-        axes.text(place, 1.02, asked, transform=axes.get_xaxis_transform(), ha="center", color=SOFT, fontsize=10)
+        axes.text(
+            place,
+            1.02,
+            asked,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            color=SOFT,
+            fontsize=10,
+        )
     axes.grid(axis="y")
     axes.set_xlabel("measured bandwidth of the emulated link", loc="left")
     axes.set_title(
-        f"throughput ({data.unit}); on top: the link asked for", fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - 72), pad=20
+        f"throughput ({data.unit}); on top: the link asked for",
+        fontsize=11.5,
+        color=SOFT,
+        loc="left",
+        x=-50 / (WIDTH - 72),
+        pad=20,
     )
     _legend(figure, handles, [shortened(line.label, 52) for line in data.lines])
     return figure
 
 
 def losses(data: Losses) -> Figure:
-    """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and named."""
+    """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and
+    named."""
     legend = 17 * (2 + len(data.diverged[:3]))
     figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
-    axes.plot(range(len(data.reference)), data.reference, color=REST, alpha=0.6, linewidth=9, solid_capstyle="round", label="reference")
-    agree = f"{len(data.kept)} cells that agree with it" if len(data.kept) > 1 else "the cell that agrees with it"
+    axes.plot(
+        range(len(data.reference)),
+        data.reference,
+        color=REST,
+        alpha=0.6,
+        linewidth=9,
+        solid_capstyle="round",
+        label="reference",
+    )
+    agree = (
+        f"{len(data.kept)} cells that agree with it"
+        if len(data.kept) > 1
+        else "the cell that agrees with it"
+    )
     for index, curve in enumerate(data.kept):
         axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=None if index else agree)
     for index, (label, curve) in enumerate(data.diverged):
         name = f"diverged: {shortened(label, 44)}" if index < 3 else None
-        axes.plot(range(len(curve)), curve, "--", marker=_MARKERS[index % 6], markersize=4, color=WARN, linewidth=1.3, label=name)
+        axes.plot(
+            range(len(curve)),
+            curve,
+            "--",
+            marker=_MARKERS[index % 6],
+            markersize=4,
+            color=WARN,
+            linewidth=1.3,
+            label=name,
+        )
     spread = [*data.reference, *(v for curve in data.kept for v in curve)]
     low, high = min(spread), max(spread)
     margin = (high - low or 1.0) * 0.35
@@ -158,7 +281,14 @@ def losses(data: Losses) -> Figure:
     axes.locator_params(axis="x", integer=True)
     axes.grid()
     axes.set_xlabel("step (number)", loc="left")
-    axes.set_title("mean loss of the step (nats)", fontsize=11.5, color=SOFT, loc="left", x=-42 / (WIDTH - 64), pad=5)
+    axes.set_title(
+        "mean loss of the step (nats)",
+        fontsize=11.5,
+        color=SOFT,
+        loc="left",
+        x=-42 / (WIDTH - 64),
+        pad=5,
+    )
     handles, labels = axes.get_legend_handles_labels()
     _legend(figure, list(handles), labels)
     return figure

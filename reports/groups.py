@@ -24,11 +24,14 @@ Row = dict[str, Any]
 def marks(row: Row) -> str:
     """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
     measured = not missing(row["samples_per_second"])
-    return (STAND_IN if not missing(row["stand_in"]) else "") + (OVERSUBSCRIBED if row["oversubscribed"] and measured else "")
+    return (STAND_IN if not missing(row["stand_in"]) else "") + (
+        OVERSUBSCRIBED if row["oversubscribed"] and measured else ""
+    )
 
 
 def named(row: Row) -> str:
-    """The label as a chart shows it: with its nodes and its regime where these are the unusual ones, and its marks."""
+    """The label as a chart shows it: with its nodes and its regime where these are the unusual
+    ones, and its marks."""
     nodes = f" · {row['nodes']} nodes" if row["nodes"] > 1 else ""
     nodes += f" · {link}" if (link := link_words(row)) else ""
     return f"{row['label']}{nodes}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
@@ -80,8 +83,14 @@ class Group:
     def details(self) -> str:
         """The title with what a reader needs once: tokens of a sample, cores of a device."""
         s = self.setting
-        tokens = f" of {s['sequence_length']} tokens" if self.throughput.startswith("tokens") else ""
-        cores = "" if s["device"] == "cuda" else f" · {plural(int(s['threads_per_device']), 'core')} per device"
+        tokens = (
+            f" of {s['sequence_length']} tokens" if self.throughput.startswith("tokens") else ""
+        )
+        cores = (
+            ""
+            if s["device"] == "cuda"
+            else f" · {plural(int(s['threads_per_device']), 'core')} per device"
+        )
         alone = ", where nothing is communicated" if self.devices == 1 else ""
         return f"{self.title}{tokens}{cores}{alone}"
 
@@ -106,26 +115,33 @@ def link_words(row: Row) -> str:
 
 
 def find_groups(cells: Sequence[Row]) -> list[Group]:
-    """All groups of ranked cells: the workload with most cells first, then by number of devices, then the largest group first."""
+    """All groups of ranked cells: the workload with most cells first, then by number of devices,
+    then the largest group first."""
     sizes = Counter(str(row["workload"]) for row in cells)
     found = [ranking(group) for group in by_setting([row for row in cells if row["ranked"]])]
     return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def by_setting(rows: Sequence[Row], *more: str) -> list[Group]:
-    """Rows that differ in nothing but the strategy (and agree in `more`), as they come; the workload with most rows first."""
+    """Rows that differ in nothing but the strategy (and agree in `more`), as they come; the
+    workload with most rows first."""
     sizes = Counter(str(row["workload"]) for row in rows)
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((*setting(row), *(str(row.get(name)) for name in more)), []).append(row)
-    groups = [Group({name: rows[0][name] for name in SETTING}, tuple(rows)) for rows in found.values()]
+    groups = [
+        Group({name: rows[0][name] for name in SETTING}, tuple(rows)) for rows in found.values()
+    ]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def ranking(group: Group) -> Group:
     """The group by throughput, with the places that its cells have among themselves."""
     rows = sorted(group.rows, key=lambda row: -float(row["samples_per_second"]))
-    places = [row | {"place": place, "same_as_above": same} for place, (row, same) in enumerate(zip(rows, alike(rows), strict=True), 1)]
+    places = [
+        row | {"place": place, "same_as_above": same}
+        for place, (row, same) in enumerate(zip(rows, alike(rows), strict=True), 1)
+    ]
     return dataclasses.replace(group, rows=tuple(places))
 
 
@@ -138,7 +154,8 @@ def biggest(groups: list[Group]) -> list[Group]:
 
 
 def headline(groups: list[Group]) -> Group | None:
-    """The group that the verdict leads with: main workload, something to compare, real hardware, several devices, most cells."""
+    """The group that the verdict leads with: main workload, something to compare, real hardware,
+    several devices, most cells."""
     if not groups:
         return None
     main = [group for group in groups if group.workload == groups[0].workload]
@@ -173,11 +190,13 @@ class Verdict:
     balanced: Pick | None
     """The most throughput for its peak memory."""
     faster: Pick | None
-    """A stand-in, or a cell with more ranks than cores, that was faster still: it says nothing of the real thing, so it does not lead."""
+    """A stand-in, or a cell with more ranks than cores, that was faster still: it says nothing of
+    the real thing, so it does not lead."""
 
 
 def verdict(group: Group) -> Verdict:
-    """Fastest and most memory-frugal of a group, each with its interval; of the real things where there are any.
+    """Fastest and most memory-frugal of a group, each with its interval; of the real things where
+    there are any.
 
     More ranks than cores change a cell's times, not its memory.
     """
@@ -185,7 +204,13 @@ def verdict(group: Group) -> Verdict:
     best, first = timed[0], group.rows[0]
     tied = tuple(tied_with_fastest(dataclasses.replace(group, rows=tuple(timed))))
     ahead = _fast(group, first, ()) if best is not first else None
-    return Verdict(group, _fast(group, best, tied), _frugal(genuine, best), _balanced(group, timed, best), ahead)
+    return Verdict(
+        group,
+        _fast(group, best, tied),
+        _frugal(genuine, best),
+        _balanced(group, timed, best),
+        ahead,
+    )
 
 
 def _real_things(group: Group) -> list[Row]:
@@ -201,7 +226,12 @@ def fairly_timed(group: Group) -> list[Row]:
 def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
     low, high = row[f"{group.throughput}_low"], row[f"{group.throughput}_high"]
     known = f"95 % interval {number(low)} to {number(high)}, {plural(row['trials'], 'trial')}"
-    return Pick(row, f"{number(row[group.throughput])} {group.unit}", "1 trial: no interval" if missing(low) else known, tied)
+    return Pick(
+        row,
+        f"{number(row[group.throughput])} {group.unit}",
+        "1 trial: no interval" if missing(low) else known,
+        tied,
+    )
 
 
 def _frugal(genuine: Sequence[Row], fastest: Row) -> Pick | None:
@@ -210,36 +240,54 @@ def _frugal(genuine: Sequence[Row], fastest: Row) -> Pick | None:
         return None
     row = min(rows, key=lambda r: (r["peak_memory_bytes"], -r["samples_per_second"]))
     peak, low = row["peak_memory_bytes"], row["peak_memory_bytes_low"]
-    between = f"largest of {plural(row['trials'], 'trial')}, smallest {number(low / MIB)} MiB" if row["trials"] > 1 else "1 trial: no range"
+    between = (
+        f"largest of {plural(row['trials'], 'trial')}, smallest {number(low / MIB)} MiB"
+        if row["trials"] > 1
+        else "1 trial: no range"
+    )
     tied = tuple(r for r in rows if r is not row and r["peak_memory_bytes_low"] <= peak)
     then = ""
     if row is not fastest and not missing(fastest["peak_memory_bytes"]):
         less = percent(1 - peak / fastest["peak_memory_bytes"])
         speed = percent(row["samples_per_second"] / fastest["samples_per_second"])
         comparable = bool(row["oversubscribed"]) == bool(fastest["oversubscribed"])
-        then = f"{less} less than the fastest needs" + (f", at {speed} of its throughput" if comparable else "")
+        then = f"{less} less than the fastest needs" + (
+            f", at {speed} of its throughput" if comparable else ""
+        )
     return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
 
 
 def _balanced(group: Group, timed: Sequence[Row], fastest: Row) -> Pick | None:
-    """The cell with the most throughput for its peak memory, and those whose interval of that reaches it."""
+    """The cell with the most throughput for its peak memory, and those whose interval of that
+    reaches it."""
     rows = [row for row in timed if not missing(row["peak_memory_bytes"])]
     if not rows:
         return None
 
     def worth(row: Row, end: str = "") -> float:
         figure = row[f"{group.throughput}{end}"]
-        return float((row[group.throughput] if missing(figure) else figure) * MIB / row["peak_memory_bytes"])
+        return float(
+            (row[group.throughput] if missing(figure) else figure) * MIB / row["peak_memory_bytes"]
+        )
 
     row = max(rows, key=worth)
     between = (
-        f"95 % interval {number(worth(row, '_low'))} to {number(worth(row, '_high'))}" if row["trials"] > 1 else "1 trial: no interval"
+        f"95 % interval {number(worth(row, '_low'))} to {number(worth(row, '_high'))}"
+        if row["trials"] > 1
+        else "1 trial: no interval"
     )
-    tied = tuple(r for r in rows if r is not row and row["trials"] > 1 and worth(r, "_high") >= worth(row, "_low"))
+    tied = tuple(
+        r
+        for r in rows
+        if r is not row and row["trials"] > 1 and worth(r, "_high") >= worth(row, "_low")
+    )
     then = ""
     if row is not fastest and not missing(fastest["peak_memory_bytes"]):
         speed = percent(row[group.throughput] / fastest[group.throughput])
-        then = f"{speed} of the fastest's throughput in {percent(row['peak_memory_bytes'] / fastest['peak_memory_bytes'])} of its memory"
+        then = (
+            f"{speed} of the fastest's throughput in"
+            f" {percent(row['peak_memory_bytes'] / fastest['peak_memory_bytes'])} of its memory"
+        )
     return Pick(row, f"{number(worth(row))} {group.unit} per MiB", between, tied, then)
 
 
@@ -247,6 +295,8 @@ def pareto(group: Group) -> list[Row]:
     """Cells that no other beats in both throughput and peak memory, fastest first."""
     front: list[Row] = []
     for row in group.rows:
-        if not missing(row["peak_memory_bytes"]) and all(row["peak_memory_bytes"] < better["peak_memory_bytes"] for better in front):
+        if not missing(row["peak_memory_bytes"]) and all(
+            row["peak_memory_bytes"] < better["peak_memory_bytes"] for better in front
+        ):
             front.append(row)
     return front

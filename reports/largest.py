@@ -1,4 +1,5 @@
-"""The largest trainable model of each strategy within a budget of memory, against what the formula predicts."""
+"""The largest trainable model of each strategy within a budget of memory, against what the formula
+predicts."""
 
 from __future__ import annotations
 
@@ -43,12 +44,14 @@ def is_search(run: Row) -> bool:
 
 
 def verified(trials: pd.DataFrame) -> pd.DataFrame:
-    """A search's trials without its probes, which only say whether a size fits; those that failed otherwise are kept."""
+    """A search's trials without its probes, which only say whether a size fits; those that failed
+    otherwise are kept."""
     return trials[(trials["trial"] == 1) | ~trials["status"].isin(["ok", "out_of_memory"])]
 
 
 def largest(results: Results) -> Largest | None:
-    """The section of a search, None for any other run and for one whose plan another version wrote."""
+    """The section of a search, None for any other run and for one whose plan another version
+    wrote."""
     from harness.found import found, limits, order_notes
     from harness.plan import Plan
 
@@ -61,8 +64,12 @@ def largest(results: Results) -> Largest | None:
         return None
     devices = {cell.label: cell for cell in plan.cells}
     lines = [_row(one, devices.get(one.label)) for one in rows]
-    told = [(one.label, f"{one.status}: {one.reason}" if one.reason else limits(one)) for one in rows]
-    chains = [sentence for chain in plan.search["order"] if (sentence := order_sentence(rows, chain))]
+    told = [
+        (one.label, f"{one.status}: {one.reason}" if one.reason else limits(one)) for one in rows
+    ]
+    chains = [
+        sentence for chain in plan.search["order"] if (sentence := order_sentence(rows, chain))
+    ]
     reached = [line for line in lines if line["reached"]]
     return Largest(
         size(plan.search["budget"]),
@@ -77,7 +84,9 @@ def largest(results: Results) -> Largest | None:
 
 def _row(one: Found, cell: Any) -> Row:
     return {
-        "cell_id": cell.model_copy(update={"workload": one.workload}).id if cell and one.parameters else "",
+        "cell_id": (
+            cell.model_copy(update={"workload": one.workload}).id if cell and one.parameters else ""
+        ),
         "label": one.label,
         "workload": one.workload,
         "status": one.status,
@@ -108,11 +117,17 @@ def order_sentence(rows: Sequence[Found], chain: Sequence[str]) -> str:
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
         return ""
-    kept = all((more.parameters or 0) > (less.parameters or 0) for less, more in itertools.pairwise(present))
+    kept = all(
+        (more.parameters or 0) > (less.parameters or 0)
+        for less, more in itertools.pairwise(present)
+    )
     measured = sorted(present, key=lambda row: row.parameters or 0)
     words = f"{measured[0].label} {measured[0].largest_model}"
     for less, more in itertools.pairwise(measured):
-        words += f" {'<' if less.parameters != more.parameters else '='} {more.label} {more.largest_model}"
+        words += (
+            f" {'<' if less.parameters != more.parameters else '='} {more.label}"
+            f" {more.largest_model}"
+        )
     return (
         f"Measured, and in the order of theory: {words}"
         if kept
@@ -126,7 +141,9 @@ def bars(lines: Sequence[Row]) -> Bars:
     best = ordered[0]["reached"]
     drawn = []
     for line in ordered:
-        value, target = (None if not line[name] else line[name] / MILLION for name in ("reached", "predicted"))
+        value, target = (
+            None if not line[name] else line[name] / MILLION for name in ("reached", "predicted")
+        )
         ratio = "" if missing(line["ratio"]) else f" ({number(line['ratio'])})"
         label = line["label"] if missing(line["devices"]) else f"{line['label']} x{line['devices']}"
         text = f"{number(value)}M{ratio}" if value else str(line["status"])
@@ -141,18 +158,30 @@ def bars(lines: Sequence[Row]) -> Bars:
             )
         )
     words = "; ".join(f"{bar.label} {bar.text}" for bar in drawn)
-    summary = f"Largest trainable model in millions of parameters, in brackets over the formula's: {words}"
+    summary = (
+        "Largest trainable model in millions of parameters, in brackets over the formula's:"
+        f" {words}"
+    )
     axis = "millions of parameters; in brackets: over the formula's"
-    return Bars("largest", "Reached, and by the formula", axis, tuple(drawn), summary, (), False, "formula")
+    return Bars(
+        "largest", "Reached, and by the formula", axis, tuple(drawn), summary, (), False, "formula"
+    )
 
 
 def table(lines: Sequence[Row]) -> Grid:
     columns = (
         Column("Ranks", "", "", figure("devices", plain)),
         Column("Reached", "parameters", "the largest model that trains", figure("reached", plain)),
-        Column("Too large", "parameters", "the smallest model that does not", figure("next", plain)),
+        Column(
+            "Too large", "parameters", "the smallest model that does not", figure("next", plain)
+        ),
         Column("Search step", "parameters", "of one block", figure("step", plain)),
-        Column("Formula", "parameters", "what states, and what a step needs beside them, allow", figure("predicted", plain)),
+        Column(
+            "Formula",
+            "parameters",
+            "what states, and what a step needs beside them, allow",
+            figure("predicted", plain),
+        ),
         Column("Reached / formula", "", "", figure("ratio", number)),
         Column("Peak", "MiB", "fullest rank", mebibytes("peak_memory_bytes")),
         Column("Set-up peak", "MiB", "before the first step", mebibytes("setup_peak_memory_bytes")),
@@ -161,5 +190,7 @@ def table(lines: Sequence[Row]) -> Grid:
         Column("Parity", "", "", word("parity_verdict")),
         Column("Search", "", "", word("status")),
     )
-    rows = tuple(TableRow(line, tuple(column.make(line) for column in columns), ()) for line in lines)
+    rows = tuple(
+        TableRow(line, tuple(column.make(line) for column in columns), ()) for line in lines
+    )
     return Grid("largest-table", f"Largest trainable model, {len(rows)} strategies", columns, rows)

@@ -1,4 +1,8 @@
-"""Charts with a line for each cell, written as SVG by hand: a page has dozens, and matplotlib takes 45 ms for each. Units are pixels."""
+"""Charts with a line for each cell, written as SVG by hand: a page has dozens, and matplotlib takes
+45 ms for each.
+
+Units are pixels.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,12 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 class Lines:
-    """`count` lines, first on top, over an axis from `low` to `high`; style.css says what its classes look like."""
+    """`count` lines, first on top, over an axis from `low` to `high`; style.css says what its
+    classes look like."""
 
-    def __init__(self, name: str, count: int, low: float, high: float, logarithmic: bool = False) -> None:
+    def __init__(
+        self, name: str, count: int, low: float, high: float, logarithmic: bool = False
+    ) -> None:
         self._name, self._count, self._logarithmic = name, count, logarithmic
         self._low, self._high = (math.log10(low), math.log10(high)) if logarithmic else (low, high)
         self._parts: list[str] = []
@@ -45,51 +52,79 @@ class Lines:
         left, right, middle = self.x(start), self.x(end), self.middle(index)
         fill = f' fill="url(#{self._name}-{kind})"' if hatched else ""
         self._hatched |= {kind} if hatched else set()
-        self._parts.append(f'<rect class="{kind}" x="{_n(left)}" y="{_n(middle - 5.1)}" width="{_n(right - left)}" height="10.2"{fill}/>')
+        self._parts.append(
+            f'<rect class="{kind}" x="{_n(left)}" y="{_n(middle - 5.1)}" width="{_n(right - left)}"'
+            f' height="10.2"{fill}/>'
+        )
 
     def level(self, index: int, start: float, end: float, kind: str) -> None:
         """A broad line from one value to another."""
-        self._path(f"M{_n(self.x(start))} {_n(self.middle(index))}H{_n(self.x(end))}", f"{kind} broad")
+        self._path(
+            f"M{_n(self.x(start))} {_n(self.middle(index))}H{_n(self.x(end))}", f"{kind} broad"
+        )
 
     def interval(self, index: int, low: float, high: float) -> None:
         """A line with an upright stroke at each end, left out where the end is beyond the axis."""
         middle, left, right = self.middle(index), self.x(low), self.x(high)
-        self._path(f"M{_n(left)} {_n(middle)}H{_n(right)}" + "".join(f"M{_n(x)} {_n(middle - 3)}v6" for x in (left, right)), "ink")
+        self._path(
+            f"M{_n(left)} {_n(middle)}H{_n(right)}"
+            + "".join(f"M{_n(x)} {_n(middle - 3)}v6" for x in (left, right)),
+            "ink",
+        )
 
     def upright(self, index: int, value: float, half: float, kind: str = "ink strong") -> None:
         """A stroke across the line."""
         self._path(f"M{_n(self.x(value))} {_n(self.middle(index) - half)}v{_n(2 * half)}", kind)
 
     def dot(self, index: int, value: float, radius: float, kind: str) -> None:
-        self._parts.append(f'<circle class="{kind}" cx="{_n(self.x(value))}" cy="{_n(self.middle(index))}" r="{_n(radius)}"/>')
+        self._parts.append(
+            f'<circle class="{kind}" cx="{_n(self.x(value))}" cy="{_n(self.middle(index))}"'
+            f' r="{_n(radius)}"/>'
+        )
 
     def diamond(self, index: int, value: float) -> None:
-        self._path(f"M{_n(self.x(value))} {_n(self.middle(index) - 4)}l4 4l-4 4l-4 -4z", "ink hollow")
+        self._path(
+            f"M{_n(self.x(value))} {_n(self.middle(index) - 4)}l4 4l-4 4l-4 -4z", "ink hollow"
+        )
 
     def beyond(self, index: int, kind: str) -> None:
         """A triangle at the end of the axis: it goes on."""
         self._path(f"M{_RIGHT - 3.5} {_n(self.middle(index) - 3.5)}l7 3.5l-7 3.5z", kind)
 
-    def svg(self, axis: str, summary: str, ticks: Iterable[tuple[float, str]], left: bool = True) -> str:
-        """The whole picture; `axis`: what is drawn, with its unit; `left`: whether the axis begins at an upright line."""
+    def svg(
+        self, axis: str, summary: str, ticks: Iterable[tuple[float, str]], left: bool = True
+    ) -> str:
+        """The whole picture; `axis`: what is drawn, with its unit; `left`: whether the axis begins
+        at an upright line."""
         end = _TOP + self._count * LINE
         places = [(_n(self.x(value)), words) for value, words in ticks]
         grid = "".join(f"M{x} {_TOP}V{end}" for x, _ in places)
-        frame = f"M{_LEFT} {end}H{_RIGHT}" + (f"M{_LEFT} {_TOP}V{end}" if left else "") + "".join(f"M{x} {end}v3.5" for x, _ in places)
-        numbers = "".join(f'<text class="soft tick" x="{x}" y="{end + 16}">{words}</text>' for x, words in places)
+        frame = (
+            f"M{_LEFT} {end}H{_RIGHT}"
+            + (f"M{_LEFT} {_TOP}V{end}" if left else "")
+            + "".join(f"M{x} {end}v3.5" for x, _ in places)
+        )
+        numbers = "".join(
+            f'<text class="soft tick" x="{x}" y="{end + 16}">{words}</text>' for x, words in places
+        )
         hatches = "".join(
-            f'<pattern id="{self._name}-{kind}" class="{kind}" width="5" height="5" patternUnits="userSpaceOnUse">'
-            '<rect class="ground" width="5" height="5"/><path d="M-1 1L1 -1M-1 6L6 -1M4 6L6 4"/></pattern>'
+            f'<pattern id="{self._name}-{kind}" class="{kind}" width="5" height="5"'
+            ' patternUnits="userSpaceOnUse"><rect class="ground" width="5" height="5"/><path'
+            ' d="M-1 1L1 -1M-1 6L6 -1M4 6L6 4"/></pattern>'
             for kind in sorted(self._hatched)
         )
         return (
-            f'<svg viewBox="0 0 {WIDTH} {end + _BOTTOM}" class="chart lines" role="img" aria-label="{html.escape(summary)}">'
-            f'{hatches}<path class="grid" d="{grid}"/><path class="soft" d="{frame}"/>{"".join(self._parts)}{numbers}'
-            f'<text class="soft" x="{_LEFT}" y="{end + 33}">{html.escape(axis)}</text></svg>'
+            f'<svg viewBox="0 0 {WIDTH} {end + _BOTTOM}" class="chart lines" role="img"'
+            f' aria-label="{html.escape(summary)}">{hatches}<path class="grid" d="{grid}"/><path'
+            f' class="soft" d="{frame}"/>{"".join(self._parts)}{numbers}<text class="soft"'
+            f' x="{_LEFT}" y="{end + 33}">{html.escape(axis)}</text></svg>'
         )
 
     def _text(self, x: float, middle: float, text: str, kind: str = "ink") -> None:
-        self._parts.append(f'<text class="{kind}" x="{_n(x)}" y="{_n(middle + 4)}">{html.escape(text, quote=False)}</text>')
+        self._parts.append(
+            f'<text class="{kind}" x="{_n(x)}"'
+            f' y="{_n(middle + 4)}">{html.escape(text, quote=False)}</text>'
+        )
 
     def _path(self, d: str, kind: str) -> None:
         self._parts.append(f'<path class="{kind}" d="{d}"/>')
@@ -103,17 +138,26 @@ def _n(value: float) -> str:
 def round_numbers(low: float, high: float, most: int = 4) -> list[tuple[float, str]]:
     """Ticks at most `most` round steps apart that lie between the ends."""
     size = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step * size for step in (*_STEPS, 20) if step * size * most >= (high - low) * (1 - 1e-9))
-    return [(n * step, plain(round(n * step, 12))) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = next(
+        step * size for step in (*_STEPS, 20) if step * size * most >= (high - low) * (1 - 1e-9)
+    )
+    return [
+        (n * step, plain(round(n * step, 12)))
+        for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def _decades(low: float, high: float) -> list[tuple[float, str]]:
     first, last = round(math.log10(low)), round(math.log10(high))
-    return [(10.0**power, f"1e{power}") for power in range(first + 1, last + 1, max(1, math.ceil((last - first) / 5)))]
+    return [
+        (10.0**power, f"1e{power}")
+        for power in range(first + 1, last + 1, max(1, math.ceil((last - first) / 5)))
+    ]
 
 
 def bars(data: Bars) -> str:
-    """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the right."""
+    """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the
+    right."""
     low, high = _range(data)
     chart = Lines(data.name, len(data.bars), low, high, data.logarithmic)
     for index, bar in enumerate(data.bars):
@@ -150,7 +194,8 @@ def _bar(chart: Lines, index: int, bar: Bar, low: float, high: float, logarithmi
 
 
 def stacks(data: Stacks) -> str:
-    """One line per cell: label above, the kinds one after the other, the formula's sum as a mark, the peak as a diamond."""
+    """One line per cell: label above, the kinds one after the other, the formula's sum as a mark,
+    the peak as a diamond."""
     chart = Lines(data.name, len(data.stacks), 0.0, data.limit)
     for index, stack in enumerate(data.stacks):
         start = 0.0
@@ -172,7 +217,8 @@ def stacks(data: Stacks) -> str:
 
 
 def ranks(data: Ranks) -> str:
-    """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100 % is the mean."""
+    """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100
+    % is the mean."""
     shares = [share for _, one, _ in data.lines for share in one]
     low, high = around([90.0, 110.0, *shares])
     chart = Lines(data.name, len(data.lines), low, high)

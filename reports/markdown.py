@@ -10,12 +10,21 @@ from reports.text import printable
 
 def escaped(text: str) -> str:
     """Text that Markdown takes for nothing else, and that calls nobody."""
-    plain = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&commat;")
+    plain = (
+        " ".join(printable(text).split())
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("@", "&commat;")
+    )
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
 
 
 def table(columns: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of unescaped words; the columns among `numbers` stand to the right."""
-    lines = [f"| {' | '.join(map(escaped, columns))} |", f"|{'|'.join('--:' if column in numbers else '---' for column in columns)}|"]
+    lines = [
+        f"| {' | '.join(map(escaped, columns))} |",
+        f"|{'|'.join('--:' if column in numbers else '---' for column in columns)}|",
+    ]
     lines += [f"| {' | '.join(escaped(word) for word in row)} |" for row in rows]
     return "\n".join(lines)

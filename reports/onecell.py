@@ -1,4 +1,5 @@
-"""One cell of a run in full: its trials and steps, its place, its memory against the formula, where its time goes, its parity."""
+"""One cell of a run in full: its trials and steps, its place, its memory against the formula, where
+its time goes, its parity."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ KINDS = ("parameter", "gradient", "optimizer", "library")
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> dict[str, Any]:
-    """Everything recorded of a cell, fit for JSON. `results`: of its run; `steps`: table `steps` of the cell. Unknown is None."""
+    """Everything recorded of a cell, fit for JSON.
+
+    `results`: of its run; `steps`: table `steps` of the cell. Unknown is None.
+    """
     one = ran(results)
     (row,) = [row for row in one.cells if row["cell_id"] == cell_id]
     (record,) = [record for record in cell_records(one) if record["cell_id"] == cell_id]
@@ -69,11 +73,15 @@ def _trial(trial: Mapping[Any, Any], steps: pd.DataFrame) -> dict[str, Any]:
     slowest = mine.groupby("step")["step_seconds"].max()
     phases = mine.groupby("step")["phase"].first()
     told = {name: known(trial[name]) for name in TRIAL}
-    return told | {"slowest_rank_step_seconds": known(slowest.tolist()), "phases": [str(phase) for phase in phases.tolist()]}
+    return told | {
+        "slowest_rank_step_seconds": known(slowest.tolist()),
+        "phases": [str(phase) for phase in phases.tolist()],
+    }
 
 
 def _ranking(one: Ran, cell_id: str) -> dict[str, Any] | None:
-    """Place within cells that differ in nothing but the strategy, and the ratio to the fastest of them; None where it is not ranked."""
+    """Place within cells that differ in nothing but the strategy, and the ratio to the fastest of
+    them; None where it is not ranked."""
     for group in one.groups:
         for row in group.rows:
             if row["cell_id"] == cell_id:
@@ -98,17 +106,24 @@ def _place(group: Group, row: Row) -> dict[str, Any]:
 
 
 def _memory(record: dict[str, Any], own: pd.DataFrame) -> dict[str, Any] | None:
-    """What the fullest rank keeps between steps by kind, each with the formula's; None where it was not measured."""
+    """What the fullest rank keeps between steps by kind, each with the formula's; None where it was
+    not measured."""
     if record["state_bytes"] is None:
         return None
     good = own[own["status"] == "ok"]
-    formula = {kind: known(good[f"formula_{kind}_bytes"].iloc[-1]) if len(good) else None for kind in KINDS}
-    kinds = [{"kind": kind, "bytes": record[f"{kind}_bytes"], "formula_bytes": formula[kind]} for kind in KINDS]
+    formula = {
+        kind: known(good[f"formula_{kind}_bytes"].iloc[-1]) if len(good) else None for kind in KINDS
+    }
+    kinds = [
+        {"kind": kind, "bytes": record[f"{kind}_bytes"], "formula_bytes": formula[kind]}
+        for kind in KINDS
+    ]
     return {"kinds": kinds, **{name: record[name] for name in KEPT}}
 
 
 def _ranks(record: dict[str, Any], steps: pd.DataFrame, own: pd.DataFrame) -> list[dict[str, Any]]:
-    """Per rank: its peak in the trial with the largest, and the median of its timed steps over all finished trials."""
+    """Per rank: its peak in the trial with the largest, and the median of its timed steps over all
+    finished trials."""
     good = own[own["status"] == "ok"][["trial", "attempt"]]
     timed = steps[steps["phase"] == "timed"].merge(good, on=["trial", "attempt"])
     medians = timed.groupby("rank")["step_seconds"].median()
@@ -129,7 +144,11 @@ def _time(one: Ran, row: Row) -> dict[str, Any] | None:
     told = explained([row], one.results.explained)
     if not told:
         return None
-    parts = {f"{name}_seconds": known(told[0][f"{name}_ms"] / 1e3) for name in COMPONENTS if told[0][f"{name}_ms"] is not None}
+    parts = {
+        f"{name}_seconds": known(told[0][f"{name}_ms"] / 1e3)
+        for name in COMPONENTS
+        if told[0][f"{name}_ms"] is not None
+    }
     return {
         **parts,
         "profiled_step_seconds": known(told[0]["profiled_ms"] / 1e3),

@@ -1,4 +1,5 @@
-"""The index of all reports of a folder: what each run found, and what changed against the run before."""
+"""The index of all reports of a folder: what each run found, and what changed against the run
+before."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Entry:
     """Launched cells that are no good, expected divergences aside."""
     cells: int
     before: str
-    """The run that it is compared with; empty: none before it has a cell in common on the same matrix."""
+    """The run that it is compared with; empty: none before it has a cell in common on the same
+    matrix."""
     change: str
     regressions: int
 
@@ -54,10 +56,16 @@ def entries(store: Store, folder: Path) -> list[Entry]:
     return found[::-1]
 
 
-def _against(earlier: Sequence[tuple[Row, Side]], one: Ran, now: Side) -> tuple[str, Compared | None]:
+def _against(
+    earlier: Sequence[tuple[Row, Side]], one: Ran, now: Side
+) -> tuple[str, Compared | None]:
     """The newest earlier run of the same matrix on equal hardware, and the comparison with it."""
     for row, was in reversed(earlier):
-        alike = any(not a.hardware.difference(b.hardware, b.device) for a in was.cells[:1] for b in now.cells[:1])
+        alike = any(
+            not a.hardware.difference(b.hardware, b.device)
+            for a in was.cells[:1]
+            for b in now.cells[:1]
+        )
         if row["matrix"] == one.run["matrix"] and alike:
             try:
                 return was.name, compare_sides(was, now)
@@ -72,13 +80,26 @@ def _entry(one: Ran, folder: Path, before: str, change: Compared | None) -> Entr
     link = quote(file) if (folder / file).is_file() else ""
     told = change.headline if change else ""
     bad = len(change.regressions) if change else 0
-    return Entry(one.run, link, facts.hardware(one.run), said, details, len(one.failures), len(one.cells), before, told, bad)
+    return Entry(
+        one.run,
+        link,
+        facts.hardware(one.run),
+        said,
+        details,
+        len(one.failures),
+        len(one.cells),
+        before,
+        told,
+        bad,
+    )
 
 
 def _verdict(one: Ran) -> tuple[str, str]:
     if search := largest(one.results):
         best = search.winner
-        return (f"largest: {named(best)}" if best else "nothing fits yet"), f"{plain(best['reached'])} parameters" if best else ""
+        return (f"largest: {named(best)}" if best else "nothing fits yet"), (
+            f"{plain(best['reached'])} parameters" if best else ""
+        )
     if (group := headline(list(one.groups))) is None:
         return "nothing is ranked", ""
     found: Verdict = verdict(group)
@@ -91,14 +112,24 @@ def _verdict(one: Ran) -> tuple[str, str]:
 
 
 def page(store: Store, folder: Path) -> str:
-    """One HTML page with a relative link to each report; reports of runs that the store lacks are listed after the runs."""
+    """One HTML page with a relative link to each report; reports of runs that the store lacks are
+    listed after the runs."""
     from reports.page import fill
 
     found = entries(store, folder)
     known = {f"{entry.run['run_id']}.html" for entry in found} | {INDEX}
-    others = sorted(path.name for path in folder.glob("*.html") if path.name not in known and not path.name.endswith(".print.html"))
+    others = sorted(
+        path.name
+        for path in folder.glob("*.html")
+        if path.name not in known and not path.name.endswith(".print.html")
+    )
     more = [(name, quote(name)) for name in others]
-    return fill("index.html.j2", entries=found, others=more, failing=_count(found, lambda entry: entry.failures > 0))
+    return fill(
+        "index.html.j2",
+        entries=found,
+        others=more,
+        failing=_count(found, lambda entry: entry.failures > 0),
+    )
 
 
 def _count(found: Sequence[Entry], chosen: Callable[[Entry], bool]) -> str:

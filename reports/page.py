@@ -15,13 +15,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(results: Results) -> str:
-    """The page of one run. Its content policy allows the one style and the one script by their hashes."""
+    """The page of one run.
+
+    Its content policy allows the one style and the one script by their hashes.
+    """
     from reports.groups import marks, named, pareto
     from reports.table import disturbance, disturbance_legend, gpu_findings
     from reports.view import make_view
 
     collecting = gc.isenabled()
-    gc.disable()  # what a page is made of is kept until it is done: looking for garbage took an eighth of the time
+    # What a page is made of is kept until it is done: looking for garbage took an eighth of the
+    # time.
+    gc.disable()
     try:
         view = make_view(results)
         return fill(
@@ -41,7 +46,8 @@ def render(results: Results) -> str:
 
 
 def fill(template: str, more_style: str = "", **values: Any) -> str:
-    """A template with the one style, the one script and these values; everything in them is escaped."""
+    """A template with the one style, the one script and these values; everything in them is
+    escaped."""
     import jinja2
     from markupsafe import Markup
 
@@ -56,7 +62,13 @@ def fill(template: str, more_style: str = "", **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(number=text.number, listed=text.listed, plural=text.plural, plain=text.plain, breakable=text.breakable)
+    environment.filters.update(
+        number=text.number,
+        listed=text.listed,
+        plural=text.plural,
+        plain=text.plain,
+        breakable=text.breakable,
+    )
     page = environment.get_template(template).render(
         **values,
         style=Markup(style),

@@ -35,7 +35,8 @@ class Ran:
 
     @property
     def failures(self) -> list[Row]:
-        """Cells that were launched and are no good, without those that the matrix expects to diverge."""
+        """Cells that were launched and are no good, without those that the matrix expects to
+        diverge."""
         return [row for row in self.cells if row["status"] in NO_RESULT and not row["expected"]]
 
 
@@ -61,5 +62,8 @@ def only(results: Results, run_ids: Sequence[str]) -> Results:
     """The frames of some of their runs."""
     names = ("runs", "trials", "steps", "explained")
     frames = {name: getattr(results, name) for name in names}
-    kept = {name: frame[frame["run_id"].isin(run_ids)] if "run_id" in frame else frame for name, frame in frames.items()}
+    kept = {
+        name: frame[frame["run_id"].isin(run_ids)] if "run_id" in frame else frame
+        for name, frame in frames.items()
+    }
     return dataclasses.replace(results, **kept)

@@ -1,4 +1,5 @@
-"""Several runs on one page: the newest against each of the others, and every cell's figures over all of them."""
+"""Several runs on one page: the newest against each of the others, and every cell's figures over
+all of them."""
 
 from __future__ import annotations
 
@@ -94,37 +95,55 @@ class Runs:
 
     @functools.cached_property
     def rows(self) -> list[tuple[Measured, list[Line | None]]]:
-        """Each cell of the newest run that is compared, by name, with its line for each of the shown runs."""
+        """Each cell of the newest run that is compared, by name, with its line for each of the
+        shown runs."""
         found: dict[str, tuple[Measured, list[Line | None]]] = {}
         for place, run in enumerate(self.shown):
             for line in run.against.lines if run.against else ():
                 if line.throughput and line.second:
-                    row = found.setdefault(line.second.cell_id, (line.second, [None] * len(self.shown)))
+                    row = found.setdefault(
+                        line.second.cell_id, (line.second, [None] * len(self.shown))
+                    )
                     row[1][place] = line
         return sorted(found.values(), key=lambda row: row[0].cell_name)
 
     @property
     def others(self) -> list[tuple[Run, Line]]:
         """What could not be compared by throughput, findings first."""
-        found = [(run, line) for run in self.shown if run.against for line in run.against.lines if not line.throughput]
+        found = [
+            (run, line)
+            for run in self.shown
+            if run.against
+            for line in run.against.lines
+            if not line.throughput
+        ]
         return sorted(found, key=lambda pair: not pair[1].regression)
 
     @property
     def method(self) -> dict[str, str]:
-        compared = {"Test": RUNS_METHOD} | next((run.against.method for run in self.shown if run.against), {})
+        compared = {"Test": RUNS_METHOD} | next(
+            (run.against.method for run in self.shown if run.against), {}
+        )
         told = {f"History: {name.lower()}": said for name, said in method("throughput").items()}
         return compared | told
 
 
 def compare_all(results: Results) -> Runs:
-    """The runs of a store's frames against each other. Raises Mistake where fewer than two of them measured cells."""
+    """The runs of a store's frames against each other.
+
+    Raises Mistake where fewer than two of them measured cells.
+    """
     known = measured(results)
-    counted = {run_id: list(found) for run_id, found in itertools.groupby(known, key=lambda one: one.run_id)}
+    counted = {
+        run_id: list(found)
+        for run_id, found in itertools.groupby(known, key=lambda one: one.run_id)
+    }
     rows = [row for row in records(results.runs) if row["run_id"] in counted]
     if len(rows) < 2:
         told = ", ".join(str(row["run_id"]) for row in rows) or "none"
         raise Mistake(
-            f"comparing takes two runs with recorded trials of a matrix; there is {told} (a search for the largest model is none)"
+            f"comparing takes two runs with recorded trials of a matrix; there is {told} (a search"
+            " for the largest model is none)"
         )
     newest = side(str(rows[-1]["run_id"]), only(results, [rows[-1]["run_id"]]))
     first_shown = max(0, len(rows) - 1 - MOST_COLUMNS)
@@ -140,21 +159,35 @@ def compare_all(results: Results) -> Runs:
             except Mistake as mistake:
                 why_not = str(mistake)
         cells = counted[run_id]
-        runs.append(Run(row, facts.hardware(row), sum(one.ok for one in cells), len(cells), against, why_not))
+        runs.append(
+            Run(
+                row, facts.hardware(row), sum(one.ok for one in cells), len(cells), against, why_not
+            )
+        )
     throughput, memory = tuple(histories(known, "throughput")), tuple(histories(known, "memory"))
     charts, styles = _charts((*throughput, *memory))
-    return Runs(tuple(runs), tuple(reversed(runs[first_shown:-1])), throughput, memory, charts, styles)
+    return Runs(
+        tuple(runs), tuple(reversed(runs[first_shown:-1])), throughput, memory, charts, styles
+    )
 
 
 def _shared(found: Compared) -> tuple[Compared, str]:
-    """The comparison of two matrices without the cells that only one of them has, and how many these are."""
+    """The comparison of two matrices without the cells that only one of them has, and how many
+    these are."""
     kept = tuple(line for line in found.lines if line.first and line.second)
-    return dataclasses.replace(found, lines=kept), f"of another matrix: {len(found.lines) - len(kept)} cells are in one of the two only"
+    return (
+        dataclasses.replace(found, lines=kept),
+        f"of another matrix: {len(found.lines) - len(kept)} cells are in one of the two only",
+    )
 
 
 def _charts(found: Sequence[Series]) -> tuple[tuple[Chart, ...], str]:
     """Throughput of every cell of several runs, what changed first; memory where it changed."""
-    several = [one for one in found if len(one.points) > 1 and (one.figure == "throughput" or one.last_change)]
+    several = [
+        one
+        for one in found
+        if len(one.points) > 1 and (one.figure == "throughput" or one.last_change)
+    ]
     several.sort(key=lambda one: one.last_change is None)
     pictures = Pictures()
     charts = []

@@ -17,11 +17,20 @@ if TYPE_CHECKING:
 
 
 def markdown(found: Runs, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """The comparison, of all sections that have data or of the wanted ones; and which of these it lacks. Raises Mistake for all lacking."""
+    """The comparison, of all sections that have data or of the wanted ones; and which of these it
+    lacks.
+
+    Raises Mistake for all lacking.
+    """
     parts = {name: made for name, (_, make) in SECTIONS.items() if (made := make(found))}
     absent = require_some(wanted, parts)
     newest = found.newest
-    lines = [f"# How do these runs compare? {plural(len(found.runs), 'run')}, the newest {escaped(newest.run_id)}"]
+    lines = [
+        (
+            f"# How do these runs compare? {plural(len(found.runs), 'run')}, the newest"
+            f" {escaped(newest.run_id)}"
+        )
+    ]
     for name, made in parts.items():
         if not wanted or name in wanted:
             lines += [f"## {SECTIONS[name][0]}", *made]
@@ -32,10 +41,25 @@ def _verdict(found: Runs) -> list[str]:
     columns = ["run", "started (UTC)", "matrix", "hardware", "verified", "the newest against it"]
     rows = []
     for run in (found.newest, *found.shown, *found.older):
-        against = run.against.headline if run.against else "the newest" if run is found.newest else "in the history only"
+        against = (
+            run.against.headline
+            if run.against
+            else "the newest"
+            if run is found.newest
+            else "in the history only"
+        )
         told = "; ".join(filter(None, [against, run.why_not]))
         started = f"{run.row['started_at']:%Y-%m-%d %H:%M}"
-        rows.append([run.run_id, started, str(run.row["matrix"]), run.hardware, f"{run.verified} of {run.cells}", told])
+        rows.append(
+            [
+                run.run_id,
+                started,
+                str(run.row["matrix"]),
+                run.hardware,
+                f"{run.verified} of {run.cells}",
+                told,
+            ]
+        )
     return [table(columns, [], rows)]
 
 
@@ -55,7 +79,14 @@ def _ratio(line: Line | None) -> str:
 
 def _others(found: Runs) -> list[str]:
     rows = [[line.cell_name, run.run_id, line.verdict, line.said] for run, line in found.others]
-    return ["A is the other run, B the newest.", table(["cell", "newest against", "what", "why"], [], rows)] if rows else []
+    return (
+        [
+            "A is the other run, B the newest.",
+            table(["cell", "newest against", "what", "why"], [], rows),
+        ]
+        if rows
+        else []
+    )
 
 
 def _history(found: Runs) -> list[str]:
@@ -64,7 +95,10 @@ def _history(found: Runs) -> list[str]:
     for one in found.series:
         unit, factor = trends.unit(one)
         half = one.newest.value.half_width
-        newest = f"{number(one.newest.value.value / factor)} {unit}{'' if half is None else f' ± {number(half / factor, 2)}'}"
+        newest = (
+            f"{number(one.newest.value.value / factor)}"
+            f" {unit}{'' if half is None else f' ± {number(half / factor, 2)}'}"
+        )
         rows.append([one.cell_name, one.figure, str(len(one.points)), newest, _change(one)])
     few = [] if found.enough else [f"A change can be seen from {found.least} runs of a cell on."]
     return [*few, table(columns, columns[2:4], rows)] if rows else []
@@ -74,7 +108,10 @@ def _change(series: Series) -> str:
     last = series.last_change
     if last is None or last.change is None:
         return DASH
-    return f"{trends.change_words(series, last.change)} since {last.started_at:%Y-%m-%d}, {last.run_id}"
+    return (
+        f"{trends.change_words(series, last.change)} since {last.started_at:%Y-%m-%d},"
+        f" {last.run_id}"
+    )
 
 
 def _method(found: Runs) -> list[str]:

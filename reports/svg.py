@@ -1,4 +1,5 @@
-"""A matplotlib figure -> inline SVG whose colours follow the page's theme and which a strict content policy lets through."""
+"""A matplotlib figure -> inline SVG whose colours follow the page's theme and which a strict
+content policy lets through."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-# Stand-ins that matplotlib draws with; style.css says what each is in light and in dark (Okabe and Ito's palette, safe for
-# colour-blind readers).
+# Stand-ins that matplotlib draws with; style.css says what each is in light and in dark (Okabe and
+# Ito's palette, safe for colour-blind readers).
 INK, SOFT, GRID, PAPER = "#0a0a01", "#0a0a02", "#0a0a03", "#0a0a04"
 BEST, REST, WARN = "#0a0a05", "#0a0a06", "#0a0a07"
 SERIES = tuple(f"#0a0b{i:02x}" for i in range(7))
-_THEME = {INK: "ink", SOFT: "soft", GRID: "grid", PAPER: "paper", BEST: "best", REST: "rest", WARN: "warn"}
+_THEME = {
+    INK: "ink",
+    SOFT: "soft",
+    GRID: "grid",
+    PAPER: "paper",
+    BEST: "best",
+    REST: "rest",
+    WARN: "warn",
+}
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
 WIDTH = 360
@@ -57,14 +66,16 @@ _SETTINGS: dict[str, Any] = {
 
 
 class Pictures:
-    """The figures of a page: asked for one by one, drawn together at the end, by as many processes as there are cores."""
+    """The figures of a page: asked for one by one, drawn together at the end, by as many processes
+    as there are cores."""
 
     def __init__(self) -> None:
         self._asked: list[Picture] = []
         self._styles: dict[str, str] = {}
 
     def add(self, draw: Callable[[Any], Figure], shown: Any) -> Picture:
-        """A picture that is empty until `draw()`; `shown`: data with a `name`, unique in the page, and a `summary` for screen readers."""
+        """A picture that is empty until `draw()`; `shown`: data with a `name`, unique in the page,
+        and a `summary` for screen readers."""
         self._asked.append(picture := Picture(draw, shown))
         return picture
 
@@ -91,7 +102,9 @@ class Pictures:
     @property
     def styles(self) -> str:
         """What their classes declare: a strict policy forbids style attributes."""
-        return "\n".join(f".{name} {{ {declarations} }}" for name, declarations in self._styles.items())
+        return "\n".join(
+            f".{name} {{ {declarations} }}" for name, declarations in self._styles.items()
+        )
 
 
 @dataclass
@@ -123,9 +136,15 @@ def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
     buffer, name = io.BytesIO(), picture.shown.name
     settings: Any = _SETTINGS | {"svg.hashsalt": name}
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
-        warnings.simplefilter("ignore", UserWarning)  # glyphs that the measuring font lacks; the reader's browser has its own
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # glyphs that the measuring font lacks; the reader's browser has its own
         figure = picture.draw(picture.shown)
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     styles: dict[str, str] = {}
     return _cleaned(buffer.getvalue(), name, picture.shown.summary, styles), styles
 
@@ -149,7 +168,12 @@ def _cleaned(source: bytes, name: str, summary: str, styles: dict[str, str]) -> 
                 parent.remove(child)
     for element in root.iter():
         _clean(element, name, styles)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "class": "chart", "role": "img", "aria-label": summary}
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "class": "chart",
+        "role": "img",
+        "aria-label": summary,
+    }
     return ElementTree.tostring(root, encoding="unicode")
 
 

@@ -38,7 +38,8 @@ class Missing:
     launched: int
     total: int
     kind: str
-    """`absent`: this host could run none of it; `none`: it ran nothing for another reason; `part`."""
+    """`absent`: this host could run none of it; `none`: it ran nothing for another reason; `part`.
+    """
     reasons: tuple[Reason, ...]
 
 
@@ -87,23 +88,30 @@ def all_systems(cells: Sequence[Row], unreached: Sequence[Cell]) -> list[System]
 
 
 def not_run(found: Sequence[System]) -> list[Missing]:
-    """Systems with cells that were left out, refused, unavailable or not reached: those that this host cannot run first."""
+    """Systems with cells that were left out, refused, unavailable or not reached: those that this
+    host cannot run first."""
     kinds = ("absent", "none", "part")
     result = []
     for system in found:
         reasons: dict[tuple[str, str], list[str]] = {}
         for row in system.cells:
             if row["status"] in _LEFT_OUT:
-                reasons.setdefault((_WORDS[row["status"]], str(row["reason"])), []).append(str(row["cell_name"]))
+                reasons.setdefault((_WORDS[row["status"]], str(row["reason"])), []).append(
+                    str(row["cell_name"])
+                )
         if reasons:
             launched = len(system.cells) - system.count(*_LEFT_OUT)
             kind = "absent" if system.absent else "part" if launched else "none"
-            grouped = tuple(Reason(what, reason, tuple(names)) for (what, reason), names in reasons.items())
+            grouped = tuple(
+                Reason(what, reason, tuple(names)) for (what, reason), names in reasons.items()
+            )
             result.append(Missing(system.name, launched, len(system.cells), kind, grouped))
     return sorted(result, key=lambda one: kinds.index(one.kind))
 
 
-def overview(found: Sequence[System], groups: Sequence[Group], leading: Group | None) -> list[Overview]:
+def overview(
+    found: Sequence[System], groups: Sequence[Group], leading: Group | None
+) -> list[Overview]:
     """A line per system; nothing where the run files no cell under any."""
     if not any(isinstance(row["system"], str) for system in found for row in system.cells):
         return []
@@ -112,7 +120,11 @@ def overview(found: Sequence[System], groups: Sequence[Group], leading: Group | 
 
 def _line(system: System, groups: Sequence[Group], leading: Group | None) -> Overview:
     ok = sum(row["status"] == "ok" or row["expected"] for row in system.cells)
-    left = Counter(_WORDS[row["status"]] for row in system.cells if row["status"] != "ok" and not row["expected"])
+    left = Counter(
+        _WORDS[row["status"]]
+        for row in system.cells
+        if row["status"] != "ok" and not row["expected"]
+    )
     details = tuple(f"{count} {what}" for what, count in left.items())
     broken = len(system.cells) - ok - system.count(*_LEFT_OUT, "interrupted")
     if system.absent:
@@ -123,7 +135,16 @@ def _line(system: System, groups: Sequence[Group], leading: Group | None) -> Ove
         kind, status = "good", "all ran"
     else:
         kind, status = "part", "ran in part" if ok else "did not run"
-    return Overview(system.name, ok, len(system.cells), _best(system, groups, leading), _parity(system), kind, status, details)
+    return Overview(
+        system.name,
+        ok,
+        len(system.cells),
+        _best(system, groups, leading),
+        _parity(system),
+        kind,
+        status,
+        details,
+    )
 
 
 def _parity(system: System) -> str:
@@ -147,7 +168,11 @@ def _best(system: System, groups: Sequence[Group], leading: Group | None) -> Bes
         interval = "" if missing(low) else f" ± {number((high - low) / 2, 2)}"
         value = f"{number(row[group.throughput])}{interval} {group.unit}"
         same = group is leading
-        share = percent(row["samples_per_second"] / fairly_timed(group)[0]["samples_per_second"]) if same else ""
+        share = (
+            percent(row["samples_per_second"] / fairly_timed(group)[0]["samples_per_second"])
+            if same
+            else ""
+        )
         return Best(row, value, "" if same else f"{group.workload} · {group.title}", share)
     return None
 
@@ -155,4 +180,8 @@ def _best(system: System, groups: Sequence[Group], leading: Group | None) -> Bes
 def absent_words(missing_systems: Sequence[Missing]) -> str:
     """`2 systems are not on this host`; empty where all are."""
     count = sum(one.kind == "absent" for one in missing_systems)
-    return f"{plural(count, 'system')} {'is' if count == 1 else 'are'} not on this host" if count else ""
+    return (
+        f"{plural(count, 'system')} {'is' if count == 1 else 'are'} not on this host"
+        if count
+        else ""
+    )

@@ -26,7 +26,8 @@ def missing(value: Any) -> bool:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """At least `digits` significant digits, thousands separated: 12,345 and 0.0123; 1.2e-07 where zeros would fill the cell."""
+    """At least `digits` significant digits, thousands separated: 12,345 and 0.0123; 1.2e-07 where
+    zeros would fill the cell."""
     if missing(value):
         return DASH
     value = float(value)
@@ -56,7 +57,9 @@ def percent(value: Any) -> str:
 
 def signed(value: Any) -> str:
     """A relative difference as `+1.2 %`."""
-    return DASH if missing(value) else f"{round(float(value) * 100, 1) + 0.0:+.1f} %".replace("-", "−")
+    return (
+        DASH if missing(value) else f"{round(float(value) * 100, 1) + 0.0:+.1f} %".replace("-", "−")
+    )
 
 
 def size(value: Any) -> str:
@@ -96,7 +99,8 @@ def listed(words: list[str], most: int = 4) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Text that fits a chart: control characters gone, the middle replaced by an ellipsis where it is longer than `most`."""
+    """Text that fits a chart: control characters gone, the middle replaced by an ellipsis where it
+    is longer than `most`."""
     text = printable(text)
     if len(text) <= most:
         return text
@@ -113,4 +117,8 @@ def breakable(text: str) -> Markup:
 
 def printable(text: str) -> str:
     """Without what XML cannot hold, or what would turn the direction of the text around it."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]", "", text)
+    return re.sub(
+        r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]",
+        "",
+        text,
+    )

@@ -1,4 +1,5 @@
-"""What ranks send to each other in a step, against the bound of a ring all-reduce, and what goes to a disk."""
+"""What ranks send to each other in a step, against the bound of a ring all-reduce, and what goes to
+a disk."""
 
 from __future__ import annotations
 
@@ -6,7 +7,18 @@ from collections.abc import Sequence
 
 from reports.data import MOST_ROWS, Bar, Bars, notes_for, rest
 from reports.groups import Row, by_setting, marks, named
-from reports.table import Column, Grid, Part, Td, device_columns, figure, grid, mebibytes, throughput_column, word
+from reports.table import (
+    Column,
+    Grid,
+    Part,
+    Td,
+    device_columns,
+    figure,
+    grid,
+    mebibytes,
+    throughput_column,
+    word,
+)
 from reports.text import exact, missing, number, plain, plural
 
 AT_BOUND = 1.02
@@ -37,7 +49,8 @@ def sent(row: Row) -> float:
 
 
 def bound(row: Row) -> float | None:
-    """2 (N - 1) / N: what averaging over N ranks takes by a ring (Patarasuk and Yuan, JPDC 69, 2009); where all N have the whole model."""
+    """2 (N - 1) / N: what averaging over N ranks takes by a ring (Patarasuk and Yuan, JPDC 69,
+    2009); where all N have the whole model."""
     if row["data_parallel"] != row["devices"] or row["data_parallel"] < 2:
         return None
     return 2 * (float(row["data_parallel"]) - 1) / float(row["data_parallel"])
@@ -55,14 +68,33 @@ def charts(cells: Sequence[Row]) -> list[Bars]:
             limit = bound(row)
             text = f"{number(sent(row))} x"
             bars.append(
-                Bar(named(row), sent(row), text, strong=limit is not None and sent(row) <= limit * AT_BOUND, marks=marks(row), target=limit)
+                Bar(
+                    named(row),
+                    sent(row),
+                    text,
+                    strong=limit is not None and sent(row) <= limit * AT_BOUND,
+                    marks=marks(row),
+                    target=limit,
+                )
             )
         title = group.title if group.workload == main else f"{group.workload} · {group.title}"
         words = "; ".join(f"{bar.label} {bar.text}" for bar in bars[:5])
-        summary = f"Bytes sent per rank and step in multiples of the gradients, {title}, least first: {words}"
+        summary = (
+            f"Bytes sent per rank and step in multiples of the gradients, {title}, least first:"
+            f" {words}"
+        )
         notes = notes_for(rows) + rest(len(rows))
         found.append(
-            Bars(f"traffic-{index}", title, "sent per step (multiples of the gradients)", tuple(bars), summary, notes, False, "theory")
+            Bars(
+                f"traffic-{index}",
+                title,
+                "sent per step (multiples of the gradients)",
+                tuple(bars),
+                summary,
+                notes,
+                False,
+                "theory",
+            )
         )
     return found
 
@@ -88,7 +120,9 @@ def table(cells: Sequence[Row]) -> Grid | None:
         Column("Workload", "", "", word("workload")),
         Column("Ranks", "", "", figure("processes", plain)),
         Column("Precision", "", "", word("precision")),
-        Column("Sent", "MiB per step", "by the rank that sends most", mebibytes("sent_bytes_per_step")),
+        Column(
+            "Sent", "MiB per step", "by the rank that sends most", mebibytes("sent_bytes_per_step")
+        ),
         Column("Sent", "x gradients", "4 bytes for each trained parameter", _sent),
         Column("Ring bound", "x gradients", "2 (N - 1) / N for N data-parallel ranks", _bound),
         Column("Sent / bound", "", "", _over),
@@ -98,14 +132,28 @@ def table(cells: Sequence[Row]) -> Grid | None:
 
 def offload(cells: Sequence[Row]) -> Grid | None:
     """Cells that keep states on a disk."""
-    rows = [row for row in cells if row["status"] == "ok" and not missing(row.get("offload_kept_bytes"))]
+    rows = [
+        row for row in cells if row["status"] == "ok" and not missing(row.get("offload_kept_bytes"))
+    ]
     columns = [
         Column("Workload", "", "", word("workload")),
         *device_columns(rows),
-        Column("Read", "MiB per step", "from the disk, all ranks", mebibytes("offload_read_bytes_per_step")),
-        Column("Written", "MiB per step", "to the disk, all ranks", mebibytes("offload_written_bytes_per_step")),
+        Column(
+            "Read",
+            "MiB per step",
+            "from the disk, all ranks",
+            mebibytes("offload_read_bytes_per_step"),
+        ),
+        Column(
+            "Written",
+            "MiB per step",
+            "to the disk, all ranks",
+            mebibytes("offload_written_bytes_per_step"),
+        ),
         Column("In the folder", "MiB", "size of its files", mebibytes("offload_kept_bytes")),
-        Column("In memory", "MiB", "states of the fullest rank between steps", mebibytes("state_bytes")),
+        Column(
+            "In memory", "MiB", "states of the fullest rank between steps", mebibytes("state_bytes")
+        ),
         Column("Peak", "MiB", "of the fullest device", mebibytes("peak_memory_bytes")),
         throughput_column(rows),
     ]
@@ -113,6 +161,11 @@ def offload(cells: Sequence[Row]) -> Grid | None:
 
 
 def ranks(cells: Sequence[Row]) -> str:
-    """The bound in words for the numbers of data-parallel ranks that occur: `1.00 x for 2 ranks, 1.50 x for 4`."""
-    limits = {int(row["data_parallel"]): limit for row in known(cells) if (limit := bound(row)) is not None}
+    """The bound in words for the numbers of data-parallel ranks that occur: `1.00 x for 2 ranks,
+    1.50 x for 4`."""
+    limits = {
+        int(row["data_parallel"]): limit
+        for row in known(cells)
+        if (limit := bound(row)) is not None
+    }
     return ", ".join(f"{number(limits[n])} x for {plural(n, 'rank')}" for n in sorted(limits))

@@ -21,7 +21,8 @@ MARGIN = 58
 
 @dataclass(frozen=True)
 class Trend:
-    """Values in `unit`, oldest run first; `levels`: (first, last, median) of each stretch between changes."""
+    """Values in `unit`, oldest run first; `levels`: (first, last, median) of each stretch between
+    changes."""
 
     name: str
     title: str
@@ -50,35 +51,64 @@ def change_words(series: Series, change: float) -> str:
 def trend(series: Series, name: str) -> Trend:
     shown, factor = unit(series)
     values = tuple(point.value.value / factor for point in series.points)
-    marked = [(i, change_words(series, point.change)) for i, point in enumerate(series.points) if point.change is not None]
+    marked = [
+        (i, change_words(series, point.change))
+        for i, point in enumerate(series.points)
+        if point.change is not None
+    ]
     cuts = [0, *(i for i, _ in marked), len(values)]
     levels = tuple((a, b - 1, statistics.median(values[a:b])) for a, b in itertools.pairwise(cuts))
-    said = "; ".join(f"{words} from {series.points[i].started_at:%Y-%m-%d} on" for i, words in marked) or "no change seen"
+    said = (
+        "; ".join(f"{words} from {series.points[i].started_at:%Y-%m-%d} on" for i, words in marked)
+        or "no change seen"
+    )
     newest = f"newest {number(values[-1])} {shown}"
     return Trend(
         name,
         series.cell_name,
         shown,
         values,
-        tuple(None if point.value.low is None else point.value.low / factor for point in series.points),
-        tuple(None if point.value.high is None else point.value.high / factor for point in series.points),
+        tuple(
+            None if point.value.low is None else point.value.low / factor for point in series.points
+        ),
+        tuple(
+            None if point.value.high is None else point.value.high / factor
+            for point in series.points
+        ),
         tuple(f"{point.started_at:%Y-%m-%d}" for point in series.points),
         tuple(marked),
         levels,
-        f"{series.figure.capitalize()} of {series.cell_name} over {plural(len(values), 'run')}: {newest}; {said}",
+        f"{series.figure.capitalize()} of {series.cell_name} over {plural(len(values), 'run')}:"
+        f" {newest}; {said}",
     )
 
 
 def draw(data: Trend) -> Figure:
-    """A dot with its interval for each run, the level of each stretch, an upright dashed line where a new one begins."""
+    """A dot with its interval for each run, the level of each stretch, an upright dashed line where
+    a new one begins."""
     figure, axes = canvas(170, MARGIN, 14, 34, 34)
     places = range(len(data.values))
     for begin, end, level in data.levels:
-        axes.plot([begin - 0.4, end + 0.4], [level] * 2, color=REST, linewidth=4, solid_capstyle="butt", zorder=1)
+        axes.plot(
+            [begin - 0.4, end + 0.4],
+            [level] * 2,
+            color=REST,
+            linewidth=4,
+            solid_capstyle="butt",
+            zorder=1,
+        )
     for place, low, high in zip(places, data.lows, data.highs, strict=True):
         if low is not None and high is not None:
             axes.plot([place] * 2, [low, high], color=BEST, linewidth=1.2, zorder=2)
-    axes.plot(places, data.values, "o", color=BEST, markersize=5 if len(places) < 40 else 2.5, markerfacecolor=PAPER, zorder=3)
+    axes.plot(
+        places,
+        data.values,
+        "o",
+        color=BEST,
+        markersize=5 if len(places) < 40 else 2.5,
+        markerfacecolor=PAPER,
+        zorder=3,
+    )
     for place, words in data.changes:
         axes.axvline(place - 0.5, color=WARN, linewidth=1.3, linestyle="--", zorder=2)
         right = place > len(places) * 0.6
@@ -91,7 +121,8 @@ def draw(data: Trend) -> Figure:
             ha="right" if right else "left",
             color=WARN,
         )
-    # An interval of two trials may be wider than the chart is meaningful; the dots decide the scale.
+    # An interval of two trials may be wider than the chart is meaningful; the dots decide the
+    # scale.
     low, high = min(data.values), max(data.values)
     margin = max((high - low) * 0.35, abs(high) * 0.05) or 1.0
     axes.set_ylim(low - margin, high + margin)
@@ -106,5 +137,7 @@ def draw(data: Trend) -> Figure:
     axes.yaxis.set_major_formatter(lambda value, _: plain(round(value, 6)))
     axes.grid(axis="y")
     axes.tick_params(axis="x", colors=INK)
-    axes.set_title(data.unit, fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - MARGIN - 14), pad=16)
+    axes.set_title(
+        data.unit, fontsize=11.5, color=SOFT, loc="left", x=-50 / (WIDTH - MARGIN - 14), pad=16
+    )
     return figure

@@ -6,7 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reports import compared, curves, data, explained, facts, figures, groups, largest, lines, links, states, systems, table, traffic
+from reports import (
+    compared,
+    curves,
+    data,
+    explained,
+    facts,
+    figures,
+    groups,
+    largest,
+    lines,
+    links,
+    states,
+    systems,
+    table,
+    traffic,
+)
 from reports.groups import Group, Row, Verdict
 from reports.largest import Largest
 from reports.links import Chapter
@@ -26,7 +41,8 @@ MOST_PANELS = 12
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with its heading, its legend in words and, for a numbered front, the names of the numbers."""
+    """A picture with its heading, its legend in words and, for a numbered front, the names of the
+    numbers."""
 
     title: str
     picture: Picture
@@ -116,15 +132,29 @@ def make_view(results: Results) -> View:
     """Everything the page of one run shows; ValueError where there is not exactly one run."""
     one = ran(results)
     run, trials, cells, found = one.run, one.trials, list(one.cells), list(one.groups)
-    view = View(run, facts.hardware(run), facts.environment(run), _counts(cells, found), facts.measured(cells))
+    view = View(
+        run,
+        facts.hardware(run),
+        facts.environment(run),
+        _counts(cells, found),
+        facts.measured(cells),
+    )
     view.failures = facts.failures(cells, trials)
     view.tolerances = facts.tolerances(cells)
     view.parity = _parity(cells)
     view.columns = table.columns(cells) if cells else []
     view.rows = table.table_rows(cells, found, view.columns)
     view.efficiency = table.efficiency(cells)
-    view.states_table, view.buffers, view.ranks_table = states.table(cells), states.buffers(cells), states.ranks_table(cells)
-    view.traffic_table, view.offload, view.ring_bound = traffic.table(cells), traffic.offload(cells), traffic.ranks(cells)
+    view.states_table, view.buffers, view.ranks_table = (
+        states.table(cells),
+        states.buffers(cells),
+        states.ranks_table(cells),
+    )
+    view.traffic_table, view.offload, view.ring_bound = (
+        traffic.table(cells),
+        traffic.offload(cells),
+        traffic.ranks(cells),
+    )
     linked = links.chapters(cells, trials, results.explained)
     told = [] if largest.is_search(run) else explained.known(cells, results.explained)
     view.parts_table, view.peak_table = explained.table(told), explained.memory(told)
@@ -146,12 +176,19 @@ def _counts(cells: Sequence[Row], found: Sequence[Group]) -> str:
 
 
 def _parity(cells: Sequence[Row]) -> Parity | None:
-    judged = [row for row in cells if row["parity_verdict"] in ("exact", "within tolerance", "diverged")]
+    judged = [
+        row for row in cells if row["parity_verdict"] in ("exact", "within tolerance", "diverged")
+    ]
     if not judged:
         return None
     steps = sorted({int(row["parity_steps"]) for row in judged})
     away = [row for row in judged if row["parity_verdict"] == "diverged"]
-    return Parity(len(judged) - len(away), len(judged), " or ".join(map(str, steps)), sum(not row["expected"] for row in away))
+    return Parity(
+        len(judged) - len(away),
+        len(judged),
+        " or ".join(map(str, steps)),
+        sum(not row["expected"] for row in away),
+    )
 
 
 def _verdicts(view: View, found: list[Group]) -> None:
@@ -159,33 +196,63 @@ def _verdicts(view: View, found: list[Group]) -> None:
     if leading is None:
         return
     view.headline = groups.verdict(leading)
-    view.verdicts = [groups.verdict(group) for group in groups.biggest(found) if len(group.rows) > 1]
+    view.verdicts = [
+        groups.verdict(group) for group in groups.biggest(found) if len(group.rows) > 1
+    ]
 
 
-def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequence[Row], linked: Sequence[Chapter]) -> None:
+def _pictures(
+    view: View,
+    cells: Sequence[Row],
+    found: list[Group],
+    told: Sequence[Row],
+    linked: Sequence[Chapter],
+) -> None:
     pictures = Pictures()
 
     def panel(shown: Any, draw: Callable[[Any], Figure], title: str = "", **more: Any) -> Panel:
-        return Panel(title or shown.title, pictures.add(draw, shown), getattr(shown, "notes", ()), **more)
+        return Panel(
+            title or shown.title, pictures.add(draw, shown), getattr(shown, "notes", ()), **more
+        )
 
     def lined(shown: Any, write: Callable[[Any], str], title: str = "") -> Panel:
         return Panel(title or shown.title, pictures.write(write, shown), shown.notes)
 
     comparable = [group for group in found if len(group.rows) > 1][:MOST_PANELS]
     for index, group in enumerate(comparable):
-        title = group.title if group.workload == found[0].workload else f"{group.workload} · {group.title}"
+        title = (
+            group.title
+            if group.workload == found[0].workload
+            else f"{group.workload} · {group.title}"
+        )
         bars = lined(data.throughput_bars(group, f"speed-{index}"), lines.bars, title)
         (view.ranking if group.workload == found[0].workload else view.other_ranking).append(bars)
         if (memory := data.memory_bars(group, f"memory-{index}")) is not None:
             view.memory.append(lined(memory, lines.bars, title))
         if (scatter := data.memory_scatter(group, f"front-{index}")) is not None:
-            view.front.append(panel(scatter, figures.scatter, title, numbered=tuple(scatter.front), unit=scatter.unit))
+            view.front.append(
+                panel(
+                    scatter,
+                    figures.scatter,
+                    title,
+                    numbered=tuple(scatter.front),
+                    unit=scatter.unit,
+                )
+            )
     for regime in ("strong", "weak"):
         view.scaling += [panel(one, figures.scaling) for one in curves.scaling(cells, regime)[:4]]
     view.losses = [panel(one, figures.losses) for one in curves.losses(cells)[:6]]
     for column, tolerance, title in (
-        ("parity_max_loss_deviation", "parity_loss_tolerance", "Loss: largest deviation of any step"),
-        ("parity_max_update_deviation", "parity_update_tolerance", "Parameters: largest deviation of any tensor, relative to its update"),
+        (
+            "parity_max_loss_deviation",
+            "parity_loss_tolerance",
+            "Loss: largest deviation of any step",
+        ),
+        (
+            "parity_max_update_deviation",
+            "parity_update_tolerance",
+            "Parameters: largest deviation of any tensor, relative to its update",
+        ),
     ):
         if (bars_ := data.deviation_bars(cells, column, tolerance, f"{column}", title)) is not None:
             view.deviations.append(lined(bars_, lines.bars))
@@ -198,9 +265,14 @@ def _pictures(view: View, cells: Sequence[Row], found: list[Group], told: Sequen
     view.links = [(one, panel(one.chart, figures.links) if one.chart else None) for one in linked]
     if (uneven := states.ranks(cells)) is not None:
         view.ranks = [lined(uneven, lines.ranks)]
-    view.wrappers = [Compared(one.title, lined(one.bars, lines.bars), one.grid) for one in compared.wrappers(cells)[:MOST_PANELS]]
+    view.wrappers = [
+        Compared(one.title, lined(one.bars, lines.bars), one.grid)
+        for one in compared.wrappers(cells)[:MOST_PANELS]
+    ]
     for one in compared.variants(cells)[:MOST_PANELS]:
-        view.variants.append(Compared(one.title, lined(one.stacks, lines.stacks) if one.stacks else None, one.grid))
+        view.variants.append(
+            Compared(one.title, lined(one.stacks, lines.stacks) if one.stacks else None, one.grid)
+        )
     if view.largest:
         view.largest_panel = lined(view.largest.bars, lines.bars)
     pictures.draw()

@@ -1,4 +1,5 @@
-"""Pictures of the finished page for docs/, of the full run under results/reference: `make screenshots`."""
+"""Pictures of the finished page for docs/, of the full run under results/reference: `make
+screenshots`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,23 @@ from harness.store import load
 from reports import write_report
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"report": (1280, 1600, "light"), "report-dark": (1280, 1600, "dark"), "report-phone": (375, 812, "light")}
+SIZES = {
+    "report": (1280, 1600, "light"),
+    "report-dark": (1280, 1600, "dark"),
+    "report-phone": (375, 812, "light"),
+}
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_file = write_report(load(ROOT / "results" / "reference"), Path(folder) / "report.html")
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
         for name, (width, height, scheme) in SIZES.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme=scheme
+            )  # type: ignore[arg-type]
             page.goto(page_file.as_uri())
             page.screenshot(path=str(ROOT / "docs" / f"{name}.png"))
             page.close()

@@ -1,4 +1,5 @@
-"""A test may leave nothing behind: no process, thread, file in the checkout or in shared memory, or environment variable."""
+"""A test may leave nothing behind: no process, thread, file in the checkout or in shared memory, or
+environment variable."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """After the unit tests every strategy once, then each in depth: what most changes break is seen first."""
-    items.sort(key=lambda item: (item.path.parent.name != "unit", item.path.name != "test_strategies.py"))
+    """After the unit tests every strategy once, then each in depth: what most changes break is seen
+    first."""
+    items.sort(
+        key=lambda item: (item.path.parent.name != "unit", item.path.name != "test_strategies.py")
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,9 +51,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """tests/plugin installed as another package, as a user's own would be, for this process and its children."""
+    """tests/plugin installed as another package, as a user's own would be, for this process and its
+    children."""
     target = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+    ]
     copy = tmp_path_factory.mktemp("plugin")
     subprocess.run(["cp", "-r", str(ROOT / "tests" / "plugin") + "/.", str(copy)], check=True)
     subprocess.run([*command, "--target", str(target), str(copy)], check=True, capture_output=True)
@@ -67,17 +81,25 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _helpers() -> set[int]:
-    """The fork server and multiprocessing's resource tracker, which serve the whole session, those of test nodes, SLURM's daemons."""
+    """The fork server and multiprocessing's resource tracker, which serve the whole session, those
+    of test nodes, SLURM's daemons."""
     words = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     found = set()
     children = psutil.Process().children()
     for child in children:
         try:
             said = " ".join(child.cmdline())
-            if "harness.agent" in said or "harness.links" in said or child.name() == "slurmctld":  # serve a file's tests; their helpers
+            if (
+                "harness.agent" in said or "harness.links" in said or child.name() == "slurmctld"
+            ):  # serve a file's tests; their helpers
                 found.add(child.pid)
                 children += child.children()
-            if any(word in said for word in words) or child.name() in ("slurmctld", "slurmscriptd", "slurmd", "slurmstepd"):
+            if any(word in said for word in words) or child.name() in (
+                "slurmctld",
+                "slurmscriptd",
+                "slurmd",
+                "slurmstepd",
+            ):
                 found.add(child.pid)
         except psutil.Error:
             continue
@@ -85,7 +107,8 @@ def _helpers() -> set[int]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Not ended: what a killed run leaves is handed to this process, which has no reason to wait for it."""
+    """Not ended: what a killed run leaves is handed to this process, which has no reason to wait
+    for it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -93,18 +116,26 @@ def runs(process: psutil.Process) -> bool:
 
 
 def _shared_memory() -> set[str]:
-    """Files that libraries keep in memory until somebody removes them; semaphores of the fork server's children aside."""
+    """Files that libraries keep in memory until somebody removes them; semaphores of the fork
+    server's children aside."""
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if not path.name.startswith("sem.")} if folder.is_dir() else set()
+    return (
+        {path.name for path in folder.iterdir() if not path.name.startswith("sem.")}
+        if folder.is_dir()
+        else set()
+    )
 
 
 @pytest.fixture(autouse=True)
 def leaks_nothing() -> Iterator[None]:
-    """Fails a test that leaves a process, a thread, an environment variable or a file in the checkout."""
+    """Fails a test that leaves a process, a thread, an environment variable or a file in the
+    checkout."""
     variables = {k: v for k, v in os.environ.items() if k not in _VOLATILE}
     files, shared = set(ROOT.iterdir()), _shared_memory()
     threads = set(threading.enumerate())
-    there = {p.pid for p in psutil.Process().children(recursive=True)}  # a browser that serves several tests
+    there = {
+        p.pid for p in psutil.Process().children(recursive=True)
+    }  # a browser that serves several tests
     folder = Path.cwd()
     yield
     assert Path.cwd() == folder
@@ -114,7 +145,11 @@ def leaks_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 3
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
-        processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in there | _helpers() and runs(p)]
+        processes = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p.pid not in there | _helpers() and runs(p)
+        ]
         if not left and not processes:
             return
         if time.monotonic() > deadline:

@@ -27,8 +27,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Trains an identical model on an identical dataset under every PyTorch parallelism strategy, verifies that each"
-    " trained the same thing, and records how fast and in how much memory. Start with: [bold]python -m bench run --matrix smoke[/bold]",
+    help=(
+        "Trains an identical model on an identical dataset under every PyTorch parallelism"
+        " strategy, verifies that each trained the same thing, and records how fast and in how much"
+        " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
+    ),
 )
 app.command("run")(run)
 app.command("list")(listing)

@@ -23,14 +23,27 @@ STEPS = 32
 
 
 def cell(
-    which: Annotated[str, typer.Argument(metavar="CELL", help="Id, label or name of a cell, or a pattern over labels or names.")],
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="CELL", help="Id, label or name of a cell, or a pattern over labels or names."
+        ),
+    ],
     run: Annotated[
-        str | None, typer.Option("--run", help="Run: id, its first letters, latest; by default the newest with the cell.")
+        str | None,
+        typer.Option(
+            "--run", help="Run: id, its first letters, latest; by default the newest with the cell."
+        ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
-    """Shows one cell: its trials and steps, its place, its memory against the formula, where its time goes, its parity.
+    """Shows one cell: its trials and steps, its place, its memory against the formula, where its
+    time goes, its parity.
 
     Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
     """
@@ -50,7 +63,8 @@ def cell(
 
 
 def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
-    """Frames (without steps) of the run that is meant, or of the newest that has the cell, and the cell's id.
+    """Frames (without steps) of the run that is meant, or of the newest that has the cell, and the
+    cell's id.
 
     Raises Mistake where the pattern means none or several.
     """
@@ -61,18 +75,26 @@ def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
     labels: dict[str, None] = {}
     for one in [run_id] if run_id else store.run_ids()[::-1]:
         found = store.load([one], steps=False)
-        cells = found.trials.drop_duplicates("cell_id")[["cell_id", "cell_name", "label", "cell"]].to_dict("records")
+        cells = found.trials.drop_duplicates("cell_id")[
+            ["cell_id", "cell_name", "label", "cell"]
+        ].to_dict("records")
         labels |= dict.fromkeys(str(known["label"]) for known in cells)
         meant = _meant(cells, pattern)
         if len(meant) > 1:
-            named = ", ".join(f"{known['cell_id']} ({known['cell_name']})" for known in meant[:MOST_NAMED])
+            named = ", ".join(
+                f"{known['cell_id']} ({known['cell_name']})" for known in meant[:MOST_NAMED]
+            )
             more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
-            raise Mistake(f"{pattern!r} means {len(meant)} cells of run {one}; name one by its id or name: {named}{more}")
+            raise Mistake(
+                f"{pattern!r} means {len(meant)} cells of run {one}; name one by its id or name:"
+                f" {named}{more}"
+            )
         if meant:
             return found, str(meant[0]["cell_id"])
     where = f"run {run_id}" if run_id else repr(str(store.folder))
     raise Mistake(
-        f"{pattern!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has {', '.join(labels) or 'none'}"
+        f"{pattern!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
+        f" {', '.join(labels) or 'none'}"
     )
 
 
@@ -98,10 +120,16 @@ def draw(out: Console, told: dict[str, Any]) -> None:
 
     one = told["cell"]
     out.print(f"[bold]{said(one['cell_name'])}[/bold]  {one['cell_id']}")
-    out.print(f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC; {said(told['hardware'])}")
+    out.print(
+        f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC;"
+        f" {said(told['hardware'])}"
+    )
     if one["status"] != "ok":
         colour = "yellow" if one["expected"] or one["status"] in NOT_LAUNCHED else "red"
-        out.print(f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]: {said(one['reason'])}")
+        out.print(
+            f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]:"
+            f" {said(one['reason'])}"
+        )
     for caution in told["cautions"]:
         out.print(f"[yellow]{caution['word']}[/yellow]: {said(caution['meaning'])}")
     _throughput(out, told, said)
@@ -121,25 +149,57 @@ def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
     one, place = told["cell"], told["ranking"]
     speeds = [trial["samples_per_second"] for trial in told["trials"]]
     most = max((speed for speed in speeds if speed), default=0.0)
-    table = _table("trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB")
+    table = _table(
+        "trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB"
+    )
     for trial, speed in zip(told["trials"], speeds, strict=True):
-        name = str(trial["trial"]) + (f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else "")
-        line = sparkline_of(trial["slowest_rank_step_seconds"]) or (DASH if trial["status"] == "ok" else trial["status"])
+        name = str(trial["trial"]) + (
+            f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else ""
+        )
+        line = sparkline_of(trial["slowest_rank_step_seconds"]) or (
+            DASH if trial["status"] == "ok" else trial["status"]
+        )
         times = [scaled(trial[column], 1e3) for column in ("step_seconds_p50", "step_seconds_p95")]
-        table.add_row(name, number(speed), bar(speed, most), line, *times, scaled(trial["peak_memory_bytes"], 1 / MIB))
+        table.add_row(
+            name,
+            number(speed),
+            bar(speed, most),
+            line,
+            *times,
+            scaled(trial["peak_memory_bytes"], 1 / MIB),
+        )
     out.print("[bold]throughput[/bold]")
     out.print(table)
     if one["samples_per_second"] is not None:
         low, high = one["samples_per_second_low"], one["samples_per_second_high"]
-        interval = "1 trial: no interval" if low is None else f"95 % interval {number(low)} to {number(high)}"
-        tokens = "" if one["tokens_per_second"] is None else f", {number(one['tokens_per_second'])} tokens/s"
+        interval = (
+            "1 trial: no interval"
+            if low is None
+            else f"95 % interval {number(low)} to {number(high)}"
+        )
+        tokens = (
+            ""
+            if one["tokens_per_second"] is None
+            else f", {number(one['tokens_per_second'])} tokens/s"
+        )
         out.print(f"  median {number(one['samples_per_second'])} samples/s{tokens}, {interval}")
     if place:
-        alike = f", cannot be told apart from place {place['place'] - 1}" if place["same_as_above"] else ""
+        alike = (
+            f", cannot be told apart from place {place['place'] - 1}"
+            if place["same_as_above"]
+            else ""
+        )
         out.print(f"  place {place['place']} of {place['of']}{alike}: {said(place['setting'])}")
         if place["ratio_to_fastest"] is not None:
-            ends = "" if place["ratio_low"] is None else f" ({number(place['ratio_low'])} to {number(place['ratio_high'])})"
-            out.print(f"  {number(place['ratio_to_fastest'])} x the fastest{ends}, {said(place['fastest'])}: {place['verdict']}")
+            ends = (
+                ""
+                if place["ratio_low"] is None
+                else f" ({number(place['ratio_low'])} to {number(place['ratio_high'])})"
+            )
+            out.print(
+                f"  {number(place['ratio_to_fastest'])} x the fastest{ends},"
+                f" {said(place['fastest'])}: {place['verdict']}"
+            )
 
 
 def _ranks(out: Console, told: dict[str, Any]) -> None:
@@ -151,7 +211,12 @@ def _ranks(out: Console, told: dict[str, Any]) -> None:
     table = _table("rank", "step p50 ms", "peak MiB", "")
     for rank in told["ranks"]:
         peak = rank["peak_memory_bytes"]
-        table.add_row(str(rank["rank"]), scaled(rank["step_seconds_p50"], 1e3), scaled(peak, 1 / MIB), bar(peak, most))
+        table.add_row(
+            str(rank["rank"]),
+            scaled(rank["step_seconds_p50"], 1e3),
+            scaled(peak, 1 / MIB),
+            bar(peak, most),
+        )
     out.print("[bold]ranks[/bold]")
     out.print(table)
 
@@ -165,11 +230,26 @@ def _memory(out: Console, told: dict[str, Any]) -> None:
     most = max(memory["peak_memory_bytes"] or 0, memory["state_bytes"])
     table = _table("kept by the fullest rank between steps", "MiB", "formula MiB", "")
     for kind in memory["kinds"]:
-        table.add_row(kind["kind"], scaled(kind["bytes"], 1 / MIB), scaled(kind["formula_bytes"], 1 / MIB), bar(kind["bytes"], most))
+        table.add_row(
+            kind["kind"],
+            scaled(kind["bytes"], 1 / MIB),
+            scaled(kind["formula_bytes"], 1 / MIB),
+            bar(kind["bytes"], most),
+        )
     off = "" if memory["formula_deviation"] is None else f" ({signed(memory['formula_deviation'])})"
     whole = scaled(memory["state_bytes"], 1 / MIB) + off
-    table.add_row("together", whole, scaled(memory["formula_bytes"], 1 / MIB), bar(memory["state_bytes"], most))
-    table.add_row("peak of a step", scaled(memory["peak_memory_bytes"], 1 / MIB), "", bar(memory["peak_memory_bytes"], most))
+    table.add_row(
+        "together",
+        whole,
+        scaled(memory["formula_bytes"], 1 / MIB),
+        bar(memory["state_bytes"], most),
+    )
+    table.add_row(
+        "peak of a step",
+        scaled(memory["peak_memory_bytes"], 1 / MIB),
+        "",
+        bar(memory["peak_memory_bytes"], most),
+    )
     out.print("[bold]memory[/bold]")
     out.print(table)
 
@@ -182,18 +262,29 @@ def _time(out: Console, told: dict[str, Any]) -> None:
     time = told["time"]
     out.print("[bold]where the time goes[/bold]")
     if time is None:
-        out.print("  not explained in this run; a run with --explain, or: python -m bench profile, says it")
+        out.print(
+            "  not explained in this run; a run with --explain, or: python -m bench profile,"
+            " says it"
+        )
         return
     whole = sum(time.get(f"{name}_seconds", 0.0) for name in COMPONENTS)
     table = _table("part of a profiled step", "ms", "share", "")
     for name in COMPONENTS:
         seconds = time.get(f"{name}_seconds")
         if seconds:
-            table.add_row(WORDS.get(name, name), scaled(seconds, 1e3), percent(seconds / whole), bar(seconds, whole))
+            table.add_row(
+                WORDS.get(name, name),
+                scaled(seconds, 1e3),
+                percent(seconds / whole),
+                bar(seconds, whole),
+            )
     out.print(table)
     slow = "" if time["straggler_rank"] is None else f"; rank {time['straggler_rank']} is slow"
     plain = scaled(time["plain_step_seconds"], 1e3)
-    out.print(f"  step {scaled(time['profiled_step_seconds'], 1e3)} ms under the profiler, {plain} ms without{slow}")
+    out.print(
+        f"  step {scaled(time['profiled_step_seconds'], 1e3)} ms under the profiler, {plain} ms"
+        f" without{slow}"
+    )
 
 
 def _parity(out: Console, one: dict[str, Any], said: Any) -> None:
@@ -201,18 +292,30 @@ def _parity(out: Console, one: dict[str, Any], said: Any) -> None:
 
     if one["parity_verdict"] is None:
         return
-    colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(one["parity_verdict"], "yellow")
+    colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(
+        one["parity_verdict"], "yellow"
+    )
     reason = f": {said(one['parity_reason'])}" if one["parity_reason"] else ""
     out.print(f"[bold]parity[/bold]  [{colour}]{one['parity_verdict']}[/{colour}]{reason}")
-    loss = f"{deviation(one['parity_max_loss_deviation'])} of {deviation(one['parity_loss_tolerance'])} allowed"
-    update = f"{deviation(one['parity_max_update_deviation'])} of {deviation(one['parity_update_tolerance'])} allowed"
-    out.print(f"  over {one['parity_steps']} steps: largest deviation in loss {loss}, in parameters {update}")
+    loss = (
+        f"{deviation(one['parity_max_loss_deviation'])} of"
+        f" {deviation(one['parity_loss_tolerance'])} allowed"
+    )
+    update = (
+        f"{deviation(one['parity_max_update_deviation'])} of"
+        f" {deviation(one['parity_update_tolerance'])} allowed"
+    )
+    out.print(
+        f"  over {one['parity_steps']} steps: largest deviation in loss {loss}, in parameters"
+        f" {update}"
+    )
     if losses := [loss for loss in one["losses"] or [] if loss is not None]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 
 
 def _table(*columns: str) -> Any:
-    """A table that folds where the terminal is narrower; the first column and charts stand to the left, numbers to the right."""
+    """A table that folds where the terminal is narrower; the first column and charts stand to the
+    left, numbers to the right."""
     from rich.table import Table
 
     table = Table()

@@ -1,4 +1,5 @@
-"""bench compare: what became slower, faster, fails or is missing between two runs, or which of two cells of a run is faster."""
+"""bench compare: what became slower, faster, fails or is missing between two runs, or which of two
+cells of a run is faster."""
 
 from __future__ import annotations
 
@@ -19,22 +20,45 @@ REFERENCES = "reference"
 def compare(
     sides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[A] [B]", help="Runs (id, its first letters, latest, latest~1) or results folders: each cell's newest."),
+        typer.Argument(
+            metavar="[A] [B]",
+            help=(
+                "Runs (id, its first letters, latest, latest~1) or results folders: each cell's"
+                " newest."
+            ),
+        ),
     ] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME.")] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME."),
+    ] = None,
     cells: Annotated[
-        tuple[str, str] | None, typer.Option("--cells", help="Two labels, or patterns over them: compares cells of one run by its rounds.")
+        tuple[str, str] | None,
+        typer.Option(
+            "--cells",
+            help="Two labels, or patterns over them: compares cells of one run by its rounds.",
+        ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
     fail_on: Annotated[
         Literal["regression"] | None,
-        typer.Option("--fail-on", help="Exit code 1 where a cell is slower, missing, newly failing or needs more memory."),
+        typer.Option(
+            "--fail-on",
+            help="Exit code 1 where a cell is slower, missing, newly failing or needs more memory.",
+        ),
     ] = None,
     format_name: Annotated[
-        Literal["table", "md", "json", "html"] | None, typer.Option("--format", help="By default as --out ends, else table.")
+        Literal["table", "md", "json", "html"] | None,
+        typer.Option("--format", help="By default as --out ends, else table."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="File to write instead of the terminal.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: the same as --format json.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write instead of the terminal.")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: the same as --format json.")
+    ] = False,
 ) -> None:
     """Compares B with A, cell by cell, on equal hardware; or with --cells two cells of one run.
 
@@ -42,7 +66,11 @@ def compare(
     """
     from harness.errors import Mistake
 
-    found = _within(sides or [], baseline, cells, results) if cells else _between(sides or [], baseline, results)
+    found = (
+        _within(sides or [], baseline, cells, results)
+        if cells
+        else _between(sides or [], baseline, results)
+    )
     chosen = "json" if json_output else format_name or _by_suffix(out)
     if chosen == "table":
         _table(found, out)
@@ -51,7 +79,10 @@ def compare(
     if out is not None and not json_output:
         print(out)
     if fail_on and not found.comparisons and not found.regressions:
-        raise Mistake("--fail-on regression: no cell could be compared, so nothing is guarded; the table says why")
+        raise Mistake(
+            "--fail-on regression: no cell could be compared, so nothing is guarded; the table"
+            " says why"
+        )
     if fail_on and found.regressions:
         raise typer.Exit(1)
 
@@ -66,12 +97,18 @@ def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
         sides = [str(kept) if kept.is_dir() else baseline, *(sides or ["latest"])]
     if len(sides) != 2:
         usage = "python -m bench compare A B, or --baseline A"
-        raise Mistake(f"a comparison is of two runs or folders, not of {len(sides)}: {usage}; the newest two runs are latest~1 latest")
+        raise Mistake(
+            f"a comparison is of two runs or folders, not of {len(sides)}: {usage}; the newest two"
+            " runs are latest~1 latest"
+        )
     return compare_sides(*two_sides(sides[0], sides[1], results))
 
 
-def _within(sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path) -> Compared:
-    """Cells that differ in nothing but what the patterns name, each of the first with each of the second."""
+def _within(
+    sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
+) -> Compared:
+    """Cells that differ in nothing but what the patterns name, each of the first with each of the
+    second."""
     from harness.compare import compare_cells
     from harness.errors import Mistake
     from harness.sides import find_run, measured
@@ -83,10 +120,17 @@ def _within(sides: list[str], baseline: str | None, patterns: tuple[str, str], r
     run_id = find_run(store, *(sides or ["latest"]))
     known = measured(store.load([run_id], steps=False))
     first, second = (_matching(known, pattern) for pattern in patterns)
-    pairs = [(a, b) for a in first for b in second if a.cell_id != b.cell_id and _setting(a) == _setting(b)]
+    pairs = [
+        (a, b)
+        for a in first
+        for b in second
+        if a.cell_id != b.cell_id and _setting(a) == _setting(b)
+    ]
     if not pairs:
         setting = "in one setting (workload, devices, precision, batch)"
-        raise Mistake(f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}")
+        raise Mistake(
+            f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}"
+        )
     return compare_cells(run_id, pairs, patterns)
 
 
@@ -95,10 +139,14 @@ def _matching(known: list[Measured], pattern: str) -> list[Measured]:
     from harness.cell import Cell
     from harness.errors import Mistake
 
-    found = [one for one in known if one.label == pattern] or [one for one in known if matches(Cell(**json.loads(one.cell)), pattern)]
+    found = [one for one in known if one.label == pattern] or [
+        one for one in known if matches(Cell(**json.loads(one.cell)), pattern)
+    ]
     if not found:
         labels = ", ".join(dict.fromkeys(one.label for one in known))
-        raise Mistake(f"--cells {pattern!r} is no label or pattern over labels of the run; it has {labels}")
+        raise Mistake(
+            f"--cells {pattern!r} is no label or pattern over labels of the run; it has {labels}"
+        )
     return found
 
 
@@ -140,22 +188,34 @@ def _table(found: Compared, out: Path | None) -> None:
     from bench.cli import show
     from reports.comparison import COLUMNS, disturbed, words
 
-    console = show.console() if out is None else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
+    console = (
+        show.console()
+        if out is None
+        else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
+    )
     console.print(f"A: {escape(found.first)}\nB: {escape(found.second)}")
     if found.differences:
-        console.print(f"[yellow]not the same software[/yellow]: {escape(', '.join(found.differences))}")
+        console.print(
+            f"[yellow]not the same software[/yellow]: {escape(', '.join(found.differences))}"
+        )
     table = Table()
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("cell", "verdict") else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if column in ("cell", "verdict") else "right", overflow="fold"
+        )
     for line in found.lines:
         if line.throughput:
-            table.add_row(*(escape(word) for word in words(line)), style=_colour(line.regression, line.kind))
+            table.add_row(
+                *(escape(word) for word in words(line)), style=_colour(line.regression, line.kind)
+            )
     if table.row_count:
         console.print(table)
     for line in found.lines:
         if not line.throughput:
             colour = _colour(line.regression, line.kind) or "default"
-            console.print(f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.said)}")
+            console.print(
+                f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.said)}"
+            )
     for name, said in disturbed(found):
         console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(said)}")
     for name, said in found.method.items():
@@ -166,4 +226,12 @@ def _table(found: Compared, out: Path | None) -> None:
 
 
 def _colour(regression: bool, kind: str) -> str:
-    return "red" if regression else "green" if kind in ("faster", "mended") else "yellow" if kind == "not compared" else ""
+    return (
+        "red"
+        if regression
+        else "green"
+        if kind in ("faster", "mended")
+        else "yellow"
+        if kind == "not compared"
+        else ""
+    )

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    links: Annotated[bool, typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth.")] = False,
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth."),
+    ] = False,
     gpu_check: Annotated[
         bool,
-        typer.Option("--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md)."),
+        typer.Option(
+            "--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md)."
+        ),
     ] = False,
     out_file: Annotated[
         Path,
@@ -41,7 +46,8 @@ def doctor(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would falsify a measurement.
+    """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
+    falsify a measurement.
 
     Example: [bold]python -m bench doctor --links[/bold]
     """
@@ -63,8 +69,21 @@ def doctor(
     troubled = troubles()
     measured, failed = _measured_links() if links else ([], {})
     if json_output:
-        told = {"measured_links": [link.as_json() for link in measured], "links_method": METHOD, "links_failed": failed} if links else {}
-        print(json.dumps(found | told | {"troubles": [dataclasses.asdict(trouble) for trouble in troubled]}, indent=2))
+        told = (
+            {
+                "measured_links": [link.as_json() for link in measured],
+                "links_method": METHOD,
+                "links_failed": failed,
+            }
+            if links
+            else {}
+        )
+        print(
+            json.dumps(
+                found | told | {"troubles": [dataclasses.asdict(trouble) for trouble in troubled]},
+                indent=2,
+            )
+        )
         if failed:
             raise typer.Exit(1)
         return
@@ -96,17 +115,23 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
         return
     out.print("[bold]what would falsify a measurement here[/bold]")
     for trouble in troubles:
-        out.print(f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)}; {escape(trouble.why)}")
+        out.print(
+            f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)};"
+            f" {escape(trouble.why)}"
+        )
         out.print(f"    mend: {escape(trouble.mend)}")
 
 
 def _measured_links() -> tuple[list[Link], dict[str, str]]:
-    """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a backend that could not be measured."""
+    """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a
+    backend that could not be measured."""
     from harness.environment import device_type, gpus
     from harness.measure.links import RANKS, measure_links
 
     found, failed = [], {}
-    for backend in ("gloo", "nccl") if device_type() == "cuda" and len(gpus()) >= RANKS else ("gloo",):
+    for backend in (
+        ("gloo", "nccl") if device_type() == "cuda" and len(gpus()) >= RANKS else ("gloo",)
+    ):
         try:
             found += measure_links(backend)
         except RuntimeError as error:
@@ -128,8 +153,12 @@ def _show_links(out: Console, backend: str, links: list[Link]) -> None:
         table.add_row(size(message), *(f"{link.seconds[place] * 1e6:,.0f}" for link in links))
     table.add_section()
     table.add_row("fitted latency", *(f"{link.fit.latency_seconds * 1e6:,.1f}" for link in links))
-    table.add_row("fitted bandwidth", *(_rate(link.fit.bandwidth_bytes_per_second) for link in links))
-    table.add_row("fit off by up to", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links))
+    table.add_row(
+        "fitted bandwidth", *(_rate(link.fit.bandwidth_bytes_per_second) for link in links)
+    )
+    table.add_row(
+        "fit off by up to", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links)
+    )
     out.print(table)
     out.print(METHOD)
 
@@ -188,13 +217,21 @@ def _links() -> dict[str, str]:
     for name, stats in psutil.net_if_stats().items():
         if not stats.isup:
             continue
-        ip = next((a.address for a in addresses.get(name, []) if a.family.name == "AF_INET"), "no IPv4 address")
-        rows[name] = f"{ip}, " + (f"{stats.speed} Mbit/s by its driver" if stats.speed else "speed unknown") + f", mtu {stats.mtu}"
+        ip = next(
+            (a.address for a in addresses.get(name, []) if a.family.name == "AF_INET"),
+            "no IPv4 address",
+        )
+        rows[name] = (
+            f"{ip}, "
+            + (f"{stats.speed} Mbit/s by its driver" if stats.speed else "speed unknown")
+            + f", mtu {stats.mtu}"
+        )
     return rows
 
 
 def _strategies() -> dict[str, str]:
-    """`ready`, or the reason of the first thing that is missing with the command that provides it."""
+    """`ready`, or the reason of the first thing that is missing with the command that provides
+    it."""
     from harness.cell import Cell
     from harness.environment import device_type
     from harness.errors import Mistake, Refused, Unavailable
@@ -205,8 +242,17 @@ def _strategies() -> dict[str, str]:
     for name, cls in strategies().items():
         said = "ready"
         for devices in (2, 1, 4, 8):
-            for workload, precision in (("llama-mini", "fp32"), ("llama-mini", "bf16"), ("resnet-micro", "fp32")):
-                axes: dict[str, Any] = {"strategy": name, "workload": workload, "precision": precision, "devices": devices}
+            for workload, precision in (
+                ("llama-mini", "fp32"),
+                ("llama-mini", "bf16"),
+                ("resnet-micro", "fp32"),
+            ):
+                axes: dict[str, Any] = {
+                    "strategy": name,
+                    "workload": workload,
+                    "precision": precision,
+                    "devices": devices,
+                }
                 cell = Cell(**axes, device=device_type(), warmup_steps=3)  # type: ignore[arg-type]
                 try:
                     admit(cell, make_workload(workload))

@@ -1,4 +1,5 @@
-"""bench doctor --gpu-check: what the first minutes on a GPU showed, claim by claim, and a file with all of it."""
+"""bench doctor --gpu-check: what the first minutes on a GPU showed, claim by claim, and a file with
+all of it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import typer
 
 
 def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | None) -> None:
-    """Runs the steps and prints what each showed; exit code 1 where one refuted its claim. Raises Mistake without a GPU.
+    """Runs the steps and prints what each showed; exit code 1 where one refuted its claim. Raises
+    Mistake without a GPU.
 
     `steps`: another list, which then also runs without a GPU.
     """
@@ -34,14 +36,23 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
 
     if not report.host:
-        out.print("versions, topology, what would falsify a measurement, which imports initialise CUDA")
+        out.print(
+            "versions, topology, what would falsify a measurement, which imports initialise CUDA"
+        )
         report.host = check.host_facts()
         report.write(file)
         for name in (name for name, does in report.host["initialises_cuda"].items() if does):
-            out.print(f"importing {escape(name)} initialises CUDA: it must not be imported before ranks are forked")
+            out.print(
+                f"importing {escape(name)} initialises CUDA: it must not be imported before ranks"
+                " are forked"
+            )
     results = file.resolve().with_suffix(".results")
     seconds_left = budget_seconds - (time.monotonic() - began)
-    check.run_steps(check.read_steps(steps or check.HOME), report, file, results, seconds_left, show_outcome)
-    out.print(f"all of it is in {escape(str(file))}; records of the runs are in {escape(str(results))}")
+    check.run_steps(
+        check.read_steps(steps or check.HOME), report, file, results, seconds_left, show_outcome
+    )
+    out.print(
+        f"all of it is in {escape(str(file))}; records of the runs are in {escape(str(results))}"
+    )
     if any(outcome.verdict == "refuted" for outcome in report.outcomes):
         raise typer.Exit(1)

@@ -19,12 +19,24 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def history(
-    cell: Annotated[str | None, typer.Argument(metavar="[CELL]", help="A pattern over labels or names, or the id of a cell.")] = None,
-    figure: Annotated[Literal["throughput", "memory"], typer.Option("--figure", help="What is followed.")] = "throughput",
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: every run of every cell that is meant.")] = False,
+    cell: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CELL]", help="A pattern over labels or names, or the id of a cell."
+        ),
+    ] = None,
+    figure: Annotated[
+        Literal["throughput", "memory"], typer.Option("--figure", help="What is followed.")
+    ] = "throughput",
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: every run of every cell that is meant.")
+    ] = False,
 ) -> None:
-    """Shows a cell's figure over all runs on equal hardware and where it changed; without CELL, or of several, one line per cell.
+    """Shows a cell's figure over all runs on equal hardware and where it changed; without CELL, or
+    of several, one line per cell.
 
     Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
     """
@@ -33,7 +45,15 @@ def history(
 
     found = histories(_measured(results, cell), figure)
     if json_output:
-        print(json.dumps({"figure": figure, "method": method(figure), "cells": [one.as_json() for one in found]}))
+        print(
+            json.dumps(
+                {
+                    "figure": figure,
+                    "method": method(figure),
+                    "cells": [one.as_json() for one in found],
+                }
+            )
+        )
         return
     out = show.console()
     if cell is not None and len(found) == 1:
@@ -57,10 +77,17 @@ def _measured(results: Path, pattern: str | None) -> list[Measured]:
     from harness.store import Store
 
     known = measured(Store(results).load(steps=False))
-    meant = {one.cell for one in known if pattern is None or matches(Cell(**json.loads(one.cell)), pattern)}
+    meant = {
+        one.cell
+        for one in known
+        if pattern is None or matches(Cell(**json.loads(one.cell)), pattern)
+    }
     if pattern is not None and not meant:
         labels = ", ".join(dict.fromkeys(one.label for one in known)) or "none"
-        raise Mistake(f"{pattern!r} is no label, name or id of a cell in {str(results)!r}, nor a pattern over them; it has {labels}")
+        raise Mistake(
+            f"{pattern!r} is no label, name or id of a cell in {str(results)!r}, nor a pattern over"
+            f" them; it has {labels}"
+        )
     return [one for one in known if one.cell in meant]
 
 
@@ -80,9 +107,18 @@ def _runs(out: Console, series: Series) -> None:
 
     values = [point.value.value for point in series.points]
     low, high = min(values), max(values)
-    out.print(f"{escape(series.cell_name)}: {series.figure} from {_text(series, low)} to {_text(series, high)}")
+    out.print(
+        f"{escape(series.cell_name)}: {series.figure} from {_text(series, low)} to"
+        f" {_text(series, high)}"
+    )
     table = Table()
-    for column, justify in (("date", "left"), ("run", "left"), (series.figure, "right"), ("95 %", "right"), ("trials", "right")):
+    for column, justify in (
+        ("date", "left"),
+        ("run", "left"),
+        (series.figure, "right"),
+        ("95 %", "right"),
+        ("trials", "right"),
+    ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_column("smallest to largest", no_wrap=True)
     table.add_column("change from here on")
@@ -111,7 +147,13 @@ def _cells(out: Console, found: list[Series]) -> None:
     from rich.table import Table
 
     table = Table()
-    for column, justify in (("cell", "left"), ("runs", "right"), ("newest", "right"), ("over the runs", "left"), ("last change", "left")):
+    for column, justify in (
+        ("cell", "left"),
+        ("runs", "right"),
+        ("newest", "right"),
+        ("over the runs", "left"),
+        ("last change", "left"),
+    ):
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for series in found:
         last = series.last_change
@@ -119,7 +161,13 @@ def _cells(out: Console, found: list[Series]) -> None:
         if last is not None and last.change is not None:
             since = f"{_mark(series, last.change)} since {last.started_at:%Y-%m-%d} {last.run_id}"
         values = [point.value.value for point in series.points]
-        table.add_row(escape(series.cell_name), str(len(values)), _text(series, values[-1]), sparkline(values[-WIDTH:]), since)
+        table.add_row(
+            escape(series.cell_name),
+            str(len(values)),
+            _text(series, values[-1]),
+            sparkline(values[-WIDTH:]),
+            since,
+        )
     if found:
         out.print(table)
 
@@ -127,4 +175,11 @@ def _cells(out: Console, found: list[Series]) -> None:
 def sparkline(values: list[float]) -> str:
     """A block per value, from the smallest to the largest."""
     low, high = min(values), max(values)
-    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))] if high > low else _BLOCKS[3] for value in values)
+    return "".join(
+        (
+            _BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))]
+            if high > low
+            else _BLOCKS[3]
+        )
+        for value in values
+    )

@@ -23,17 +23,43 @@ HOME = Path(__file__).parents[1] / "maxsize.yaml"
 
 
 def maxsize(
-    budget: Annotated[str | None, typer.Option("--budget", help="Memory per rank beyond its imports (GPU: in all); 1GiB.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option("--strategy", help="Strategy or pattern to search; may be repeated.")] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Devices of the strategies that use several.")] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", min=64, help="Hidden size; by default one of small blocks.")] = None,
-    cells: Annotated[Path, typer.Option("--cells", help="YAML file that says which strategies, and their order in theory.")] = HOME,
-    results: Annotated[Path, typer.Option("--results", help="Folder that results are added to.")] = Path("results"),
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Memory per rank beyond its imports (GPU: in all); 1GiB."),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", help="Strategy or pattern to search; may be repeated."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Devices of the strategies that use several."),
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option("--hidden", min=64, help="Hidden size; by default one of small blocks."),
+    ] = None,
+    cells: Annotated[
+        Path,
+        typer.Option(
+            "--cells", help="YAML file that says which strategies, and their order in theory."
+        ),
+    ] = HOME,
+    results: Annotated[
+        Path, typer.Option("--results", help="Folder that results are added to.")
+    ] = Path("results"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest search.")] = False,
-    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object at the end.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
+    ] = True,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object at the end.")
+    ] = False,
 ) -> None:
-    """Finds the largest model that each strategy trains. Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]"""
+    """Finds the largest model that each strategy trains.
+
+    Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
+    """
     from bench.cli import show
     from harness.errors import Mistake
     from harness.found import found
@@ -47,7 +73,10 @@ def maxsize(
     console = show.console(quiet=json_output)
     if resume:
         if budget or strategy or ranks or hidden:
-            raise Mistake("--resume goes on with a search as it was planned: leave --budget, --strategy, --ranks and --hidden out")
+            raise Mistake(
+                "--resume goes on with a search as it was planned: leave --budget, --strategy,"
+                " --ranks and --hidden out"
+            )
         plan = resumable(store, MATRIX)
     else:
         console.print("counting parameters, states and activations")
@@ -67,18 +96,37 @@ def maxsize(
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
     show.paths(console, store, plan, page, True)
     if json_output:
-        shown = [dataclasses.asdict(row) | {"ratio": row.ratio, "fill": row.fill, "responsible": dict(row.responsible)} for row in rows]
-        said = {"run_id": plan.run_id, "results": str(store.folder), "report": page and str(page), "strategies": shown, "notes": notes}
+        shown = [
+            dataclasses.asdict(row)
+            | {
+                "ratio": row.ratio,
+                "fill": row.fill,
+                "responsible": dict(row.responsible),
+            }
+            for row in rows
+        ]
+        said = {
+            "run_id": plan.run_id,
+            "results": str(store.folder),
+            "report": page and str(page),
+            "strategies": shown,
+            "notes": notes,
+        }
         print(json.dumps(said))
     if not finished:
         where = "" if results == Path("results") else f" --results {results}"
         console.print(f"interrupted; go on with: python -m bench maxsize --resume{where}")
         raise typer.Exit(130)
-    fine = all(row.status in ("found", "all fit", "unavailable", "refused") and row.parity != "diverged" for row in rows)
+    fine = all(
+        row.status in ("found", "all fit", "unavailable", "refused") and row.parity != "diverged"
+        for row in rows
+    )
     raise typer.Exit(0 if fine else 1)
 
 
-def _plan(budget_text: str, strategies: list[str], ranks: int | None, hidden: int | None, file: Path) -> Plan:
+def _plan(
+    budget_text: str, strategies: list[str], ranks: int | None, hidden: int | None, file: Path
+) -> Plan:
     """The search's plan; raises Mistake for what this host cannot do."""
     from pydantic import Field
 
@@ -98,15 +146,27 @@ def _plan(budget_text: str, strategies: list[str], ranks: int | None, hidden: in
     needed = budget * (1 if host.device == "cuda" else many)
     if not 0 < needed <= host.memory_bytes:
         whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
-        raise Mistake(f"--budget {budget_text!r}: give more than 0 and no more than the {host.memory_bytes / 2**30:.1f} GiB of {whose}")
-    entries = [{**entry, "devices": many} if entry.get("devices") == "many" else entry for entry in read.cells]
+        raise Mistake(
+            f"--budget {budget_text!r}: give more than 0 and no more than the"
+            f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
+        )
+    entries = [
+        {**entry, "devices": many} if entry.get("devices") == "many" else entry
+        for entry in read.cells
+    ]
     main = hidden or hidden_size(budget)
     families = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
     here = read.model_copy(update={"cells": entries, "workloads": families})
     try:
-        expanded = expand(here, host, name=str(file), only=strategies, changes={"memory_limit_bytes": budget})
+        expanded = expand(
+            here, host, name=str(file), only=strategies, changes={"memory_limit_bytes": budget}
+        )
     except Mistake as mistake:
-        raise Mistake(str(mistake).replace("--only and --skip leave", "--strategy leaves").replace("--only", "--strategy")) from None
+        raise Mistake(
+            str(mistake)
+            .replace("--only and --skip leave", "--strategy leaves")
+            .replace("--only", "--strategy")
+        ) from None
     return plan_of(expanded.cells, expanded.left_out, budget, read.order)
 
 
@@ -134,21 +194,31 @@ class Progress:
         from harness.found import millions
 
         number, total = self.place[cell.label], len(self.plan.cells)
-        share = (number + (0.9 if row["trial"] else 0.5)) / total  # a strategy's probes are half done on average
+        share = (
+            number + (0.9 if row["trial"] else 0.5)
+        ) / total  # a strategy's probes are half done on average
         left = (time.monotonic() - self.began) * (1 - share) / share
         if row["status"] == "ok":
             said = f"trains, parity {row['parity_verdict']}" if row["trial"] else "fits"
         elif row["status"] == "out_of_memory":
-            said = f"out of memory in {row['failed_in']}" if row.get("failed_in") else "out of memory"
+            said = (
+                f"out of memory in {row['failed_in']}" if row.get("failed_in") else "out of memory"
+            )
         else:
             said = f"{row['status']}: {row['reason']}"
-        size = f"{cell.workload.rpartition('x')[2]} blocks, {millions(row['parameters'])} parameters"
-        text = f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said} ({row['wall_seconds']:.1f} s)"
+        size = (
+            f"{cell.workload.rpartition('x')[2]} blocks, {millions(row['parameters'])} parameters"
+        )
+        text = (
+            f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said}"
+            f" ({row['wall_seconds']:.1f} s)"
+        )
         self.out.print(escape(f"[{number + 1}/{total}] {text}, about {show.duration(left)} left"))
 
 
 def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
-    """Prints the table, the bytes responsible and where the order is not the theory's; returns these notes."""
+    """Prints the table, the bytes responsible and where the order is not the theory's; returns
+    these notes."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -156,7 +226,10 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
 
     assert plan.search is not None
     step = next((row.step for row in rows if row.step), 0)
-    title = f"largest trainable model within {mebibytes(plan.search['budget'])} per rank; a search step is {millions(step)} parameters"
+    title = (
+        f"largest trainable model within {mebibytes(plan.search['budget'])} per rank; a search step"
+        f" is {millions(step)} parameters"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("strategy", overflow="fold")
     table.add_column("ranks", justify="right")
@@ -165,7 +238,10 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
     table.add_column("parity")
     devices = {cell.label: str(cell.devices) for cell in plan.cells}
     for row in rows:
-        peaks = [mebibytes(size) if size else "-" for size in (row.peak_memory_bytes, row.setup_peak_memory_bytes)]
+        peaks = [
+            mebibytes(size) if size else "-"
+            for size in (row.peak_memory_bytes, row.setup_peak_memory_bytes)
+        ]
         table.add_row(
             escape(row.label),
             devices.get(row.label, "-"),
@@ -206,5 +282,7 @@ def _filled(rows: list[Found]) -> Table:
     for row in rows:
         if row.fill:
             sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]
-            table.add_row(escape(row.label), millions(row.next_parameters or 0), row.failed_in or "-", *sizes)
+            table.add_row(
+                escape(row.label), millions(row.next_parameters or 0), row.failed_in or "-", *sizes
+            )
     return table

@@ -17,13 +17,32 @@ if TYPE_CHECKING:
 
 def profile(
     which: Annotated[
-        str, typer.Argument(metavar="CELL", help="The id or name of a cell of the results, or a strategy[:option=value,...] of a matrix.")
+        str,
+        typer.Argument(
+            metavar="CELL",
+            help=(
+                "The id or name of a cell of the results, or a strategy[:option=value,...] of a"
+                " matrix."
+            ),
+        ),
     ],
-    matrix: Annotated[str, typer.Option("--matrix", "-m", help="The matrix whose cells are meant.")] = "full",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="axis=value for all its cells; may be repeated.")] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results, whose cells are found by id or name.")] = Path("results"),
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    matrix: Annotated[
+        str, typer.Option("--matrix", "-m", help="The matrix whose cells are meant.")
+    ] = "full",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="axis=value for all its cells; may be repeated."),
+    ] = None,
+    results: Annotated[
+        Path,
+        typer.Option("--results", help="Folder of results, whose cells are found by id or name."),
+    ] = Path("results"),
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
     """Runs a few steps of a cell under torch's profiler and leaves a trace per rank.
 
@@ -48,13 +67,25 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:  # earlier traces stay where this launch fails
+    with tempfile.TemporaryDirectory(
+        dir=folder
+    ) as fresh:  # earlier traces stay where this launch fails
         with over_links([cell], Launcher) as launcher:
-            row = explain_cell(launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve()))
+            row = explain_cell(
+                launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve())
+            )
         files = replace_traces(name_ranks(Path(fresh)), folder) if row["status"] == "ok" else []
     if json_output:
-        shown = {k: v for k, v in row.items() if k not in ("run_id", "attempt", "started_at") and not _nan(v)}
-        shown |= {name: json.loads(shown[name]) for name in ("collectives", "unseen_buffers") if shown.get(name)}
+        shown = {
+            k: v
+            for k, v in row.items()
+            if k not in ("run_id", "attempt", "started_at") and not _nan(v)
+        }
+        shown |= {
+            name: json.loads(shown[name])
+            for name in ("collectives", "unseen_buffers")
+            if shown.get(name)
+        }
         print(json.dumps({**shown, "folder": str(folder), "traces": [str(file) for file in files]}))
     else:
         _tell(cell, row, files)
@@ -67,7 +98,8 @@ def _nan(value: Any) -> bool:
 
 
 def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
-    """The newest cell of this id or name among the results, else the matrix's cells of this strategy with these options."""
+    """The newest cell of this id or name among the results, else the matrix's cells of this
+    strategy with these options."""
     from bench.cli.export import find as in_matrix
     from harness.plan import kept_plan
     from harness.store import Store
@@ -93,29 +125,44 @@ def _with(cell: Cell, options: str) -> Cell:
     pairs = [one.partition("=") for one in options.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
         raise Mistake(f"options are written name=value, with commas between them, not {options!r}")
-    changed = cell.model_copy(update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}})
+    changed = cell.model_copy(
+        update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}}
+    )
     make_strategy(changed)
     return changed
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Moves these traces to the folder, in place of those of an earlier launch; returns where they are."""
+    """Moves these traces to the folder, in place of those of an earlier launch; returns where they
+    are."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Gives each rank's process its name in its trace, and writes all ranks on one time line as all.json.gz; returns the files."""
+    """Gives each rank's process its name in its trace, and writes all ranks on one time line as
+    all.json.gz; returns the files."""
     traces = {}
-    for file in sorted(folder.glob("rank*.json.gz"), key=lambda f: int(f.name.removeprefix("rank").partition(".")[0])):
+    for file in sorted(
+        folder.glob("rank*.json.gz"),
+        key=lambda f: int(f.name.removeprefix("rank").partition(".")[0]),
+    ):
         rank = int(file.name.removeprefix("rank").partition(".")[0])
         trace = json.loads(gzip.decompress(file.read_bytes()))
         own = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
         for event in trace["traceEvents"]:
-            if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == own:
+            if (
+                event.get("ph") == "M"
+                and event.get("name") == "process_name"
+                and event.get("pid") == own
+            ):
                 event["args"] = {"name": f"rank {rank}"}
-            if event.get("ph") == "M" and event.get("name") == "process_sort_index" and event.get("pid") == own:
+            if (
+                event.get("ph") == "M"
+                and event.get("name") == "process_sort_index"
+                and event.get("pid") == own
+            ):
                 event["args"] = {"sort_index": rank}
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), 5))
         traces[file] = trace
@@ -123,7 +170,10 @@ def name_ranks(folder: Path) -> list[Path]:
         return list(traces)
     together = folder / "all.json.gz"
     first = next(iter(traces.values()))
-    whole = {**first, "traceEvents": [event for trace in traces.values() for event in trace["traceEvents"]]}
+    whole = {
+        **first,
+        "traceEvents": [event for trace in traces.values() for event in trace["traceEvents"]],
+    }
     together.write_bytes(gzip.compress(json.dumps(whole).encode(), 5))
     return [*traces, together]
 
@@ -135,12 +185,30 @@ def _tell(cell: Cell, row: dict[str, Any], files: list[Path]) -> None:
     if row["status"] != "ok":
         print(f"  {row['status']}: {row['reason']}")
         return
-    print(f"  step {row['profiled_step_seconds'] * 1e3:.1f} ms, without the profiler {row['plain_step_seconds'] * 1e3:.1f} ms")
-    means = {name: sum(seconds) / len(seconds) for name in COMPONENTS if (seconds := row[f"{name}_seconds"])}
-    shown = sorted(((name, seconds) for name, seconds in means.items() if seconds >= 5e-5), key=lambda one: -one[1])
-    print("  mean of the ranks: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown))
+    print(
+        f"  step {row['profiled_step_seconds'] * 1e3:.1f} ms, without the profiler"
+        f" {row['plain_step_seconds'] * 1e3:.1f} ms"
+    )
+    means = {
+        name: sum(seconds) / len(seconds)
+        for name in COMPONENTS
+        if (seconds := row[f"{name}_seconds"])
+    }
+    shown = sorted(
+        ((name, seconds) for name, seconds in means.items() if seconds >= 5e-5),
+        key=lambda one: -one[1],
+    )
+    print(
+        "  mean of the ranks: "
+        + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown)
+    )
     if row["straggler"] is not None:
-        print(f"  rank {row['straggler']} is slower than the others by {row['straggler_excess']:.0%}")
+        print(
+            f"  rank {row['straggler']} is slower than the others by {row['straggler_excess']:.0%}"
+        )
     for file in files:
         print(f"  {file}")
-    print("open one at https://ui.perfetto.dev (Open trace file; nothing is uploaded), or in chrome://tracing")
+    print(
+        "open one at https://ui.perfetto.dev (Open trace file; nothing is uploaded), or in"
+        " chrome://tracing"
+    )

@@ -10,14 +10,32 @@ import typer
 
 
 def publish(
-    target: Annotated[Literal["tensorboard", "mlflow", "prometheus"], typer.Argument(metavar="TARGET", help="Tool that is to read them.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that the tool reads; made where it is missing.")],
-    run: Annotated[list[str] | None, typer.Argument(help="Runs: id, its first letters, latest, latest~1; by default the newest.")] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
-    every: Annotated[bool, typer.Option("--all", help="All runs of the folder (tensorboard, mlflow).")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    target: Annotated[
+        Literal["tensorboard", "mlflow", "prometheus"],
+        typer.Argument(metavar="TARGET", help="Tool that is to read them."),
+    ],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder that the tool reads; made where it is missing."),
+    ],
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Runs: id, its first letters, latest, latest~1; by default the newest."
+        ),
+    ] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
+    every: Annotated[
+        bool, typer.Option("--all", help="All runs of the folder (tensorboard, mlflow).")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
-    """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. What is there already is not written twice.
+    """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. What is there
+    already is not written twice.
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """
@@ -31,7 +49,17 @@ def publish(
     run_ids = wanted(store, run or [], every)
     done = write(target, store.load(run_ids, steps=target == "tensorboard"), folder)
     if json_output:
-        print(json.dumps({"target": target, "path": str(done.path), "runs": run_ids, "cells": done.cells, "already_there": done.already}))
+        print(
+            json.dumps(
+                {
+                    "target": target,
+                    "path": str(done.path),
+                    "runs": run_ids,
+                    "cells": done.cells,
+                    "already_there": done.already,
+                }
+            )
+        )
         return
     already = f", {done.already} were there already" if done.already else ""
     print(f"{done.path}: {done.cells} cells written{already}")

@@ -1,4 +1,5 @@
-"""bench report: what a run found, as a page, as text or for other programs; several runs against each other; the index of all."""
+"""bench report: what a run found, as a page, as text or for other programs; several runs against
+each other; the index of all."""
 
 from __future__ import annotations
 
@@ -21,20 +22,50 @@ def report(
     run: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Runs: id, its first letters, latest, latest~1; by default the newest. Several make one page that compares them."
+            help=(
+                "Runs: id, its first letters, latest, latest~1; by default the newest. Several make"
+                " one page that compares them."
+            )
         ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path("results"),
-    every: Annotated[bool, typer.Option("--all", help="All runs of the folder against each other.")] = False,
-    each: Annotated[bool, typer.Option("--each", help="A report of its own for each of several runs instead.")] = False,
-    format_name: Annotated[Format | None, typer.Option("--format", help="By default as --out ends, else html.")] = None,
-    section: Annotated[
-        list[str] | None, typer.Option("--section", help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.")
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
+    every: Annotated[
+        bool, typer.Option("--all", help="All runs of the folder against each other.")
+    ] = False,
+    each: Annotated[
+        bool, typer.Option("--each", help="A report of its own for each of several runs instead.")
+    ] = False,
+    format_name: Annotated[
+        Format | None, typer.Option("--format", help="By default as --out ends, else html.")
     ] = None,
-    index: Annotated[bool, typer.Option("--index", help="Write reports/html/index.html: all runs, newest first, with links.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="File; else pages go to reports/html/, text and data to the terminal.")] = None,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open what was written in the browser.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object that says what was written.")] = False,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--section",
+            help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.",
+        ),
+    ] = None,
+    index: Annotated[
+        bool,
+        typer.Option(
+            "--index", help="Write reports/html/index.html: all runs, newest first, with links."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="File; else pages go to reports/html/, text and data to the terminal."
+        ),
+    ] = None,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open what was written in the browser.")
+    ] = False,
+    json_output: Annotated[
+        bool,
+        typer.Option("--json", help="For machines: one JSON object that says what was written."),
+    ] = False,
 ) -> None:
     """Writes the report of a run, of several against each other, or the index of all.
 
@@ -44,24 +75,50 @@ def report(
     from harness.store import Store
 
     if out is not None and out.is_dir():
-        raise Mistake(f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}")
+        raise Mistake(
+            f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}"
+        )
     store, chosen = Store(results), format_name or _by_suffix(out)
     if chosen not in SECTIONED and section:
-        raise Mistake(f"--section cuts a page or a text; {chosen} has every cell: leave --section out, or use --format html or md")
+        raise Mistake(
+            f"--section cuts a page or a text; {chosen} has every cell: leave --section out, or use"
+            " --format html or md"
+        )
     if open_browser and out is None and chosen not in ("html", "pdf-ready") and not index:
-        raise Mistake(f"--open shows a file, but --format {chosen} goes to the terminal: name a file with --out")
+        raise Mistake(
+            f"--open shows a file, but --format {chosen} goes to the terminal: name a file with"
+            " --out"
+        )
     if index:
         if run or every or each or section or format_name not in (None, "html"):
-            raise Mistake("--index writes the index of all runs and nothing else: give it with --results, --out, --open and --json alone")
+            raise Mistake(
+                "--index writes the index of all runs and nothing else: give it with --results,"
+                " --out, --open and --json alone"
+            )
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
         run_ids = wanted(store, run or [], every)
         if each and out is not None and len(run_ids) > 1:
-            raise Mistake(f"--out names one file, but --each writes one for each of {len(run_ids)} runs; leave one of the two out")
+            raise Mistake(
+                f"--out names one file, but --each writes one for each of {len(run_ids)} runs;"
+                " leave one of the two out"
+            )
         groups = [[run_id] for run_id in run_ids] if each else [run_ids]
-        written = [path for group in groups if (path := _one(store, group, chosen, section or [], out, json_output)) is not None]
+        written = [
+            path
+            for group in groups
+            if (path := _one(store, group, chosen, section or [], out, json_output)) is not None
+        ]
     if json_output:
-        print(json.dumps({"report": str(written[0]), "reports": [str(path) for path in written], "runs": run_ids}))
+        print(
+            json.dumps(
+                {
+                    "report": str(written[0]),
+                    "reports": [str(path) for path in written],
+                    "runs": run_ids,
+                }
+            )
+        )
     else:
         for path in written:
             print(path)
@@ -90,14 +147,24 @@ def wanted(store: Store, words: list[str], every: bool) -> list[str]:
     return sorted({find_run(store, word) for word in words})
 
 
-def _one(store: Store, wanted: list[str], chosen: Format, sections: list[str], out: Path | None, told_as_json: bool) -> Path | None:
+def _one(
+    store: Store,
+    wanted: list[str],
+    chosen: Format,
+    sections: list[str],
+    out: Path | None,
+    told_as_json: bool,
+) -> Path | None:
     """Writes one report, or prints it; the file, if one was written."""
     from harness.errors import Mistake
     from reports import write_whole
 
     if out is None and chosen not in ("html", "pdf-ready"):
         if told_as_json:
-            raise Mistake(f"--json says which files were written, but --format {chosen} goes to the terminal: name a file with --out")
+            raise Mistake(
+                f"--json says which files were written, but --format {chosen} goes to the terminal:"
+                " name a file with --out"
+            )
         print(_text(store.load(wanted, steps=False), chosen, sections), end="")
         return None
     name = wanted[0] if len(wanted) == 1 else f"{wanted[0]}-to-{wanted[-1]}"
@@ -118,10 +185,16 @@ def _text(results: Results, chosen: Format, sections: list[str]) -> str:
     if chosen == "csv":
         return machine.as_csv(each(results))
     if chosen == "json":
-        return machine.as_json(each(results), **(runs.as_json(runs.compare_all(results)) if several else {}))
+        return machine.as_json(
+            each(results), **(runs.as_json(runs.compare_all(results)) if several else {})
+        )
     if chosen == "md":
         require_known(sections, list(runs_markdown.SECTIONS if several else SECTIONS))
-        text, absent = runs_markdown.markdown(runs.compare_all(results), sections) if several else markdown(ran(results), sections)
+        text, absent = (
+            runs_markdown.markdown(runs.compare_all(results), sections)
+            if several
+            else markdown(ran(results), sections)
+        )
     else:
         require_known(sections, known("runs.html.j2" if several else "report.html.j2"))
         text, absent = runs.page(runs.compare_all(results)) if several else render(results), []
@@ -137,4 +210,6 @@ def _text(results: Results, chosen: Format, sections: list[str]) -> str:
 def _index(store: Store, path: Path) -> Path:
     from reports import overview, write_whole
 
-    return write_whole(overview.page(store, path.parent), path, "python -m bench report --index --out FILE")
+    return write_whole(
+        overview.page(store, path.parent), path, "python -m bench report --index --out FILE"
+    )

@@ -10,11 +10,23 @@ import typer
 
 
 def status(
-    name: Annotated[str, typer.Argument(metavar="[JOB|RUN]", help="SLURM job or run; the newest run where none is given.")] = "",
-    results: Annotated[Path, typer.Option("--results", help="Folder that the run is in.")] = Path("results"),
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[JOB|RUN]", help="SLURM job or run; the newest run where none is given."
+        ),
+    ] = "",
+    results: Annotated[Path, typer.Option("--results", help="Folder that the run is in.")] = Path(
+        "results"
+    ),
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
-    """Shows how far a run is and what SLURM says of its jobs. Example: [bold]python -m bench status 4711[/bold]"""
+    """Shows how far a run is and what SLURM says of its jobs.
+
+    Example: [bold]python -m bench status 4711[/bold]
+    """
     from bench.cluster.slurm import states
     from bench.cluster.submitted import submissions
     from harness.errors import Mistake
@@ -30,8 +42,15 @@ def status(
         run_id = (store.run_ids() or [""])[-1]
         jobs = [told for told in known if told["run_id"] == run_id]
     if not run_id and not jobs:
-        raise Mistake(f"no job or run {name!r} in {str(results)!r}" if name else f"no runs in {str(results)!r}")
-    found = _progress(store, run_id) | {"jobs": [vars(one) for told in jobs for one in states(told["job"])], "submitted": jobs}
+        raise Mistake(
+            f"no job or run {name!r} in {str(results)!r}"
+            if name
+            else f"no runs in {str(results)!r}"
+        )
+    found = _progress(store, run_id) | {
+        "jobs": [vars(one) for told in jobs for one in states(told["job"])],
+        "submitted": jobs,
+    }
     if json_output:
         print(json.dumps(found))
     else:
@@ -68,7 +87,11 @@ def _progress(store: Any, run_id: str) -> dict[str, Any]:
         "recorded": len(done),
         "left_out": len(plan.left_out),
         "statuses": {str(k): int(v) for k, v in last["status"].value_counts().items()},
-        "newest": None if newest is None else f"{newest['cell_name']} trial {newest['trial']}: {newest['status']}",
+        "newest": (
+            None
+            if newest is None
+            else f"{newest['cell_name']} trial {newest['trial']}: {newest['status']}"
+        ),
         "newest_at": None if newest is None else newest["started_at"].isoformat(),
     }
 
@@ -82,7 +105,10 @@ def _show(found: dict[str, Any]) -> None:
     if not found["begun"]:
         console.print(f"run {found['run_id'] or '(not named yet)'} has not begun")
     else:
-        said = ", ".join(f"{count} {status}" for status, count in found["statuses"].items()) or "nothing recorded yet"
+        said = (
+            ", ".join(f"{count} {status}" for status, count in found["statuses"].items())
+            or "nothing recorded yet"
+        )
         far = f"{found['recorded']} of {found['trials']} trials"
         console.print(f"run {found['run_id']} of matrix {escape(found['matrix'])}: {far} ({said})")
         if found["newest"]:

@@ -11,41 +11,77 @@ import typer
 
 
 def submit(
-    matrix: Annotated[str, typer.Option("--matrix", "-m", help="Name of a matrix or a YAML file.")] = "",
+    matrix: Annotated[
+        str, typer.Option("--matrix", "-m", help="Name of a matrix or a YAML file.")
+    ] = "",
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job.")] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus-per-node", min=0, help="GPUs of each node.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", "-p", help="SLURM partition.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=0, help="GPUs of each node.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="SLURM partition.")
+    ] = None,
     account: Annotated[str | None, typer.Option("--account", "-A", help="SLURM account.")] = None,
-    time: Annotated[str | None, typer.Option("--time", "-t", help="Time limit of a job; the run goes on in another.")] = None,
-    array: Annotated[int, typer.Option("--array", min=0, help="So many jobs at a time share the cells of the run.")] = 0,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", "-t", help="Time limit of a job; the run goes on in another."),
+    ] = None,
+    array: Annotated[
+        int,
+        typer.Option("--array", min=0, help="So many jobs at a time share the cells of the run."),
+    ] = 0,
     run_id: Annotated[str, typer.Option("--run", help="Go on with this run.")] = "",
-    nightly: Annotated[bool, typer.Option("--nightly", help="The nightly job: run, report, compare, tell.")] = False,
-    site: Annotated[Path | None, typer.Option("--site", help="Site file; default: $PARALLELISM_BENCH_SITE, slurm/site.yaml.")] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder, on a file system that all nodes share.")] = Path("results"),
+    nightly: Annotated[
+        bool, typer.Option("--nightly", help="The nightly job: run, report, compare, tell.")
+    ] = False,
+    site: Annotated[
+        Path | None,
+        typer.Option(
+            "--site", help="Site file; default: $PARALLELISM_BENCH_SITE, slurm/site.yaml."
+        ),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option("--results", help="Folder, on a file system that all nodes share.")
+    ] = Path("results"),
     only: Annotated[list[str] | None, typer.Option("--only", help="As in bench run.")] = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", help="As in bench run.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="As in bench run.")] = None,
     trials: Annotated[int | None, typer.Option("--trials", min=1, help="As in bench run.")] = None,
-    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and stop.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script and stop.")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
-    """Submits a matrix as a SLURM job. Example: [bold]python -m bench submit --matrix full --nodes 2 --gpus-per-node 8 --dry-run[/bold]"""
+    """Submits a matrix as a SLURM job.
+
+    Example: [bold]python -m bench submit --matrix full --nodes 2 --gpus-per-node 8 --dry-run[/bold]
+    """
     from bench.cluster.script import Job, batch_script
     from bench.cluster.site import read_site
     from bench.cluster.slurm import submit as sbatch
     from harness.errors import Mistake
     from harness.plan import new_run_id
 
-    here = read_site(site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time)
+    here = read_site(
+        site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
+    )
     matrix = matrix or (here.nightly.matrix if nightly else "")
     if not matrix:
-        raise Mistake("--matrix is missing; try --matrix smoke, or see: python -m bench list matrices")
+        raise Mistake(
+            "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
+        )
     if nightly and (array or run_id):
         raise Mistake("a night is a run of its own in one job: leave --array and --run out")
     matrix = _readable(matrix)
     several = (("--only", only), ("--skip", skip), ("--set", settings))
-    options = [word for option, values in several for value in values or [] for word in (option, value)]
+    options = [
+        word for option, values in several for value in values or [] for word in (option, value)
+    ]
     options += ["--trials", str(trials)] if trials else []
     options += [] if report else ["--no-report"]
     name = "" if nightly else run_id or new_run_id()
@@ -54,7 +90,10 @@ def submit(
     if without := here.without_gpus():
         print(f"note: {without}", file=sys.stderr)
     if dry_run:
-        print(json.dumps({"script": script, "run_id": name}) if json_output else script, end="\n" if json_output else "")
+        print(
+            json.dumps({"script": script, "run_id": name}) if json_output else script,
+            end="\n" if json_output else "",
+        )
         return
     job.folder.mkdir(parents=True, exist_ok=True)
     job.folder.chmod(0o700)
@@ -66,7 +105,10 @@ def submit(
     if json_output:
         print(json.dumps(told))
     else:
-        print(f"submitted job {job_id}: {f'run {name}' if name else 'a night'} of matrix {matrix}; see: python -m bench status {job_id}")
+        print(
+            f"submitted job {job_id}: {f'run {name}' if name else 'a night'} of matrix {matrix};"
+            f" see: python -m bench status {job_id}"
+        )
 
 
 def _readable(matrix: str) -> str:

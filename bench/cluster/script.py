@@ -35,14 +35,28 @@ class Job:
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """The text that is submitted; it begins with all its options, so that sbatch needs no others."""
+    """The text that is submitted; it begins with all its options, so that sbatch needs no
+    others."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment = jinja2.Environment(
+        loader=loader,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = environment.get_template("job.sh.j2")
-    return template.render(site=site, job=job, root=ROOT, lines=_lines(site, job), variables=_variables(site, job), python=_python(site))
+    return template.render(
+        site=site,
+        job=job,
+        root=ROOT,
+        lines=_lines(site, job),
+        variables=_variables(site, job),
+        python=_python(site),
+    )
 
 
 def _lines(site: Site, job: Job) -> list[str]:

@@ -1,4 +1,5 @@
-"""What one cluster needs and others do not: every directive comes from here, nothing about a site is in the code."""
+"""What one cluster needs and others do not: every directive comes from here, nothing about a site
+is in the code."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Command of your own; it gets the outcome in a word as its argument, and what happened on its standard input."""
+    """Command of your own; it gets the outcome in a word as its argument, and what happened on its
+    standard input."""
     always: bool = False
     """Also when all is well."""
 
@@ -41,9 +43,11 @@ class Nightly(BaseModel):
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """A run, a folder, or NAME of results/reference/NAME that every night is compared with, beside the last good night."""
+    """A run, a folder, or NAME of results/reference/NAME that every night is compared with, beside
+    the last good night."""
     again: str = ""
-    """When the next night begins, as sbatch's --begin takes it (`tomorrow`, `02:00`); empty: the job does not submit itself."""
+    """When the next night begins, as sbatch's --begin takes it (`tomorrow`, `02:00`); empty: the
+    job does not submit itself."""
     publish: str = ""
     """Folder for the pages of a web server; empty: they stay in reports/html."""
     textfile: str = ""
@@ -65,11 +69,13 @@ class Site(BaseModel):
     """Time limit of a job, as SLURM takes it: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """0: the job asks for none, and where SLURM confines devices its cells run on the CPU, whatever the nodes have."""
+    """0: the job asks for none, and where SLURM confines devices its cells run on the CPU, whatever
+    the nodes have."""
     gpu_directive: str = "--gpus-per-node={gpus}"
     """How the site asks for GPUs: some want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPU cores of each node's part of the job; 0: the whole node with `exclusive`, else SLURM's default."""
+    """CPU cores of each node's part of the job; 0: the whole node with `exclusive`, else SLURM's
+    default."""
     memory: str = ""
     """Of each node, as SLURM takes it: `64G`; `0` is all of it."""
     exclusive: bool = True
@@ -83,17 +89,21 @@ class Site(BaseModel):
     prologue: list[str] = Field(default_factory=list)
     """Lines of shell before anything is started: activate an environment, set variables."""
     container: str = ""
-    """Words before the Python command that start it in a container: `apptainer exec --nv suite.sif`."""
+    """Words before the Python command that start it in a container: `apptainer exec --nv
+    suite.sif`."""
     python: str = ".venv/bin/python"
     """Python with the suite; a relative path is below the checkout."""
     srun: list[str] = Field(default_factory=list)
     """Further options of the srun that starts the agents: `--mpi=none`."""
     interface: str = ""
-    """Network interface that reaches all nodes, `ib0`; empty: the one by which a node reaches the first."""
+    """Network interface that reaches all nodes, `ib0`; empty: the one by which a node reaches the
+    first."""
     warn_seconds: int = Field(default=120, ge=1)
-    """How long before its end SLURM warns a job, which then stops the current trial and submits itself anew."""
+    """How long before its end SLURM warns a job, which then stops the current trial and submits
+    itself anew."""
     requeues: int = Field(default=20, ge=0)
-    """How often a job may begin anew: a trial that needs longer than the time limit would do so for ever."""
+    """How often a job may begin anew: a trial that needs longer than the time limit would do so for
+    ever."""
     nightly: Nightly = Field(default_factory=Nightly)
 
     def without_gpus(self) -> str:
@@ -101,12 +111,14 @@ class Site(BaseModel):
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
-            "the job asks for no GPUs: where SLURM confines devices its cells run on the CPU, whatever the nodes have;"
-            " gpus_per_node in the site file, or --gpus-per-node N, asks for them"
+            "the job asks for no GPUs: where SLURM confines devices its cells run on the CPU,"
+            " whatever the nodes have; gpus_per_node in the site file, or --gpus-per-node N, asks"
+            " for them"
         )
 
     def directive_lines(self) -> list[str]:
-        """The options of sbatch that the site and the command line gave, in the order of the fields."""
+        """The options of sbatch that the site and the command line gave, in the order of the
+        fields."""
         named = {
             "partition": self.partition,
             "account": self.account,
@@ -126,7 +138,8 @@ class Site(BaseModel):
 
 
 def read_site(file: Path | None, **given: Any) -> Site:
-    """The site of this file, of the variable, of slurm/site.yaml, or the default one; `given` options take the place of its values.
+    """The site of this file, of the variable, of slurm/site.yaml, or the default one; `given`
+    options take the place of its values.
 
     Raises Mistake with the file and the key.
     """
@@ -139,14 +152,23 @@ def read_site(file: Path | None, **given: Any) -> Site:
         try:
             content = yaml.safe_load(path.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise Mistake(f"site file {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+            raise Mistake(
+                f"site file {path}: not readable as YAML: {' '.join(str(error).split())}"
+            ) from None
         if not isinstance(content, dict):
             raise Mistake(f"site file {path}: must be a mapping such as `partition: gpu`")
         for key in content:
             if key not in Site.model_fields:
                 near = difflib.get_close_matches(str(key), Site.model_fields, 1)
-                raise Mistake(f"site file {path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise Mistake(
+                    f"site file {path}: unknown key {key!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
     try:
-        return Site(**{**content, **{name: value for name, value in given.items() if value is not None}})
+        return Site(
+            **{**content, **{name: value for name, value in given.items() if value is not None}}
+        )
     except ValidationError as error:
-        raise Mistake(f"site file {path}, {complaint(error)}" if path else complaint(error)) from None
+        raise Mistake(
+            f"site file {path}, {complaint(error)}" if path else complaint(error)
+        ) from None

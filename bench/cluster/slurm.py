@@ -12,7 +12,10 @@ from harness.errors import Mistake
 
 def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     if shutil.which(words[0]) is None:
-        raise Mistake(f"{words[0]} is not on this host: submit from a login node of the cluster, or see the script with --dry-run")
+        raise Mistake(
+            f"{words[0]} is not on this host: submit from a login node of the cluster, or see the"
+            " script with --dry-run"
+        )
     return subprocess.run(words, input=given, capture_output=True, text=True, check=False)
 
 
@@ -37,11 +40,16 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """The job and all tasks of an array; none where SLURM does not know it any more (it forgets them after some minutes)."""
+    """The job and all tasks of an array; none where SLURM does not know it any more (it forgets
+    them after some minutes)."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)
-    return [] if done.returncode else [parse(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+    return (
+        []
+        if done.returncode
+        else [parse(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+    )
 
 
 def parse(line: str) -> JobState:
@@ -52,4 +60,11 @@ def parse(line: str) -> JobState:
         job_id = f"{found['ArrayJobId']}_{found['ArrayTaskId']}"
     nodes = found.get("NodeList", "").replace("(null)", "")
     reason = found.get("Reason", "None").replace("None", "")
-    return JobState(job_id, found["JobState"], reason, nodes, int(found.get("Restarts", "0")), found.get("RunTime", ""))
+    return JobState(
+        job_id,
+        found["JobState"],
+        reason,
+        nodes,
+        int(found.get("Restarts", "0")),
+        found.get("RunTime", ""),
+    )

@@ -1,4 +1,5 @@
-"""What falsifies measurements on GPUs: neighbours, limits, heat, slices, a driver that is too old, cores and links that are missing."""
+"""What falsifies measurements on GPUs: neighbours, limits, heat, slices, a driver that is too old,
+cores and links that are missing."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def _state(state: GpuState) -> Iterator[Trouble]:
             who,
             f"it has {state.temperature_celsius} degrees Celsius: {cause}",
             "its clocks fall while a run goes on",
-            f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d TEMPERATURE,PERFORMANCE",
+            f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d"
+            " TEMPERATURE,PERFORMANCE",
         )
     if state.uncorrected_errors:
         yield Trouble(
@@ -115,7 +117,12 @@ def _software() -> Iterator[Trouble]:
     import torch
 
     if reason := unused_gpus():
-        yield Trouble("GPUs", reason, "every cell runs on the CPU", "make setup, on this host, once the above is so")
+        yield Trouble(
+            "GPUs",
+            reason,
+            "every cell runs on the CPU",
+            "make setup, on this host, once the above is so",
+        )
         return
     if not torch.distributed.is_nccl_available():
         what = f"torch {torch.__version__} is built without NCCL"
@@ -124,7 +131,8 @@ def _software() -> Iterator[Trouble]:
 
 
 def _stand_ins() -> Iterator[Trouble]:
-    """Strategies that would run as something else on a GPU: a library that was built without NCCL."""
+    """Strategies that would run as something else on a GPU: a library that was built without
+    NCCL."""
     from importlib.util import find_spec
 
     from harness.cell import Cell
@@ -134,7 +142,12 @@ def _stand_ins() -> Iterator[Trouble]:
         if all(map(find_spec, cls.requires)):
             cell = Cell(strategy=name, workload="llama-mini", devices=2, device="cuda")
             if reason := cls().stand_in(cell):
-                yield Trouble(name, reason, "its times say nothing of the real thing", "make setup, on this host")
+                yield Trouble(
+                    name,
+                    reason,
+                    "its times say nothing of the real thing",
+                    "make setup, on this host",
+                )
 
 
 def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
@@ -167,5 +180,6 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
                 f"GPUs {devices[a].index} and {devices[b].index}",
                 "they share nothing below the two sockets' link",
                 "their copies go through host memory",
-                "to see it: nvidia-smi topo -m; choose GPUs of one socket with CUDA_VISIBLE_DEVICES",
+                "to see it: nvidia-smi topo -m; choose GPUs of one socket with"
+                " CUDA_VISIBLE_DEVICES",
             )

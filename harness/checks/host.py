@@ -1,4 +1,5 @@
-"""What falsifies measurements on any host: clocks that change, neighbours, swap, a disk that is full, too little shared memory."""
+"""What falsifies measurements on any host: clocks that change, neighbours, swap, a disk that is
+full, too little shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BUSY_SHARE = 0.1
 """Of all cores, by other processes, from which on neighbours are told."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""NCCL takes tens of MiB of it for each pair of ranks; containers get 64 MiB unless they ask for more."""
+"""NCCL takes tens of MiB of it for each pair of ranks; containers get 64 MiB unless they ask for
+more."""
 LOCKED_BYTES = 2**30
 
 
@@ -42,12 +44,16 @@ def _governor(root: Path) -> Trouble | None:
 def _turbo(root: Path) -> Trouble | None:
     """Where clocks rise with the cold: the first cells of a run are faster than the last."""
     system = root / "sys/devices/system/cpu"
-    for file, on, off in ((system / "intel_pstate/no_turbo", "0", "1"), (system / "cpufreq/boost", "1", "0")):
+    for file, on, off in (
+        (system / "intel_pstate/no_turbo", "0", "1"),
+        (system / "cpufreq/boost", "1", "0"),
+    ):
         if _read(file) == on:
             return Trouble(
                 "CPU",
                 "turbo is on",
-                "clocks depend on heat and on how many cores work: one rank alone looks faster than one of many",
+                "clocks depend on heat and on how many cores work: one rank alone looks faster than"
+                " one of many",
                 f"echo {off} | sudo tee {file}",
             )
     return None
@@ -74,8 +80,12 @@ def _neighbours() -> Trouble | None:
     whole = psutil.cpu_percent(LOOK_SECONDS) / 100
     if whole < BUSY_SHARE:
         return None
-    busiest = sorted(((_share(process), process) for process in others), key=lambda pair: -pair[0])[:3]
-    names = ", ".join(f"{process.info['name']} ({process.pid})" for share, process in busiest if share >= 0.05)
+    busiest = sorted(((_share(process), process) for process in others), key=lambda pair: -pair[0])[
+        :3
+    ]
+    names = ", ".join(
+        f"{process.info['name']} ({process.pid})" for share, process in busiest if share >= 0.05
+    )
     return Trouble(
         "CPU",
         f"other processes keep {whole:.0%} of all cores busy" + (f": {names}" if names else ""),
@@ -114,7 +124,8 @@ def _disk() -> Trouble | None:
     return Trouble(
         "disk",
         f"{free / GIB:.1f} GiB are free for the cache in {folder}",
-        f"reference runs may need up to {DEFAULT_LIMIT_GIB:.0f} GiB; without them parity is unknown and nothing is ranked",
+        f"reference runs may need up to {DEFAULT_LIMIT_GIB:.0f} GiB; without them parity is unknown"
+        " and nothing is ranked",
         "export PARALLELISM_BENCH_CACHE=/a/larger/disk",
     )
 
@@ -136,11 +147,16 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """InfiniBand needs memory that stays where it is; `limit`: bytes that this process may lock, -1 for any."""
+    """InfiniBand needs memory that stays where it is; `limit`: bytes that this process may lock, -1
+    for any."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    if not any((root / "sys/class/infiniband").glob("*")) or allowed in (-1, resource.RLIM_INFINITY) or allowed >= LOCKED_BYTES:
+    if (
+        not any((root / "sys/class/infiniband").glob("*"))
+        or allowed in (-1, resource.RLIM_INFINITY)
+        or allowed >= LOCKED_BYTES
+    ):
         return None
     return Trouble(
         "memory",

@@ -1,4 +1,5 @@
-"""A cell as files that run the same training outside the suite: script, config files, command line."""
+"""A cell as files that run the same training outside the suite: script, config files, command
+line."""
 
 from __future__ import annotations
 
@@ -33,8 +34,13 @@ TARGETS = {
 _COMMANDS = {
     "torchrun": 'exec torchrun --standalone --nproc-per-node {devices} train.py{tokens} "$@"',
     "slurm": 'exec sbatch "$@" job.sbatch',
-    "accelerate": 'exec accelerate launch --config_file accelerate_config.yaml train.py{tokens} "$@"',
-    "deepspeed": 'exec deepspeed --num_gpus {devices} --no_local_rank --master_port "${{MASTER_PORT:-29500}}" train.py{tokens} "$@"',
+    "accelerate": (
+        'exec accelerate launch --config_file accelerate_config.yaml train.py{tokens} "$@"'
+    ),
+    "deepspeed": (
+        "exec deepspeed --num_gpus {devices} --no_local_rank --master_port"
+        ' "${{MASTER_PORT:-29500}}" train.py{tokens} "$@"'
+    ),
 }
 _WHAT = {
     "train.py": "the training script",
@@ -54,7 +60,8 @@ def known_target(to: str) -> str:
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Content by file name, and a note on what the cell needs that is not here; raises Mistake where there is no such export."""
+    """Content by file name, and a note on what the cell needs that is not here; raises Mistake
+    where there is no such export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -68,18 +75,29 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     if plan is None:
         raise Mistake(_no_export(cell, strategy, to))
     if workload.suffixes:
-        raise Mistake(f"{cell.workload} has no export: its model is not one of transformers alone; workloads without a +suffix have")
+        raise Mistake(
+            f"{cell.workload} has no export: its model is not one of transformers alone; workloads"
+            " without a +suffix have"
+        )
     values = _values(cell, workload, strategy) | plan.values
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
     values["command"] = _COMMANDS[to].format(devices=cell.devices, tokens=values["tokens_argument"])
     templates = _templates(Path(inspect.getfile(type(strategy))).parent / "templates")
-    files = {"train.py": templates.get_template(plan.template).render(values), "model.json": _model_json(workload), **plan.files}
-    files["run.sh"] = templates.get_template("run.sh.j2").render(values if to != "slurm" else values | {"variables": {}})
+    files = {
+        "train.py": templates.get_template(plan.template).render(values),
+        "model.json": _model_json(workload),
+        **plan.files,
+    }
+    files["run.sh"] = templates.get_template("run.sh.j2").render(
+        values if to != "slurm" else values | {"variables": {}}
+    )
     if to == "slurm":
         files["job.sbatch"] = templates.get_template("job.sbatch.j2").render(values)
     needs = ("torch", "transformers", *strategy.requires, *plan.needs)
     values["needs"] = list(dict.fromkeys(needs))
-    values["versions"] = ", ".join(f"{name} {version_of(name)}" for name in values["needs"] if version_of(name))
+    values["versions"] = ", ".join(
+        f"{name} {version_of(name)}" for name in values["needs"] if version_of(name)
+    )
     values["described"] = {name: _WHAT[name] for name in files}
     files["README.md"] = templates.get_template("README.md.j2").render(values)
     return files, note
@@ -101,11 +119,15 @@ def taken_by(to: str) -> list[str]:
 
 
 def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
-    """The sentence that says what this strategy can be exported to, and what else this target takes."""
+    """The sentence that says what this strategy can be exported to, and what else this target
+    takes."""
     has = [target for target in TARGETS if plan_of(strategy, cell, target)]
     takes = taken_by(to)
     instead = f"it has one to {', '.join(has)}" if has else "it has none to any launcher"
-    return f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}; {instead}, and {to} takes {', '.join(takes)}"
+    return (
+        f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}; {instead}, and"
+        f" {to} takes {', '.join(takes)}"
+    )
 
 
 def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any]:
@@ -113,10 +135,15 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     import torch
 
     data = prepare_data(cell.data, workload, cell.sequence_length)
-    factory, given = Job(cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()).optimizer_class()
+    factory, given = Job(
+        cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()
+    ).optimizer_class()
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     config = workload.hf_config()
-    auto = {"causal": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}.get(workload.kind, "")
+    auto = {
+        "causal": "AutoModelForCausalLM",
+        "classification": "AutoModelForSequenceClassification",
+    }.get(workload.kind, "")
     saved = workload.pretrained and has_weights(workload.pretrained)
     local = workload.pretrained and Path(workload.pretrained).exists()
     return {
@@ -124,9 +151,14 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "options": strategy.model_dump(),
         "kind": workload.kind,
         "config_class": type(config).__name__,
-        "model_class": workload.family.model_class if workload.family and not workload.pretrained else auto,
+        "model_class": (
+            workload.family.model_class if workload.family and not workload.pretrained else auto
+        ),
         "from_config": ".from_config" if workload.pretrained else "",
-        "pretrained": saved and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained),
+        "pretrained": (
+            saved
+            and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained)
+        ),
         "block_path": workload.block_path,
         "ranges": [list(pair) for pair in data.ranges],
         "num_labels": data.num_labels,
@@ -147,7 +179,17 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
 
 def _model_json(workload: Workload) -> str:
     told: str = workload.hf_config().to_json_string(use_diff=True)
-    return json.dumps({k: v for k, v in json.loads(told).items() if k not in ("transformers_version", "_name_or_path")}, indent=2) + "\n"
+    return (
+        json.dumps(
+            {
+                k: v
+                for k, v in json.loads(told).items()
+                if k not in ("transformers_version", "_name_or_path")
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 @functools.cache
@@ -170,7 +212,10 @@ def _templates(folder: Path) -> Any:
 def write_files(files: dict[str, str], folder: Path) -> None:
     """All or none of them; raises Mistake where the folder holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Mistake(f"--out {str(folder)!r} is there already and not an empty folder; give another one, or remove it")
+        raise Mistake(
+            f"--out {str(folder)!r} is there already and not an empty folder; give another one, or"
+            " remove it"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

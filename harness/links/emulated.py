@@ -1,4 +1,5 @@
-"""Emulated nodes from the head's side: whether this host can have them, their start and end, and their links."""
+"""Emulated nodes from the head's side: whether this host can have them, their start and end, and
+their links."""
 
 from __future__ import annotations
 
@@ -63,16 +64,25 @@ class _Process:
 
 @functools.cache
 def lacking() -> str:
-    """Why this host cannot have emulated links, and what to do; empty where it can. Tries it once."""
+    """Why this host cannot have emulated links, and what to do; empty where it can.
+
+    Tries it once.
+    """
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
     if missing := {tool: package for tool, package in TOOLS.items() if not shutil.which(tool)}:
-        return f"emulated links need {', '.join(missing)}: apt-get install {' '.join(sorted(set(missing.values())))}"
+        return (
+            f"emulated links need {', '.join(missing)}: apt-get install"
+            f" {' '.join(sorted(set(missing.values())))}"
+        )
     process = _Process()
     try:
         process.ask()
     except NoLinks as why:
-        return f"{why}; run as root, or allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone)"
+        return (
+            f"{why}; run as root, or allow user namespaces (sysctl user.max_user_namespaces,"
+            " kernel.unprivileged_userns_clone)"
+        )
     finally:
         process.end()
     return ""
@@ -95,22 +105,33 @@ class EmulatedNodes:
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """The nodes, all of them there: started anew where one was lost; raises NoLinks where they do not come."""
+        """The nodes, all of them there: started anew where one was lost; raises NoLinks where they
+        do not come."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="parallelism-bench-")
         meeting = Path(self._folder.name) / "meeting"
         self._switch = _Process()
-        self._switch.ask(nodes=[{"cores": c, "gpus": g} for c, g in shares(self.count)], meeting=str(meeting))
-        self._nodes = nodes = Nodes(self.count, meeting, socket_file=meeting.with_name("head"))  # only now: a node's link is up
+        self._switch.ask(
+            nodes=[{"cores": c, "gpus": g} for c, g in shares(self.count)], meeting=str(meeting)
+        )
+        self._nodes = nodes = Nodes(
+            self.count, meeting, socket_file=meeting.with_name("head")
+        )  # only now: a node's link is up
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
             said = meeting.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
-            raise NoLinks(f"emulated links: {nodes.lacking(self.count)}" + (f"; the agents' log ends: {said[-1]}" if said else ""))
+            raise NoLinks(
+                f"emulated links: {nodes.lacking(self.count)}"
+                + (f"; the agents' log ends: {said[-1]}" if said else "")
+            )
         return nodes
 
     def use(self, link: str) -> dict[str, Any]:
-        """Makes the nodes' links such; returns the record's columns about them. A link is measured when it is first used."""
+        """Makes the nodes' links such; returns the record's columns about them.
+
+        A link is measured when it is first used.
+        """
         nodes = self.ready()
         assert self._switch
         if link != self._link:
@@ -145,7 +166,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Bits per second and one-way latency between two nodes (see harness/links/probe.py); raises NoLinks where an agent goes."""
+    """Bits per second and one-way latency between two nodes (see harness/links/probe.py); raises
+    NoLinks where an agent goes."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -160,7 +182,8 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
 
 
 def shares(count: int) -> list[tuple[list[int], str | None]]:
-    """Cores of each node, its own while there are enough, and its GPUs as CUDA_VISIBLE_DEVICES has them; None: there are none."""
+    """Cores of each node, its own while there are enough, and its GPUs as CUDA_VISIBLE_DEVICES has
+    them; None: there are none."""
     cores, cards = allowed_cores(), _cards()
     each = max(1, len(cores) // count)
     found = []

@@ -23,7 +23,9 @@ MakesLauncher = Callable[[Sequence[str]], Launches]
 class LinksLauncher:
     """Takes the place of Launcher behind the runner."""
 
-    def __init__(self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]) -> None:
+    def __init__(
+        self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]
+    ) -> None:
         self.emulated, self.packages = emulated, list(packages)
         self.inner = inner(packages)
 
@@ -35,7 +37,9 @@ class LinksLauncher:
         if not cell.links:
             return self.inner.run(cell, data, processes, **more)
         try:
-            columns = self.emulated.use(cell.links)  # measured before the agents import what ranks need, which keeps cores busy
+            columns = self.emulated.use(
+                cell.links
+            )  # measured before the agents import what ranks need, which keeps cores busy
             over = NodesLauncher(self.emulated.ready(), self.packages)
         except KeyboardInterrupt:
             self.emulated.close()  # half an answer may have been read
@@ -51,7 +55,8 @@ class LinksLauncher:
 
 @contextlib.contextmanager
 def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
-    """The launcher of a run with these cells: where some have links, one that has emulated nodes for them until the end."""
+    """The launcher of a run with these cells: where some have links, one that has emulated nodes
+    for them until the end."""
     count = max((cell.nodes for cell in cells if cell.links), default=0)
     if not count:
         yield launcher

@@ -24,7 +24,8 @@ class Link:
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """The link of a cell's text; raises ValueError with a sentence for anything that is none."""
+        """The link of a cell's text; raises ValueError with a sentence for anything that is
+        none."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -60,12 +61,15 @@ def over(text: str) -> str:
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
     """In the largest unit of which there is at least one."""
-    name = next((name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1])
+    name = next(
+        (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
+    )
     return f"{value / units[name]:.6g}{name}"
 
 
 def link_text(value: object) -> str:
-    """The text of what a matrix says: a text, a mapping with `rate`, `delay` or both, or nothing (the machine's own network).
+    """The text of what a matrix says: a text, a mapping with `rate`, `delay` or both, or nothing
+    (the machine's own network).
 
     Raises ValueError with a sentence for anything else.
     """
@@ -74,7 +78,11 @@ def link_text(value: object) -> str:
     if isinstance(value, Mapping):
         if not value or set(value) - {"rate", "delay"}:
             raise ValueError(_HOW)
-        value = " ".join(str(value[name]) for name in ("rate", "delay") if value.get(name) not in (None, UNSHAPED))
+        value = " ".join(
+            str(value[name])
+            for name in ("rate", "delay")
+            if value.get(name) not in (None, UNSHAPED)
+        )
         return Link.of(value).text if value else UNSHAPED
     if not isinstance(value, str):
         raise ValueError(_HOW)

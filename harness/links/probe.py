@@ -1,4 +1,5 @@
-"""What a link between two nodes does: rate of a TCP stream, and half of a round trip, both between their agents."""
+"""What a link between two nodes does: rate of a TCP stream, and half of a round trip, both between
+their agents."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from collections.abc import Callable
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""A shaped link lets a burst pass at once, and TCP has to find the rate: the stream counts from the first to the second."""
+"""A shaped link lets a burst pass at once, and TCP has to find the rate: the stream counts from the
+first to the second."""
 _PATIENCE_SECONDS = 20.0
 _CHUNK = 2**18
 
 
 def listen(address: str, done: Callable[[float], object]) -> int:
-    """Serves one measurement in a thread; returns the port. `done` hears the bits per second of payload that arrived."""
+    """Serves one measurement in a thread; returns the port.
+
+    `done` hears the bits per second of payload that arrived.
+    """
     listener = socket.create_server((address, 0))
     port: int = listener.getsockname()[1]
 

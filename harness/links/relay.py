@@ -1,8 +1,9 @@
-"""python -m harness.links.relay SECONDS PORT...: a switch that hands every frame on after a delay, for kernels without netem.
+"""python -m harness.links.relay SECONDS PORT...: a switch that hands every frame on after a delay,
+for kernels without netem.
 
-It stands where the bridge was, in user space: frames are read from and written to the ports by packet sockets, large ones whole
-(virtio's header in front of a frame says how the kernel is to cut it). The ports' own shaping stays the kernel's. Kept tiny: it
-imports nothing of the suite.
+It stands where the bridge was, in user space: frames are read from and written to the ports by
+packet sockets, large ones whole (virtio's header in front of a frame says how the kernel is to cut
+it). The ports' own shaping stays the kernel's. Kept tiny: it imports nothing of the suite.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""python -m harness.links.switch: a process in a network namespace of its own, a bridge in it, and the nodes' agents as its children.
+"""python -m harness.links.switch: a process in a network namespace of its own, a bridge in it, and
+the nodes' agents as its children.
 
-Each agent is in a network namespace of its own too, with its own host name. None of them has a name in the system, and each process
-dies with its parent: when they are gone, however they went, the kernel removes namespaces, interfaces and shaping. Told what to do
-by lines of JSON on its standard input, answers each with a line; its end is the end of that input.
+Each agent is in a network namespace of its own too, with its own host name. None of them has a name
+in the system, and each process dies with its parent: when they are gone, however they went, the
+kernel removes namespaces, interfaces and shaping. Told what to do by lines of JSON on its standard
+input, answers each with a line; its end is the end of that input.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ from harness.links.link import Link
 from harness.parents import die_with_parent
 
 INTERFACE = "link0"
-"""Of each node; a name that no machine has, because /sys goes on showing the machine's own interfaces."""
+"""Of each node; a name that no machine has, because /sys goes on showing the machine's own
+interfaces."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 LOG, HOSTS = "agents.log", "hosts"
-_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # linux/sched.h
+_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = (
+    0x00020000,
+    0x04000000,
+    0x10000000,
+    0x40000000,
+)  # linux/sched.h
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _QUEUE = "50ms"
 
@@ -41,33 +49,43 @@ def _checked(result: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """This process, which must have one thread, gets namespaces of its own; raises OSError where it may not."""
+    """This process, which must have one thread, gets namespaces of its own; raises OSError where it
+    may not."""
     _checked(_LIBC.unshare(flags))
 
 
 def own_hosts(file: Path) -> None:
-    """This file stands in place of /etc/hosts, for this process and those below: libraries look their own host's name up."""
+    """This file stands in place of /etc/hosts, for this process and those below: libraries look
+    their own host's name up."""
     unshare(_NEW_MOUNTS)
     _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
     _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
 
 
 def own_network() -> None:
-    """A network namespace of its own; who has no right to one gets it in a user namespace, as root of nothing else."""
+    """A network namespace of its own; who has no right to one gets it in a user namespace, as root
+    of nothing else."""
     user, group = os.getuid(), os.getgid()
     try:
         unshare(_NEW_NETWORK)
     except PermissionError:
         unshare(_NEW_USER | _NEW_NETWORK)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text)
     die_with_parent()  # another user's identity may have made the kernel forget it
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
-    """A tool with these lines as its input, in the network namespace of a process; raises RuntimeError with what it said."""
+    """A tool with these lines as its input, in the network namespace of a process; raises
+    RuntimeError with what it said."""
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
-    done = subprocess.run([*enter, *command], input="\n".join(lines), capture_output=True, text=True)
+    done = subprocess.run(
+        [*enter, *command], input="\n".join(lines), capture_output=True, text=True
+    )
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RuntimeError(f"{' '.join([*command, *lines[:1]])}: {said[0]}")
@@ -78,7 +96,10 @@ def ip(*lines: str, inside: int | None = None) -> None:
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """What may pass at once: 64 KiB at 100 Mbit/s, twice that for ten times the rate. Less makes the kernel's timer the limit."""
+    """What may pass at once: 64 KiB at 100 Mbit/s, twice that for ten times the rate.
+
+    Less makes the kernel's timer the limit.
+    """
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 
@@ -93,8 +114,16 @@ class Switch:
         self.shaped: set[tuple[str, int | None]] = set()
         ip("link set lo up", "link add br0 type bridge", "link set br0 up")
         for number, (port, node) in enumerate(zip(self.ports, self.nodes, strict=True)):
-            ip(f"link add {port} type veth peer name {INTERFACE} netns {node}", f"link set {port} master br0 up")
-            ip("link set lo up", f"addr add {address(number)}/24 dev {INTERFACE}", f"link set {INTERFACE} up", inside=node)
+            ip(
+                f"link add {port} type veth peer name {INTERFACE} netns {node}",
+                f"link set {port} master br0 up",
+            )
+            ip(
+                "link set lo up",
+                f"addr add {address(number)}/24 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+                inside=node,
+            )
 
     @functools.cached_property
     def netem(self) -> bool:
@@ -117,13 +146,31 @@ class Switch:
         return ", ".join(how + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """What leaves an interface: at most so fast, and so much later (netem outside, tbf inside it, as tc-netem(8) has it)."""
+        """What leaves an interface: at most so fast, and so much later (netem outside, tbf inside
+        it, as tc-netem(8) has it)."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
         place = ["root"]
         if delay:
-            run(["tc", "qdisc", "add", "dev", name, "root", "handle", "1:", "netem", "delay", delay, "limit", "100000"], inside=inside)
+            run(
+                [
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    name,
+                    "root",
+                    "handle",
+                    "1:",
+                    "netem",
+                    "delay",
+                    delay,
+                    "limit",
+                    "100000",
+                ],
+                inside=inside,
+            )
             self.shaped.add((name, inside))
             place = ["parent", "1:1"]
         if rate:
@@ -141,7 +188,13 @@ class Switch:
         if seconds:
             ip(*(f"link set {port} nomaster" for port in self.ports))
             command = [sys.executable, "-m", "harness.links.relay", str(seconds), *self.ports]
-            self.relay = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
+            self.relay = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=die_with_parent,
+            )
             assert self.relay.stdout
             if self.relay.stdout.readline() != "up\n":
                 raise RuntimeError("the relay that delays packets did not start")
@@ -151,8 +204,11 @@ def address(number: int) -> str:
     return f"10.97.0.{number + 1}"
 
 
-def start_node(number: int, cores: Sequence[int], gpus: str | None, meeting: str) -> subprocess.Popen[bytes]:
-    """The agent of a node, in its own namespaces when this returns; it waits for the file `meeting`, and has its log beside it."""
+def start_node(
+    number: int, cores: Sequence[int], gpus: str | None, meeting: str
+) -> subprocess.Popen[bytes]:
+    """The agent of a node, in its own namespaces when this returns; it waits for the file
+    `meeting`, and has its log beside it."""
 
     def before() -> None:
         die_with_parent()
@@ -176,14 +232,36 @@ def start_node(number: int, cores: Sequence[int], gpus: str | None, meeting: str
 def obey(told: dict[str, Any], switch: Switch | None) -> tuple[Switch | None, str]:
     """Does what one line says; returns the switch and the answer."""
     if "nodes" in told:
-        names = ["127.0.0.1 localhost", *(f"{address(number)} node{number}" for number in range(len(told["nodes"])))]
+        names = [
+            "127.0.0.1 localhost",
+            *(f"{address(number)} node{number}" for number in range(len(told["nodes"]))),
+        ]
         Path(told["meeting"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
-        started = [start_node(number, node["cores"], node["gpus"], told["meeting"]) for number, node in enumerate(told["nodes"])]
+        started = [
+            start_node(number, node["cores"], node["gpus"], told["meeting"])
+            for number, node in enumerate(told["nodes"])
+        ]
         return Switch([process.pid for process in started]), ""
     if switch is None:  # asked whether all this may be done here
         switch = Switch([])
         ip("link add p0 type veth peer name p1", "link set p0 master br0 up")
-        run(["tc", "qdisc", "add", "dev", "p0", "root", "tbf", "rate", "1gbit", "burst", "131072", "latency", _QUEUE])
+        run(
+            [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "p0",
+                "root",
+                "tbf",
+                "rate",
+                "1gbit",
+                "burst",
+                "131072",
+                "latency",
+                _QUEUE,
+            ]
+        )
         return switch, ""
     return switch, switch.shape(Link.of(told["link"]))
 
@@ -194,7 +272,17 @@ def main() -> None:
         try:
             own_network()
         except OSError as error:
-            print(json.dumps({"error": f"the system does not let this user make network namespaces ({error.strerror})"}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "error": (
+                            "the system does not let this user make network namespaces"
+                            f" ({error.strerror})"
+                        )
+                    }
+                ),
+                flush=True,
+            )
             return
         for line in sys.stdin:
             try:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def activation_bytes(workload: Workload, samples: int, sequence_length: int) -> int:
-    """Distinct storages that forward and loss save for backward, parameters and buffers aside; fp32, counted without memory."""
+    """Distinct storages that forward and loss save for backward, parameters and buffers aside;
+    fp32, counted without memory."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +28,11 @@ def activation_bytes(workload: Workload, samples: int, sequence_length: int) -> 
     with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, give):
         model = workload.build(seed=0, saved_weights=False)
         inputs = workload.sample_inputs(samples, sequence_length)
-        labels = torch.zeros(samples, dtype=torch.long) if workload.num_labels else torch.zeros_like(inputs)
+        labels = (
+            torch.zeros(samples, dtype=torch.long)
+            if workload.num_labels
+            else torch.zeros_like(inputs)
+        )
         loss = workload.loss(workload.logits(model, inputs), labels)
         own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         total = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in own)

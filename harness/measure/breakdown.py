@@ -1,7 +1,8 @@
 """Where did a step's time go?
 
-A step on the thread that trains is cut wherever an event begins or ends, and each piece belongs to one component. Overlapped
-communication is communication in flight during pieces of other components: it is told beside them and not part of the sum.
+A step on the thread that trains is cut wherever an event begins or ends, and each piece belongs to
+one component. Overlapped communication is communication in flight during pieces of other
+components: it is told beside them and not part of the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Literal
 COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
 """They sum to the step's time; `communication` is the exposed one."""
 STRAGGLES = 0.15
-"""Share by which a rank's own time must exceed the median of the others' to be called a straggler."""
+"""Share by which a rank's own time must exceed the median of the others' to be called a straggler.
+"""
 
 Kind = Literal[
     "operator",  # computes
@@ -47,7 +49,10 @@ _DEVICE = {
 
 @dataclass(frozen=True)
 class Event:
-    """What the profiler saw, in seconds of one clock. Events of a kind on a thread are nested or apart."""
+    """What the profiler saw, in seconds of one clock.
+
+    Events of a kind on a thread are nested or apart.
+    """
 
     kind: Kind
     thread: int
@@ -60,7 +65,9 @@ Piece = tuple[float, float, tuple[str, ...]]
 
 def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
     """(begin, end, kinds from the outermost to the innermost) of one thread, without holes."""
-    inside = sorted((e for e in events if e.end > begin and e.begin < end), key=lambda e: (e.begin, -e.end))
+    inside = sorted(
+        (e for e in events if e.end > begin and e.begin < end), key=lambda e: (e.begin, -e.end)
+    )
     pieces: list[Piece] = []
     open_events: list[Event] = []
     now = begin
@@ -78,7 +85,9 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
             open_events.pop()
         until(event.begin)
         open_events.append(event)
-        if len(open_events) > 1 and event.end > open_events[-2].end:  # clocks differ by a tick: the inner one ends with the outer
+        if (
+            len(open_events) > 1 and event.end > open_events[-2].end
+        ):  # clocks differ by a tick: the inner one ends with the outer
             open_events[-1] = Event(event.kind, event.thread, event.begin, open_events[-2].end)
     while open_events:
         until(open_events[-1].end)
@@ -111,29 +120,60 @@ class Busy:
         return place >= 0 and time < self.ends[place]
 
 
-def breakdown(events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool) -> dict[str, float]:
-    """Seconds of each component of the step [begin, end] on `thread`, and beside them `overlapped` and `operators`.
+def breakdown(
+    events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool
+) -> dict[str, float]:
+    """Seconds of each component of the step [begin, end] on `thread`, and beside them `overlapped`
+    and `operators`.
 
-    The innermost event decides. Where nothing computes, the time belongs to what the thread waits for; to communication where a
-    collective is in flight, or where a gradient's hooks run; else to the interpreter and the dispatcher, which belong to
-    what they prepare: the optimizer inside its step, else compute. `operators` is the part in which an operator ran. Under a
-    pipeline, waiting for a point-to-point message is the bubble. A device's kernels come before what its host does.
+    The innermost event decides. Where nothing computes, the time belongs to what the thread waits
+    for; to communication where a collective is in flight, or where a gradient's hooks run; else to
+    the interpreter and the dispatcher, which belong to what they prepare: the optimizer inside its
+    step, else compute. `operators` is the part in which an operator ran. Under a pipeline, waiting
+    for a point-to-point message is the bubble. A device's kernels come before what its host does.
     `alone`: there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
     transfer = Busy.of(e for e in near if e.kind in ("transfer", "device transfer"))
-    operators = Busy.of(e for e in near if e.kind in ("operator", "device compute", "device optimizer"))
-    device = {kind: Busy.of(e for e in near if e.kind == kind) for kind in _DEVICE if any(e.kind == kind for e in near)}
-    host = stacks((e for e in near if e.thread == thread and e.kind not in ("flight", "transfer") and e.kind not in _DEVICE), begin, end)
-    cuts = sorted({t for e in near if e.kind in ("flight", "transfer", "operator", *_DEVICE) for t in (e.begin, e.end)})
+    operators = Busy.of(
+        e for e in near if e.kind in ("operator", "device compute", "device optimizer")
+    )
+    device = {
+        kind: Busy.of(e for e in near if e.kind == kind)
+        for kind in _DEVICE
+        if any(e.kind == kind for e in near)
+    }
+    host = stacks(
+        (
+            e
+            for e in near
+            if e.thread == thread and e.kind not in ("flight", "transfer") and e.kind not in _DEVICE
+        ),
+        begin,
+        end,
+    )
+    cuts = sorted(
+        {
+            t
+            for e in near
+            if e.kind in ("flight", "transfer", "operator", *_DEVICE)
+            for t in (e.begin, e.end)
+        }
+    )
     seconds = dict.fromkeys((*COMPONENTS, "overlapped", "operators"), 0.0)
     for first, last, kinds in host:
-        edges = [first, *cuts[bisect.bisect_right(cuts, first) : bisect.bisect_left(cuts, last)], last]
+        edges = [
+            first,
+            *cuts[bisect.bisect_right(cuts, first) : bisect.bisect_left(cuts, last)],
+            last,
+        ]
         for a, b in itertools.pairwise(edges):
             middle = (a + b) / 2
             in_flight, passing = flight.at(middle), transfer.at(middle)
-            component = next((_DEVICE[kind] for kind, busy in device.items() if busy.at(middle)), None)
+            component = next(
+                (_DEVICE[kind] for kind, busy in device.items() if busy.at(middle)), None
+            )
             component = component or _component(kinds, in_flight, alone)
             if component == "communication" and pipeline and passing and not in_flight:
                 component = "bubble"
@@ -166,18 +206,24 @@ def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
 
 def own_seconds(step: dict[str, float]) -> float:
     """What a rank spent without waiting for others."""
-    return sum(step[component] for component in COMPONENTS if component not in ("communication", "bubble"))
+    return sum(
+        step[component] for component in COMPONENTS if component not in ("communication", "bubble")
+    )
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """The rank that is the slowest in every step, and by what share; None where there is none, or not by more than STRAGGLES.
+    """The rank that is the slowest in every step, and by what share; None where there is none, or
+    not by more than STRAGGLES.
 
-    `steps`: own seconds of each rank, for each step. The share is over the median of the other ranks, median of the steps.
+    `steps`: own seconds of each rank, for each step. The share is over the median of the other
+    ranks, median of the steps.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:
         return None
     (rank,) = slowest
     others = [statistics.median([*own[:rank], *own[rank + 1 :]]) for own in steps]
-    excess = statistics.median(own[rank] / other - 1 if other else 0.0 for own, other in zip(steps, others, strict=True))
+    excess = statistics.median(
+        own[rank] / other - 1 if other else 0.0 for own, other in zip(steps, others, strict=True)
+    )
     return (rank, excess) if excess > STRAGGLES else None

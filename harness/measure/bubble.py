@@ -19,8 +19,8 @@ def busy_fraction(
 ) -> float:
     """Share of the wall time of `repeats` steps that this rank spent inside the named methods.
 
-    The methods are wrapped for this pass only. The device is synchronised around each call, so the pass is slower than
-    a timed step on a GPU; fractions are taken within it.
+    The methods are wrapped for this pass only. The device is synchronised around each call, so the
+    pass is slower than a timed step on a GPU; fractions are taken within it.
     """
     busy = 0.0
 
@@ -49,6 +49,9 @@ def busy_fraction(
 
 
 def bubble_fraction(busy: Iterable[float]) -> float:
-    """1 - mean busy share over the ranks. Theory for GPipe and 1F1B: (p-1)/(m+p-1) (GPipe, arXiv 1811.06965)."""
+    """1 - mean busy share over the ranks.
+
+    Theory for GPipe and 1F1B: (p-1)/(m+p-1) (GPipe, arXiv 1811.06965).
+    """
     shares = list(busy)
     return max(0.0, 1.0 - sum(shares) / len(shares))

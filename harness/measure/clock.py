@@ -24,7 +24,10 @@ def timed_step(
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, StepTime]:
-    """Runs one step; returns what the step returned and its times. Nothing else happens between the two readings."""
+    """Runs one step; returns what the step returned and its times.
+
+    Nothing else happens between the two readings.
+    """
     synchronize()
     begin = now()
     batch = fetch()

@@ -1,4 +1,5 @@
-"""Which collectives did a step call, and how many bytes do they move: by theory, and by the backend's own algorithm?"""
+"""Which collectives did a step call, and how many bytes do they move: by theory, and by the
+backend's own algorithm?"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A collective: `tensor_bytes` is the whole tensor's, gathered or before it is scattered; of all parts where it is a list."""
+    """A collective: `tensor_bytes` is the whole tensor's, gathered or before it is scattered; of
+    all parts where it is a list."""
 
     operation: str
     tensor_bytes: int
@@ -29,8 +31,8 @@ def _twice(n: int) -> float:
     return 2 * (n - 1) / n
 
 
-# Sent by a rank over the tensor's bytes, mean of the ranks: an all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004;
-# ZeRO, arXiv 1910.02054, section 7.1, which leaves (N-1)/N out).
+# Sent by a rank over the tensor's bytes, mean of the ranks: an all-reduce is a reduce-scatter and
+# an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054, section 7.1, which leaves (N-1)/N out).
 THEORY: dict[str, Callable[[int], float]] = {
     "all_reduce": _twice,
     "reduce_scatter": _once,
@@ -43,7 +45,8 @@ THEORY: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-# The same as torch's gloo backend does it: it reduces all to scatter, and reduces by a reduce-scatter and a gather to the root.
+# The same as torch's gloo backend does it: it reduces all to scatter, and reduces by a
+# reduce-scatter and a gather to the root.
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
 # A ring, as NCCL, MPI for large messages and Horovod's Gloo have it.
 RING = THEORY
@@ -51,16 +54,22 @@ RING = THEORY
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
     """What a rank must send for these (call, count per step), by theory."""
-    return sum(count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls)
+    return sum(
+        count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
+    )
 
 
 def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
     """What the backend's algorithm sends for them, headers aside."""
     factors = GLOO if backend == "gloo" else RING
-    return sum(count * call.tensor_bytes * factors[call.operation](call.group_size) for call, count in calls)
+    return sum(
+        count * call.tensor_bytes * factors[call.operation](call.group_size)
+        for call, count in calls
+    )
 
 
-# Operator of torch's namespaces c10d and _c10d_functional -> (operation, argument that holds the whole tensor).
+# Operator of torch's namespaces c10d and _c10d_functional -> (operation, argument that holds the
+# whole tensor).
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -94,19 +103,26 @@ _OPERATORS = {
 
 
 def counting(calls: Counter[Call], seen: list[int]) -> TorchDispatchMode:
-    """A mode that adds every collective called under it, C++ wrappers' included, to `calls`, and every operator to `seen[0]`."""
+    """A mode that adds every collective called under it, C++ wrappers' included, to `calls`, and
+    every operator to `seen[0]`."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if any(t is DTensor for t in types):  # its parts' operators come one by one
                 return NotImplemented
             seen[0] += 1
             result = func(*args, **(kwargs or {}))
             plain = not isinstance(func, torch._ops.HigherOrderOperator)
-            if plain and func.namespace in ("c10d", "_c10d_functional") and (call := _call(func._opname, args)):
+            if (
+                plain
+                and func.namespace in ("c10d", "_c10d_functional")
+                and (call := _call(func._opname, args))
+            ):
                 calls[call] += 1
             return result
 
@@ -124,7 +140,8 @@ def _call(name: str, args: Any) -> Call | None:
 
 
 def _group_size(args: Any) -> int:
-    """Of the process group among the arguments: an object, or its name where the operator is functional."""
+    """Of the process group among the arguments: an object, or its name where the operator is
+    functional."""
     import torch.distributed as dist
     from torch._C import ScriptObject
 

@@ -12,11 +12,14 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
-    """Energy counter of each CPU package by RAPL and the value at which it starts again, in joules; None where the host has none."""
+    """Energy counter of each CPU package by RAPL and the value at which it starts again, in joules;
+    None where the host has none."""
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
-            microjoules = [int((package / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")]
+            microjoules = [
+                int((package / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
+            ]
             counters[package.name] = (microjoules[0] / 1e6, microjoules[1] / 1e6)
     except (OSError, ValueError):
         return None
@@ -52,4 +55,7 @@ class Energy:
         if now is None or self.joules is None:
             self.joules = None
             return
-        self.joules += sum(now[name][0] - before + (limit if now[name][0] < before else 0.0) for name, (before, limit) in begun.items())
+        self.joules += sum(
+            now[name][0] - before + (limit if now[name][0] < before else 0.0)
+            for name, (before, limit) in begun.items()
+        )

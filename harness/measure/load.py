@@ -12,27 +12,35 @@ from typing import Literal
 from harness.measure.gpu_state import GpuRecord
 
 DISTURBED_CORES = 0.25
-"""Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short trials see as up to 0.2 cores."""
+"""Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short
+trials see as up to 0.2 cores."""
 QUIET = 0.8
 """Share of idle cores before and after a trial below which it is marked."""
 WINDOW_SECONDS = 0.03
 """Three ticks of each core: enough to see one that is busy, too short to be felt."""
 
 FRESH_SECONDS = 0.2
-"""How long the look after a trial counts as the look before the next: longer than writing a record takes."""
+"""How long the look after a trial counts as the look before the next: longer than writing a record
+takes."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Seconds since boot that all cores together were busy (time stolen by a hypervisor included) and idle; None where unknown."""
+    """Seconds since boot that all cores together were busy (time stolen by a hypervisor included)
+    and idle; None where unknown."""
     try:
-        user, nice, system, idle, iowait, irq, softirq, steal = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
+        user, nice, system, idle, iowait, irq, softirq, steal = (
+            int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]
+        )
     except (OSError, ValueError):
         return None
     tick = os.sysconf("SC_CLK_TCK")
     return (user + nice + system + irq + softirq + steal) / tick, (idle + iowait) / tick
 
 
-def idle_share(sleep: Callable[[float], None] = time.sleep, read: Callable[[], tuple[float, float] | None] = cpu_seconds) -> float | None:
+def idle_share(
+    sleep: Callable[[float], None] = time.sleep,
+    read: Callable[[], tuple[float, float] | None] = cpu_seconds,
+) -> float | None:
     """Share of the cores' time that is idle, looked at for WINDOW_SECONDS; None where unknown."""
     before = read()
     sleep(WINDOW_SECONDS)
@@ -45,7 +53,8 @@ def idle_share(sleep: Callable[[float], None] = time.sleep, read: Callable[[], t
 
 @dataclass
 class Idle:
-    """The share of idle cores between trials: the look after one is also the look before the next where that begins at once."""
+    """The share of idle cores between trials: the look after one is also the look before the next
+    where that begins at once."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -64,7 +73,8 @@ class Idle:
 
 @dataclass
 class Load:
-    """CPU time of this rank and of the whole machine over several stretches of steps, read between steps."""
+    """CPU time of this rank and of the whole machine over several stretches of steps, read between
+    steps."""
 
     seconds: float = 0.0
     own: float = 0.0
@@ -84,7 +94,11 @@ class Load:
         (began, own, busy), (ended, own_now, busy_now) = self._start, self._read()
         self.seconds += ended - began
         self.own += own_now - own
-        self.busy = None if self.busy is None or busy is None or busy_now is None else self.busy + busy_now - busy
+        self.busy = (
+            None
+            if self.busy is None or busy is None or busy_now is None
+            else self.busy + busy_now - busy
+        )
         self._start = None
 
 

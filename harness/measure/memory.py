@@ -29,7 +29,8 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Bytes mapped as stacks of threads: anonymous, writable, of the size that a new thread's has; a fork's cached ones included."""
+    """Bytes mapped as stacks of threads: anonymous, writable, of the size that a new thread's has;
+    a fork's cached ones included."""
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
         size = 2 * 2**20
@@ -61,11 +62,11 @@ class Peak:
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: Linux keeps the high water of all resident memory (VmHWM), which counts pages of libraries too. Those only grow,
-    so high water - file pages - shared pages at the end is the anonymous memory at the peak (or a little less); the
-    anonymous memory at construction, after imports, is taken off. It costs nothing while steps run.
-    CUDA: the caching allocator's own counters, of each device that this process drives; and the
-    host's memory beside them, where offloaded states lie.
+    CPU: Linux keeps the high water of all resident memory (VmHWM), which counts pages of libraries
+    too. Those only grow, so high water - file pages - shared pages at the end is the anonymous
+    memory at the peak (or a little less); the anonymous memory at construction, after imports, is
+    taken off. It costs nothing while steps run. CUDA: the caching allocator's own counters, of each
+    device that this process drives; and the host's memory beside them, where offloaded states lie.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`devices`: all that this process drives, where they are several; the limit is each one's."""
+        """`devices`: all that this process drives, where they are several; the limit is each
+        one's."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit
@@ -113,15 +115,17 @@ class MemoryMeter:
     def _give_pages_back() -> None:
         """Every tensor of 128 KiB or more gets pages of its own, which go back when it is freed.
 
-        glibc raises that bound up to 32 MiB by itself, and what is freed below it stays with the process between what is
-        not: an FSDP2 rank then needs 902 MB where 592 MB suffice, and the limit would measure the heap's holes.
+        glibc raises that bound up to 32 MiB by itself, and what is freed below it stays with the
+        process between what is not: an FSDP2 rank then needs 902 MB where 592 MB suffice, and the
+        limit would measure the heap's holes.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Takes a limit on CPU memory away again: a rank that ran into it needs some to say so, and some to get here."""
+        """Takes a limit on CPU memory away again: a rank that ran into it needs some to say so, and
+        some to get here."""
         self.reserve = None
         if self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
@@ -159,14 +163,16 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Bytes of in_use that are the stacks of threads begun since, mapped whole though hardly touched."""
+        """Bytes of in_use that are the stacks of threads begun since, mapped whole though hardly
+        touched."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Gives freed heap back to the kernel, so that what set-up used does not count as the steps' memory."""
+        """Gives freed heap back to the kernel, so that what set-up used does not count as the
+        steps' memory."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)

@@ -8,7 +8,9 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """`owner.name` wrapped by `make` for as long as the context lasts."""
     own = vars(owner) if hasattr(owner, "__dict__") else {}
     missing = name not in own

@@ -37,24 +37,29 @@ def phase(error: BaseException) -> str:
 def shortage(error: BaseException, meter: MemoryMeter, exposed: Exposed | None) -> dict[str, Any]:
     """The phase, and the bytes that were held then by kind, for a rank's answer.
 
-    `other`: tensors that Python can see beside the states (gathered parameters, flat copies, activations kept by a module),
-    with the three largest groups by name; `stacks`: of threads begun since; the rest of `in_use` is what it cannot see:
-    activations kept by autograd, buffers of C++.
+    `other`: tensors that Python can see beside the states (gathered parameters, flat copies,
+    activations kept by a module), with the three largest groups by name; `stacks`: of threads begun
+    since; the rest of `in_use` is what it cannot see: activations kept by autograd, buffers of C++.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     found: list[Held] = []
-    with contextlib.suppress(Exception):  # a library that is half-way through something may not be able to show all it holds
+    with contextlib.suppress(
+        Exception
+    ):  # a library that is half-way through something may not be able to show all it holds
         for one in held(exposed) if exposed else ():
             found.append(one)
     kept = state_bytes(found, meter.device.type)
-    holding: dict[str, Any] = {kind: kept[kind] for kind in KINDS} | {"buffers": kept["library_buffers"]}
+    holding: dict[str, Any] = {kind: kept[kind] for kind in KINDS} | {
+        "buffers": kept["library_buffers"]
+    }
     with contextlib.suppress(Exception):
         holding |= _others(found, meter.device.type)
     return {"failed_in": phase(error), "holding": {**holding, "stacks": stacks, "in_use": in_use}}
 
 
 def _others(known: list[Held], device_type: str) -> dict[str, Any]:
-    """Bytes of all tensors of this process that are not among the known; parameters count as such where nothing is known yet."""
+    """Bytes of all tensors of this process that are not among the known; parameters count as such
+    where nothing is known yet."""
     import torch
 
     def place(tensor: Any) -> tuple[int, int]:
@@ -65,9 +70,15 @@ def _others(known: list[Held], device_type: str) -> dict[str, Any]:
     seen = {place(what)[0] for _, _, what in known if isinstance(what, torch.Tensor)}
     groups: Counter[str] = Counter()
     parameters = 0
-    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]  # isinstance asks objects that warn when asked
-    for tensor in sorted(alive, key=lambda one: not isinstance(one, torch.nn.Parameter)):  # before views of them
-        with contextlib.suppress(Exception):  # fake, meta and half-made ones have no storage to speak of
+    alive = [
+        o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)
+    ]  # isinstance asks objects that warn when asked
+    for tensor in sorted(
+        alive, key=lambda one: not isinstance(one, torch.nn.Parameter)
+    ):  # before views of them
+        with contextlib.suppress(
+            Exception
+        ):  # fake, meta and half-made ones have no storage to speak of
             if tensor.device.type != device_type:
                 continue
             where, size = place(tensor)

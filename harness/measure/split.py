@@ -19,11 +19,12 @@ STEPS = 2
 
 
 def peak_split(exposed: Exposed, device_type: str, step: Callable[[], object]) -> dict[str, Any]:
-    """Bytes by kind when the rank's tensors are most, by torch's MemTracker over a step; `peak`: their sum. Takes STEPS steps.
+    """Bytes by kind when the rank's tensors are most, by torch's MemTracker over a step; `peak`:
+    their sum. Takes STEPS steps.
 
-    `parameters` has gathered ones too, while a module holds them; `activations` is what forward makes, `other` what backward makes
-    and frees. `library` counts what the strategy shows as such, and buffers of C++: those that operators write to, and `unseen`,
-    by name, where none does.
+    `parameters` has gathered ones too, while a module holds them; `activations` is what forward
+    makes, `other` what backward makes and frees. `library` counts what the strategy shows as such,
+    and buffers of C++: those that operators write to, and `unseen`, by name, where none does.
     """
     import torch
     from torch.distributed._tools.mem_tracker import _MemRefType
@@ -47,9 +48,20 @@ def peak_split(exposed: Exposed, device_type: str, step: Callable[[], object]) -
             step()
         written += found
     unseen = {name: what for _, name, what in shown if isinstance(what, int) and what}
-    unseen_bytes = max(0, sum(unseen.values()) - sum(tensor.untyped_storage().nbytes() for tensor in written))
-    peak = next((snap for device, snap in tracker.get_tracker_snapshot("peak").items() if device.type == device_type), {})
-    sizes: dict[str, int] = {str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()}
+    unseen_bytes = max(
+        0, sum(unseen.values()) - sum(tensor.untyped_storage().nbytes() for tensor in written)
+    )
+    peak = next(
+        (
+            snap
+            for device, snap in tracker.get_tracker_snapshot("peak").items()
+            if device.type == device_type
+        ),
+        {},
+    )
+    sizes: dict[str, int] = {
+        str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()
+    }
     return {
         "parameters": sizes.get("Parameter", 0),
         "gradients": sizes.get("Gradient", 0),
@@ -63,9 +75,11 @@ def peak_split(exposed: Exposed, device_type: str, step: Callable[[], object]) -
 
 
 def _tracker(found: list[Tensor]) -> MemTracker:
-    """torch's tracker, which adds to `found` what operators write to that it has never seen: memory from before.
+    """torch's tracker, which adds to `found` what operators write to that it has never seen: memory
+    from before.
 
-    Without its statistics of modules, which a module that is called twice in a step (micro-batches) confuses.
+    Without its statistics of modules, which a module that is called twice in a step (micro-batches)
+    confuses.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
@@ -82,7 +96,9 @@ def _tracker(found: list[Tensor]) -> MemTracker:
         def _pre_bw_hook(self, module: Any, args: Any) -> None: ...
         def _post_bw_hook(self, module: Any, args: Any) -> None: ...
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if not any(t is DTensor for t in types):
                 self._written(func, args, kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -91,9 +107,17 @@ def _tracker(found: list[Tensor]) -> MemTracker:
             if isinstance(func, torch._ops.HigherOrderOperator) or not func._schema.is_mutable:
                 return
             for place, argument in enumerate(func._schema.arguments):
-                tensor = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
+                tensor = (
+                    kwargs.get(argument.name)
+                    if argument.kwarg_only or place >= len(args)
+                    else args[place]
+                )
                 changed = argument.alias_info is not None and argument.alias_info.is_write
-                if changed and type(tensor) is torch.Tensor and tensor.untyped_storage() not in self._WINFO:
+                if (
+                    changed
+                    and type(tensor) is torch.Tensor
+                    and tensor.untyped_storage() not in self._WINFO
+                ):
                     self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
                     found.append(tensor)
 

@@ -14,7 +14,8 @@ KINDS = ("parameters", "gradients", "optimizer", "library")
 
 
 def held(exposed: Exposed) -> Iterator[Held]:
-    """Everything the strategy shows, else what model and optimizers hold; then the library's own buffers."""
+    """Everything the strategy shows, else what model and optimizers hold; then the library's own
+    buffers."""
     if exposed.states:
         yield from exposed.states()
     else:
@@ -34,11 +35,16 @@ def held_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Held]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                yield from (("optimizer", str(key), value) for key, value in state.items() if hasattr(value, "untyped_storage"))
+                yield from (
+                    ("optimizer", str(key), value)
+                    for key, value in state.items()
+                    if hasattr(value, "untyped_storage")
+                )
 
 
 def state_bytes(tensors: Iterable[Held], device_type: str) -> dict[str, Any]:
-    """Bytes of distinct storages by kind; the library's by name; `host`: those in host memory when the device is not the host.
+    """Bytes of distinct storages by kind; the library's by name; `host`: those in host memory when
+    the device is not the host.
 
     A storage counts once, for the first kind that shows it: list the true owner of a view first.
     """

@@ -15,7 +15,8 @@ _BYTES_SENT = 200
 
 
 def tcp_bytes_sent() -> int | None:
-    """Payload bytes that this process's open TCP connections have sent; None where Linux does not say.
+    """Payload bytes that this process's open TCP connections have sent; None where Linux does not
+    say.
 
     What the kernel sent again is not counted twice: on a busy machine it repeats what was not
     acknowledged in time, which says nothing about the strategy.
@@ -26,7 +27,10 @@ def tcp_bytes_sent() -> int | None:
             if not os.readlink(entry.path).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as copy:
-                if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                if (
+                    copy.family not in (socket.AF_INET, socket.AF_INET6)
+                    or copy.type != socket.SOCK_STREAM
+                ):
                     continue
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(info) < _BYTES_SENT + 16:
@@ -37,7 +41,8 @@ def tcp_bytes_sent() -> int | None:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Bytes that this process caused to be read from and written to block devices (the page cache is not one); None where unknown."""
+    """Bytes that this process caused to be read from and written to block devices (the page cache
+    is not one); None where unknown."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -52,7 +57,8 @@ def folder_bytes(folder: Path) -> int:
 
 @dataclass
 class Traffic:
-    """Counts over several stretches of steps; each reading is taken between steps, so it costs the steps nothing."""
+    """Counts over several stretches of steps; each reading is taken between steps, so it costs the
+    steps nothing."""
 
     over_tcp: bool
     """Whether the ranks speak over TCP (gloo, MPI); NCCL's bytes are not visible here."""
@@ -69,7 +75,10 @@ class Traffic:
         self._start = self._read()
 
     def stop(self, steps: int) -> None:
-        """Ends a stretch of this many steps. A count that went back (a connection was closed) makes it unknown."""
+        """Ends a stretch of this many steps.
+
+        A count that went back (a connection was closed) makes it unknown.
+        """
         if self._start is None:
             return
         (sent, disk), (sent_now, disk_now) = self._start, self._read()

@@ -1,4 +1,5 @@
-"""The agent of a node: keeps its fork server warm from cell to cell and runs this node's ranks of each trial it is told of."""
+"""The agent of a node: keeps its fork server warm from cell to cell and runs this node's ranks of
+each trial it is told of."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Agent:
             elif word == "ping":
                 self.line.send("pong", len(what))
             elif word == "listen":
-                self.line.send("listening", listen(self.address, lambda rate: self.line.send("received", rate)))
+                self.line.send(
+                    "listening", listen(self.address, lambda rate: self.line.send("received", rate))
+                )
             elif word == "measure":
                 self.line.send("measured", measure(*what))
             elif word == "run":
@@ -78,10 +81,23 @@ class Agent:
     def _run(self, spec: TrialSpec) -> None:
         received_at = time.time()
         self.launcher = self.launcher or Launcher()
-        missing = [path for path in (spec.reference, spec.data.tokens_file) if path and not Path(path).exists()]
+        missing = [
+            path
+            for path in (spec.reference, spec.data.tokens_file)
+            if path and not Path(path).exists()
+        ]
         if missing:
-            reason = f"{spec.node_name} has no {missing[0]}: put PARALLELISM_BENCH_CACHE on a file system that all nodes share"
-            answer = {"rank": spec.ranks[0], "status": "failed", "reason": reason, "failed_at": received_at, "consequence": False}
+            reason = (
+                f"{spec.node_name} has no {missing[0]}: put PARALLELISM_BENCH_CACHE on a file"
+                " system that all nodes share"
+            )
+            answer = {
+                "rank": spec.ranks[0],
+                "status": "failed",
+                "reason": reason,
+                "failed_at": received_at,
+                "consequence": False,
+            }
             left = Left(answers={spec.ranks[0]: answer})
         else:
             spec = dataclasses.replace(spec, interface=self.interface)
@@ -99,13 +115,35 @@ class Agent:
 
 
 def main() -> None:
-    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun SLURM's variables say the rest."""
-    parser = argparse.ArgumentParser(prog="python -m harness.agent", description="A node of a run over several nodes.")
-    parser.add_argument("meeting", type=Path, help="File in which the head says where it listens; it may come later.")
-    parser.add_argument("--node", type=int, default=int(os.environ.get("SLURM_NODEID", "0")), help="Number of this node, from 0.")
-    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or platform.node(), help="Name of this node.")
-    parser.add_argument("--interface", default="", help="Network interface that reaches all nodes; default: the one to the head.")
-    parser.add_argument("--patience", type=float, default=120.0, help="Seconds to wait for the head.")
+    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun SLURM's
+    variables say the rest."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.agent", description="A node of a run over several nodes."
+    )
+    parser.add_argument(
+        "meeting",
+        type=Path,
+        help="File in which the head says where it listens; it may come later.",
+    )
+    parser.add_argument(
+        "--node",
+        type=int,
+        default=int(os.environ.get("SLURM_NODEID", "0")),
+        help="Number of this node, from 0.",
+    )
+    parser.add_argument(
+        "--name",
+        default=os.environ.get("SLURMD_NODENAME") or platform.node(),
+        help="Name of this node.",
+    )
+    parser.add_argument(
+        "--interface",
+        default="",
+        help="Network interface that reaches all nodes; default: the one to the head.",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="Seconds to wait for the head."
+    )
     given = parser.parse_args()
     try:
         line = reach_head(given.meeting, given.patience)

@@ -18,7 +18,8 @@ _SYS = Path("/sys")
 
 
 def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
-    """Nominal rate of an interface in bits per second; None where the kernel does not know it (loopback, virtual links)."""
+    """Nominal rate of an interface in bits per second; None where the kernel does not know it
+    (loopback, virtual links)."""
     try:
         megabits = int((sys / "class/net" / str(interface) / "speed").read_text())
     except (OSError, ValueError):
@@ -52,9 +53,17 @@ def distinct_cores(nodes: list[dict[str, Any]]) -> int:
 
 
 def shared_machine(nodes: list[dict[str, Any]], emulation: str | None = None) -> str | None:
-    """What is to be said of nodes that are not machines of their own; None where each is one. `emulation`: how their links are made."""
+    """What is to be said of nodes that are not machines of their own; None where each is one.
+
+    `emulation`: how their links are made.
+    """
     machines = {node["machine"] for node in nodes}
     if len(machines) == len(nodes):
         return None
-    between = f"emulated links between them ({emulation})" if emulation else "no network between them"
-    return f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}: {between}"
+    between = (
+        f"emulated links between them ({emulation})" if emulation else "no network between them"
+    )
+    return (
+        f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}:"
+        f" {between}"
+    )

@@ -1,4 +1,5 @@
-"""The head of a run over several nodes: who is there, and one trial at a time over as many of them as its cell needs."""
+"""The head of a run over several nodes: who is there, and one trial at a time over as many of them
+as its cell needs."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ PINGS, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
 def measured_link(line: Line, now: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Median round trip of an empty message, and the rate of a large one, its round trip left out, best of three."""
+    """Median round trip of an empty message, and the rate of a large one, its round trip left out,
+    best of three."""
 
     def took(payload: bytes) -> float:
         begin = now()
@@ -56,16 +58,27 @@ def measured_link(line: Line, now: Callable[[], float] = time.perf_counter) -> d
 
     round_trip = statistics.median(took(b"") for _ in range(PINGS))
     seconds = min(took(bytes(MESSAGE_BYTES)) for _ in range(MESSAGES))
-    return {"round_trip_seconds": round_trip, "bits_per_second_from_head": 8 * MESSAGE_BYTES / max(seconds - round_trip, 1e-9)}
+    return {
+        "round_trip_seconds": round_trip,
+        "bits_per_second_from_head": 8 * MESSAGE_BYTES / max(seconds - round_trip, 1e-9),
+    }
 
 
 class Nodes:
     """The agents of a run. One that was lost may come again, under its number."""
 
-    def __init__(self, count: int, meeting: Path, interface: str | None = None, socket_file: Path | None = None) -> None:
-        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all nodes; None: any.
+    def __init__(
+        self,
+        count: int,
+        meeting: Path,
+        interface: str | None = None,
+        socket_file: Path | None = None,
+    ) -> None:
+        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all
+        nodes; None: any.
 
-        `socket_file`: listens there instead, which nodes on this machine reach from any network namespace, past any link.
+        `socket_file`: listens there instead, which nodes on this machine reach from any network
+        namespace, past any link.
         """
         self.count, self.meeting = count, meeting
         self.there: dict[int, Node] = {}
@@ -123,7 +136,10 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """The first `count` nodes by number, waited for; fewer where they do not come. A second wait for the same ones is short."""
+        """The first `count` nodes by number, waited for; fewer where they do not come.
+
+        A second wait for the same ones is short.
+        """
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -152,15 +168,22 @@ class Nodes:
     def lacking(self, count: int) -> str:
         """Why there are fewer than `count` nodes."""
         lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
-        return f"needs {count} nodes, {len(self.there)} of {self.count} {'is' if len(self.there) == 1 else 'are'} there ({lost})"
+        return (
+            f"needs {count} nodes, {len(self.there)} of {self.count}"
+            f" {'is' if len(self.there) == 1 else 'are'} there ({lost})"
+        )
 
     def check(self) -> None:
-        """Raises Mistake where the nodes do not reach each other by the interfaces that they chose."""
+        """Raises Mistake where the nodes do not reach each other by the interfaces that they
+        chose."""
         nodes = [self.there[number] for number in sorted(self.there)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
         if loopback and len(machines) > 1:
-            raise Mistake(f"node {loopback[0]} reaches the head over loopback, others do not; name the network interface of the nodes")
+            raise Mistake(
+                f"node {loopback[0]} reaches the head over loopback, others do not; name the"
+                " network interface of the nodes"
+            )
 
     def measure(self) -> None:
         """Adds to each node's facts how the head reaches it, over one TCP connection."""
@@ -185,12 +208,19 @@ class Nodes:
 
 
 class NodesLauncher:
-    """Runs cells of one node as ever, others over the agents; takes the place of Launcher behind the runner."""
+    """Runs cells of one node as ever, others over the agents; takes the place of Launcher behind
+    the runner."""
 
     patience_seconds = 30.0
-    """How long a trial waits for nodes that are not there: an agent that was lost may be started anew."""
+    """How long a trial waits for nodes that are not there: an agent that was lost may be started
+    anew."""
 
-    def __init__(self, nodes: Nodes, packages: Sequence[str], local: Callable[[Sequence[str]], Launcher] = Launcher) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        packages: Sequence[str],
+        local: Callable[[Sequence[str]], Launcher] = Launcher,
+    ) -> None:
         self.nodes, self.packages, self._make = nodes, list(packages), local
         self._local: Launcher | None = None
         nodes.warm(packages)
@@ -217,7 +247,9 @@ class NodesLauncher:
     ) -> Outcome:
         """As Launcher.run. A cell for which nodes are missing is `unavailable`."""
         if cell.nodes == 1:
-            return self.local.run(cell, data, processes, command=command, on_progress=on_progress, **more)
+            return self.local.run(
+                cell, data, processes, command=command, on_progress=on_progress, **more
+            )
         try:
             nodes = self.nodes.ready(cell.nodes, self.patience_seconds)
         except KeyboardInterrupt:
@@ -225,5 +257,8 @@ class NodesLauncher:
         if len(nodes) < cell.nodes:
             return Outcome("unavailable", self.nodes.lacking(cell.nodes), time.time(), 0.0)
         spec = TrialSpec(cell, data, processes, token=secrets.token_hex(8), **more)
-        specs = [dataclasses.replace(spec, node=place, node_name=node.name) for place, node in enumerate(nodes)]
+        specs = [
+            dataclasses.replace(spec, node=place, node_name=node.name)
+            for place, node in enumerate(nodes)
+        ]
         return Trial(self.nodes, nodes, specs, on_progress).run()

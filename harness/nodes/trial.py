@@ -16,20 +16,33 @@ if TYPE_CHECKING:
     from harness.nodes.head import Node, Nodes
 
 OTHERS_SECONDS = 3.0
-"""How long the other nodes may take to say what a failure on one of them did to them, before their ranks are killed."""
+"""How long the other nodes may take to say what a failure on one of them did to them, before their
+ranks are killed."""
 END_SECONDS = 2.0
-"""Where agents go because the whole job is ended, the head is told within this time, and the trial is interrupted, not failed."""
+"""Where agents go because the whole job is ended, the head is told within this time, and the trial
+is interrupted, not failed."""
 ANSWER_SECONDS = 15.0
-"""How long a node may take to answer when its ranks are killed, or past the time limit; then it is lost."""
+"""How long a node may take to answer when its ranks are killed, or past the time limit; then it is
+lost."""
 
 
 class Trial:
-    """Tells each node its part, waits for all of them, ends the others where one fails, and shifts their clocks to the head's."""
+    """Tells each node its part, waits for all of them, ends the others where one fails, and shifts
+    their clocks to the head's."""
 
     def __init__(
-        self, all_nodes: Nodes, nodes: Sequence[Node], specs: Sequence[TrialSpec], heard: Callable[[int, float], None] | None
+        self,
+        all_nodes: Nodes,
+        nodes: Sequence[Node],
+        specs: Sequence[TrialSpec],
+        heard: Callable[[int, float], None] | None,
     ) -> None:
-        self.all_nodes, self.nodes, self.specs, self.heard = all_nodes, list(nodes), list(specs), heard
+        self.all_nodes, self.nodes, self.specs, self.heard = (
+            all_nodes,
+            list(nodes),
+            list(specs),
+            heard,
+        )
         self.cell = specs[0].cell
         self.left = Left()
         self.lost: list[str] = []
@@ -54,7 +67,13 @@ class Trial:
         self.left.interrupted |= interrupted
         told = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
         facts = [node.facts for node in self.nodes]
-        return Outcome(started_at=started_at, wall_seconds=time.perf_counter() - begin, launcher=self.cell.launcher, nodes=facts, **told)
+        return Outcome(
+            started_at=started_at,
+            wall_seconds=time.perf_counter() - begin,
+            launcher=self.cell.launcher,
+            nodes=facts,
+            **told,
+        )
 
     def _start(self) -> bool:
         """False where a node was lost before it began."""
@@ -69,13 +88,17 @@ class Trial:
         except (EOFError, OSError):
             self._lose(first, "its agent is gone")
             return False
-        except KeyboardInterrupt:  # its answer is still to come: nobody would know what it belongs to
+        except (
+            KeyboardInterrupt
+        ):  # its answer is still to come: nobody would know what it belongs to
             self._lose(first, "interrupted")
             raise
         self.sent_at = time.time()
         for node, spec in zip(self.nodes, self.specs, strict=True):
             self.open[node.line.connection] = node
-            if not self._say(node, "run", dataclasses.replace(spec, meeting=(first.facts["address"], port))):
+            if not self._say(
+                node, "run", dataclasses.replace(spec, meeting=(first.facts["address"], port))
+            ):
                 return False
         return True
 
@@ -85,24 +108,33 @@ class Trial:
         except OSError:
             self._lose(node, "its agent is gone")
             return False
-        except KeyboardInterrupt:  # half a message may be on its way: nothing after it would be understood
+        except (
+            KeyboardInterrupt
+        ):  # half a message may be on its way: nothing after it would be understood
             self._lose(node, "interrupted")
             raise
         return True
 
     def _gather(self, seconds: float) -> None:
-        """Hears the nodes until all have said what their ranks left, or one has failed and the others had time to say so."""
+        """Hears the nodes until all have said what their ranks left, or one has failed and the
+        others had time to say so."""
         deadline, hurried = time.monotonic() + seconds, False
         while self.open:
             ready = wait(list(self.open), max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not hurried:
                     for node in list(self.open.values()):
-                        self._lose(node, f"did not answer for {seconds:g} s: it hangs, or cannot be reached")
+                        self._lose(
+                            node,
+                            f"did not answer for {seconds:g} s: it hangs, or cannot be reached",
+                        )
                 return
             for connection in ready:
                 if not self._hear(self.open[connection]) and not hurried:
-                    deadline, hurried = min(deadline, time.monotonic() + (0.0 if self.lost else OTHERS_SECONDS)), True
+                    deadline, hurried = (
+                        min(deadline, time.monotonic() + (0.0 if self.lost else OTHERS_SECONDS)),
+                        True,
+                    )
 
     def _hear(self, node: Node) -> bool:
         """False where the node is lost or its ranks failed."""
@@ -121,7 +153,11 @@ class Trial:
         received_at, left = what
         del self.open[node.line.connection]
         for answer in left.answers.values():
-            answer |= {name: answer[name] + self.sent_at - received_at for name in ("entered_at", "failed_at") if name in answer}
+            answer |= {
+                name: answer[name] + self.sent_at - received_at
+                for name in ("entered_at", "failed_at")
+                if name in answer
+            }
             answer |= {"machine": node.facts["machine"], "node": self.nodes.index(node)}
         self.left.add(left)
         return left.well and len(left.answers) == len(self.specs[self.nodes.index(node)].ranks)

@@ -21,13 +21,20 @@ import psutil
 from harness.errors import Mistake
 
 HANDSHAKE_SECONDS = 10
-# A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after four questions.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4), (socket.TCP_USER_TIMEOUT, 30_000))
+# A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after
+# four questions.
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 4),
+    (socket.TCP_USER_TIMEOUT, 30_000),
+)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the head listens; written to a file that only its owner reads, in a folder that all nodes share."""
+    """Where the head listens; written to a file that only its owner reads, in a folder that all
+    nodes share."""
 
     machine: str
     """The head's, see machine_id."""
@@ -45,7 +52,15 @@ class Meeting:
         """Whole or not at all, readable by its owner alone."""
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as sink:
-            json.dump({"machine": self.machine, "addresses": self.addresses, "port": self.port, "key": self.key}, sink)
+            json.dump(
+                {
+                    "machine": self.machine,
+                    "addresses": self.addresses,
+                    "port": self.port,
+                    "key": self.key,
+                },
+                sink,
+            )
         temporary.replace(file)
 
     @classmethod
@@ -55,25 +70,36 @@ class Meeting:
 
 
 def machine_id() -> str:
-    """The same for everything that one kernel runs, until it is started anew: containers and network namespaces share it."""
+    """The same for everything that one kernel runs, until it is started anew: containers and
+    network namespaces share it."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def addresses_of(interface: str | None = None) -> list[str]:
-    """IPv4 addresses of this host, or of one interface; the one that its name stands for first, loopback last.
+    """IPv4 addresses of this host, or of one interface; the one that its name stands for first,
+    loopback last.
 
     Raises Mistake for an interface that is not here.
     """
-    found = {name: [a.address for a in known if a.family == socket.AF_INET] for name, known in psutil.net_if_addrs().items()}
+    found = {
+        name: [a.address for a in known if a.family == socket.AF_INET]
+        for name, known in psutil.net_if_addrs().items()
+    }
     if interface is not None:
         if not found.get(interface):
-            raise Mistake(f"network interface {interface!r} has no IPv4 address on this node; there are: {', '.join(sorted(found))}")
+            raise Mistake(
+                f"network interface {interface!r} has no IPv4 address on this node; there are:"
+                f" {', '.join(sorted(found))}"
+            )
         return found[interface]
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-    return sorted({a for known in found.values() for a in known}, key=lambda a: (a.startswith("127."), a != named, a))
+    return sorted(
+        {a for known in found.values() for a in known},
+        key=lambda a: (a.startswith("127."), a != named, a),
+    )
 
 
 def interface_of(address: str) -> str | None:
@@ -107,9 +133,11 @@ class Line:
 
 
 def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
-    """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError where one does not in time.
+    """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError
+    where one does not in time.
 
-    The head keeps that patience: it reads when there is something to read, and a node may stall in the middle of saying it.
+    The head keeps that patience: it reads when there is something to read, and a node may stall in
+    the middle of saying it.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:
@@ -122,7 +150,9 @@ def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
     address = raw.getsockname()[0] if over_tcp else ""
     connection: Connection[Any, Any] = Connection(raw.detach())
     try:
-        for turn in (deliver_challenge, answer_challenge) if head else (answer_challenge, deliver_challenge):
+        for turn in (
+            (deliver_challenge, answer_challenge) if head else (answer_challenge, deliver_challenge)
+        ):
             turn(connection, secret)
         if not head:
             with socket.socket(fileno=os.dup(connection.fileno())) as same:
@@ -140,7 +170,8 @@ def patience(raw: socket.socket, seconds: int) -> None:
 
 
 def reach_head(file: Path, seconds: float) -> Line:
-    """A line to the head, which may not have written its file yet; raises Mistake where there is none in time."""
+    """A line to the head, which may not have written its file yet; raises Mistake where there is
+    none in time."""
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():
@@ -152,7 +183,10 @@ def reach_head(file: Path, seconds: float) -> Line:
                 try:
                     return secure(_connect(address, meeting.port), meeting.secret, head=False)
                 except (OSError, EOFError, AuthenticationError) as error:
-                    why = f"{address}:{meeting.port} of {str(file)!r}: {error or type(error).__name__}"
+                    why = (
+                        f"{address}:{meeting.port} of {str(file)!r}:"
+                        f" {error or type(error).__name__}"
+                    )
         time.sleep(0.2)  # the head writes its file on a shared folder, which tells nobody
     raise Mistake(f"no head of a run was found within {seconds:g} s: {why}")
 

@@ -1,4 +1,5 @@
-"""What Accelerate is told of a cell: the config file of `accelerate launch`, and its FSDP2 settings."""
+"""What Accelerate is told of a cell: the config file of `accelerate launch`, and its FSDP2
+settings."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ def mixed_precision(cell: Cell) -> str:
 
 
 def fsdp2_settings(workload: Workload, **more: Any) -> dict[str, Any]:
-    """Its FSDP2 settings, one unit a block. Without the blocks' names it also wraps what transformers calls indivisible.
+    """Its FSDP2 settings, one unit a block. Without the blocks' names it also wraps what
+    transformers calls indivisible.
 
-    BERT's embeddings are that, and Accelerate then shards the word embedding in them a second time, which fails.
+    BERT's embeddings are that, and Accelerate then shards the word embedding in them a second time,
+    which fails.
     """
     classes = block_classes(workload)
     return {
@@ -33,7 +36,8 @@ def fsdp2_settings(workload: Workload, **more: Any) -> dict[str, Any]:
 
 
 def block_classes(workload: Workload) -> list[str]:
-    """Names of the classes of the model's blocks, none where the workload does not say which they are."""
+    """Names of the classes of the model's blocks, none where the workload does not say which they
+    are."""
     import torch
 
     if not workload.block_path:
@@ -43,14 +47,21 @@ def block_classes(workload: Workload) -> list[str]:
     return sorted({type(block).__name__ for block in blocks.children()})
 
 
-_IN_FILE = {"fsdp_version": "fsdp_version", "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
+_IN_FILE = {
+    "fsdp_version": "fsdp_version",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
 
 
-def launch_config(cell: Cell, *, fsdp: dict[str, Any] | None = None, deepspeed_file: str | None = None) -> dict[str, Any]:
-    """Content of the config file: plain DDP, or FSDP with these settings, or DeepSpeed with this config file.
+def launch_config(
+    cell: Cell, *, fsdp: dict[str, Any] | None = None, deepspeed_file: str | None = None
+) -> dict[str, Any]:
+    """Content of the config file: plain DDP, or FSDP with these settings, or DeepSpeed with this
+    config file.
 
-    Type MULTI_GPU also on CPUs: MULTI_CPU would start one process where no MPI host file is given. The script itself must
-    then ask for `Accelerator(cpu=True)`. Port 0 lets it choose a free one. Precision is left to DeepSpeed's own file.
+    Type MULTI_GPU also on CPUs: MULTI_CPU would start one process where no MPI host file is given.
+    The script itself must then ask for `Accelerator(cpu=True)`. Port 0 lets it choose a free one.
+    Precision is left to DeepSpeed's own file.
     """
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -62,10 +73,17 @@ def launch_config(cell: Cell, *, fsdp: dict[str, Any] | None = None, deepspeed_f
         "use_cpu": cell.device == "cpu",
     }
     if deepspeed_file:
-        return config | {"deepspeed_config": {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": False}}
+        return config | {
+            "deepspeed_config": {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": False}
+        }
     if fsdp:
-        said = {name: ",".join(value) if isinstance(value, list) else value for name, value in fsdp.items()}
-        config["fsdp_config"] = {_IN_FILE.get(name, f"fsdp_{name}"): value for name, value in said.items()}
+        said = {
+            name: ",".join(value) if isinstance(value, list) else value
+            for name, value in fsdp.items()
+        }
+        config["fsdp_config"] = {
+            _IN_FILE.get(name, f"fsdp_{name}"): value for name, value in said.items()
+        }
     return config | {"mixed_precision": mixed_precision(cell)}
 
 
@@ -77,16 +95,23 @@ def accelerate_export(
     deepspeed: dict[str, Any] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs, which it takes for fp32.
+    """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs,
+    which it takes for fp32.
 
     `about_deepspeed`: what the template asks beside its config (cpu_adam, undo_first_step).
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
     file = "ds_config.json" if deepspeed else None
-    files = {"accelerate_config.yaml": yaml.safe_dump(launch_config(cell, fsdp=fsdp, deepspeed_file=file), sort_keys=False)}
+    files = {
+        "accelerate_config.yaml": yaml.safe_dump(
+            launch_config(cell, fsdp=fsdp, deepspeed_file=file), sort_keys=False
+        )
+    }
     if deepspeed:
-        files["ds_config.json"] = json.dumps({"zero_optimization": {"stage": 0}, **deepspeed}, indent=2) + "\n"
+        files["ds_config.json"] = (
+            json.dumps({"zero_optimization": {"stage": 0}, **deepspeed}, indent=2) + "\n"
+        )
     plain = "MULTI_CPU" if cell.device == "cpu" else "MULTI_GPU"
     values = {
         "engine": "deepspeed" if deepspeed else "fsdp" if fsdp else "plain",
@@ -98,20 +123,34 @@ def accelerate_export(
         **(about_deepspeed or {}),
     }
     variables = deepspeed_variables(cell) if deepspeed else {}
-    return Export("accelerate.py.j2", values, files, variables, ("accelerate", *(["deepspeed"] if deepspeed else [])))
+    return Export(
+        "accelerate.py.j2",
+        values,
+        files,
+        variables,
+        ("accelerate", *(["deepspeed"] if deepspeed else [])),
+    )
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
-    """What DeepSpeed reads of the environment: its device, and how many of them a host has, which it cannot count on CPUs."""
+    """What DeepSpeed reads of the environment: its device, and how many of them a host has, which
+    it cannot count on CPUs."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, Any]) -> dict[str, str]:
-    """Of Accelerate's DistributedDataParallelKwargs, from DDP's options, as they are written. A hook's name would be no hook."""
+    """Of Accelerate's DistributedDataParallelKwargs, from DDP's options, as they are written.
+
+    A hook's name would be no hook.
+    """
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = options.get("comm_hook", "none")
     if hook == "powersgd":
-        arguments["comm_state_option"] = repr({"matrix_approximation_rank": 4, "start_powerSGD_iter": 2})
+        arguments["comm_state_option"] = repr(
+            {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+        )
     if hook != "none":
-        arguments["comm_hook"] = f"DDPCommunicationHookType.{'POWER_SGD' if hook == 'powersgd' else hook.upper()}"
+        arguments["comm_hook"] = (
+            f"DDPCommunicationHookType.{'POWER_SGD' if hook == 'powersgd' else hook.upper()}"
+        )
     return arguments

@@ -1,4 +1,5 @@
-"""What DataParallel's replicas run: on GPUs in torch's threads, without GPUs in threads of this module."""
+"""What DataParallel's replicas run: on GPUs in torch's threads, without GPUs in threads of this
+module."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from harness.strategy import Job
 
 
 def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
-    """The model as a module that gives logits, in the cell's precision in whatever thread it is called."""
+    """The model as a module that gives logits, in the cell's precision in whatever thread it is
+    called."""
 
     class InAutocast(nn.Module):
         def __init__(self) -> None:
@@ -29,12 +31,15 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
 
 
 def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The model over CPU threads: logits of the whole batch, forward and backward of each part in a replica's own thread."""
+    """The model over CPU threads: logits of the whole batch, forward and backward of each part in a
+    replica's own thread."""
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]
     parameters: list[list[Any]] = [list(replica.parameters()) for replica in replicas]
     everything = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
     # OpenMP's threads belong to the thread that calls them, and so does their number.
-    pool = ThreadPoolExecutor(len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,))
+    pool = ThreadPoolExecutor(
+        len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,)
+    )
 
     def forward(replica: nn.Module, inputs: Tensor) -> Tensor:
         with job.autocast():
@@ -44,7 +49,9 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
         @staticmethod
         def forward(ctx: Any, inputs: Tensor, anchor: Tensor) -> Tensor:
             for tensors in everything[1:]:
-                torch._foreach_copy_([t.detach() for t in tensors], [t.detach() for t in everything[0]])
+                torch._foreach_copy_(
+                    [t.detach() for t in tensors], [t.detach() for t in everything[0]]
+                )
             ctx.outputs = list(pool.map(forward, replicas, inputs.chunk(len(replicas))))
             return torch.cat([output.detach() for output in ctx.outputs])
 
@@ -58,6 +65,8 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
                         theirs.grad = None
             return None, None
 
-    anchor = torch.zeros((), requires_grad=True)  # gives the logits a gradient function: the inputs have none
+    anchor = torch.zeros(
+        (), requires_grad=True
+    )  # gives the logits a gradient function: the inputs have none
     apply: Any = Apply.apply
     return lambda inputs: apply(inputs, anchor)

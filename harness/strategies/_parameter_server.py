@@ -1,4 +1,5 @@
-"""The calls between workers and a parameter server: what workers send waits here, on the server, for its training step."""
+"""The calls between workers and a parameter server: what workers send waits here, on the server,
+for its training step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def join(job: Job, tcp: bool) -> None:
         rpc_timeout=job.cell.time_limit_seconds,
         **only_tcp,
     )
-    rpc.init_rpc(f"rank{job.rank}", rank=job.rank, world_size=job.layout.processes, rpc_backend_options=options)
+    rpc.init_rpc(
+        f"rank{job.rank}",
+        rank=job.rank,
+        world_size=job.layout.processes,
+        rpc_backend_options=options,
+    )
 
 
 def push(worker: int, gradients: list[Tensor]) -> Reply:
@@ -59,7 +65,8 @@ def next_confirmation() -> int:
 
 
 def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
-    """One push of each worker, as they come; a second one of a worker waits in `early` for the next step."""
+    """One push of each worker, as they come; a second one of a worker waits in `early` for the next
+    step."""
     waiting = early.copy()
     seen: set[int] = set()
     early.clear()
@@ -79,8 +86,13 @@ def confirmations(workers: int) -> None:
 
 
 def waits() -> list[tuple[Any, str, Literal["communication"]]]:
-    """Where worker and server wait for each other, for Exposed: RPC's threads are not torch.distributed's."""
+    """Where worker and server wait for each other, for Exposed: RPC's threads are not
+    torch.distributed's."""
     from torch.distributed import rpc
 
     here = sys.modules[__name__]
-    return [(rpc, "rpc_sync", "communication"), (here, "next_push", "communication"), (here, "next_confirmation", "communication")]
+    return [
+        (rpc, "rpc_sync", "communication"),
+        (here, "next_push", "communication"),
+        (here, "next_confirmation", "communication"),
+    ]

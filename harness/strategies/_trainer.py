@@ -19,11 +19,13 @@ Inputs = dict[str, Tensor]
 
 
 class Stepped:
-    """A script that owns its training loop, in a thread of its own that is stopped before each step.
+    """A script that owns its training loop, in a thread of its own that is stopped before each
+    step.
 
-    Two hand-overs a step: the batch to the script, which asks for it with `next_batch`, and the loss back. A step begins with
-    the script's wait for a batch and ends where it waits for the next, so all that the loop does is in it.
-    The script builds the model too: glibc keeps what a thread has freed for that thread.
+    Two hand-overs a step: the batch to the script, which asks for it with `next_batch`, and the
+    loss back. A step begins with the script's wait for a batch and ends where it waits for the
+    next, so all that the loop does is in it. The script builds the model too: glibc keeps what a
+    thread has freed for that thread.
     """
 
     def __init__(self, job: Job, script: Callable[[Stepped], None]) -> None:
@@ -32,7 +34,10 @@ class Stepped:
         self._answers: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
 
     def begin(self) -> None:
-        """Starts the script; returns when it asks for its first batch. What it raises is raised here, and in `step`."""
+        """Starts the script; returns when it asks for its first batch.
+
+        What it raises is raised here, and in `step`.
+        """
         threading.Thread(target=self._run, name="training loop", daemon=True).start()
         self._answer()
 
@@ -42,7 +47,8 @@ class Stepped:
         return self._answer()
 
     def next_batch(self, loss: Tensor | None) -> Batch:
-        """Called by the script: hands over the loss of the step that it has done, and waits for the batch of the next."""
+        """Called by the script: hands over the loss of the step that it has done, and waits for the
+        batch of the next."""
         self._answers.put(loss)
         return self._batches.get()
 
@@ -54,7 +60,9 @@ class Stepped:
 
     def _run(self) -> None:
         try:
-            torch.set_num_threads(self.job.threads)  # what OpenMP is told, and the device, are each thread's own
+            torch.set_num_threads(
+                self.job.threads
+            )  # what OpenMP is told, and the device, are each thread's own
             if self.job.device.type == "cuda":
                 torch.cuda.set_device(self.job.device)
             self.script(self)
@@ -66,18 +74,28 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is the numbers of the samples, so that the loader shows in which order it would read a real one; they are
-    exchanged for the harness's samples behind the loader.
+    Its data set is the numbers of the samples, so that the loader shows in which order it would
+    read a real one; they are exchanged for the harness's samples behind the loader.
     """
 
-    def __init__(self, stepped: Stepped, model: Any, args: TrainingArguments, named: Callable[[Batch], Inputs]) -> None:
+    def __init__(
+        self,
+        stepped: Stepped,
+        model: Any,
+        args: TrainingArguments,
+        named: Callable[[Batch], Inputs],
+    ) -> None:
         self.stepped, self.job, self.named = stepped, stepped.job, named
         self.loss = torch.zeros((), device=self.job.device)
-        samples: Any = range(self.job.cell.global_batch * (args.max_steps + 1))  # a step more: the loader reads one batch ahead
+        samples: Any = range(
+            self.job.cell.global_batch * (args.max_steps + 1)
+        )  # a step more: the loader reads one batch ahead
         collate: Any = list
         super().__init__(model, args, data_collator=collate, train_dataset=samples)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[list[int]], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[int]], num_batches: int, device: torch.device
+    ) -> Any:
         """Called at the beginning of each step."""
         batch = self.stepped.next_batch(self.loss)
         self.loss = torch.zeros_like(self.loss)
@@ -85,11 +103,16 @@ class SteppedTrainer(Trainer):
         return super().get_batch_samples(parts, num_batches, device)
 
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
-        """The part by the names of the model's inputs, if the numbers are the next: each rank in turn takes a micro-batch."""
+        """The part by the names of the model's inputs, if the numbers are the next: each rank in
+        turn takes a micro-batch."""
         size = len(part.inputs)
-        first = ((part.step * self.job.cell.micro_batches + index) * self.job.layout.data + self.job.rank) * size
+        first = (
+            (part.step * self.job.cell.micro_batches + index) * self.job.layout.data + self.job.rank
+        ) * size
         if numbers != list(range(first, first + size)):
-            raise RuntimeError(f"Trainer reads samples {numbers}, not {size} from {first} on: another data order")
+            raise RuntimeError(
+                f"Trainer reads samples {numbers}, not {size} from {first} on: another data order"
+            )
         return self.named(part)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:

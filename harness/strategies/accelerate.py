@@ -1,4 +1,5 @@
-"""Hugging Face Accelerate: its wrapper around DDP, DeepSpeed and FSDP2, from its Python API or its own config file."""
+"""Hugging Face Accelerate: its wrapper around DDP, DeepSpeed and FSDP2, from its Python API or its
+own config file."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from harness.errors import Refused, Unavailable
 from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings, launch_config
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
+from harness.strategy import (
+    EXACT,
+    Batch,
+    Deviation,
+    Export,
+    Job,
+    Layout,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.training import ddp_buckets, model_states, own_precision, whole_model_states
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
@@ -27,16 +38,23 @@ if TYPE_CHECKING:
     from harness.workloads.facts import ModelFacts
 
 PROGRAM = Path(sys.executable).with_name("accelerate")
-FSDP2_HALF = Deviation(5e-2, 1.0, "Accelerate has FSDP2 compute and reduce gradients in bf16, the residual stream and the norms too")
+FSDP2_HALF = Deviation(
+    5e-2,
+    1.0,
+    "Accelerate has FSDP2 compute and reduce gradients in bf16, the residual stream and the"
+    " norms too",
+)
 
 
 class Accelerate(Strategy):
     """Hugging Face Accelerate around DDP, DeepSpeed's ZeRO-2 or ZeRO-3, or FSDP2.
 
-    It believes what it finds, so all of it is checked before the first step: without torchrun's variables, or without `cpu=True`
-    on a host without a GPU, it takes each rank for a run of its own and averages no gradients; on CPUs it takes FSDP for DDP, and
-    fp16 for fp32. Its DeepSpeed plugin clips gradients at 1.0 where the config leaves that open, and on CPUs counts one process
-    unless the backend is named. The batch is not sharded by its data loader: the harness hands out each rank's share.
+    It believes what it finds, so all of it is checked before the first step: without torchrun's
+    variables, or without `cpu=True` on a host without a GPU, it takes each rank for a run of its
+    own and averages no gradients; on CPUs it takes FSDP for DDP, and fp16 for fp32. Its DeepSpeed
+    plugin clips gradients at 1.0 where the config leaves that open, and on CPUs counts one process
+    unless the backend is named. The batch is not sharded by its data loader: the harness hands out
+    each rank's share.
     """
 
     requires = ("accelerate",)
@@ -44,12 +62,17 @@ class Accelerate(Strategy):
     engine: Literal["ddp", "zero2", "zero3", "fsdp2"] = "ddp"
     """What it wraps: DDP, DeepSpeed's ZeRO stage 2 or 3 through its plugin, or FSDP2."""
     config_file: bool = False
-    """Let `accelerate launch` start the ranks, from a config.yaml written for the cell, instead of the Python API."""
+    """Let `accelerate launch` start the ranks, from a config.yaml written for the cell, instead of
+    the Python API."""
 
     @property
     def zero(self) -> Deepspeed | None:
         """The same without Accelerate, where DeepSpeed is the engine."""
-        return Deepspeed(stage=2 if self.engine == "zero2" else 3) if self.engine.startswith("zero") else None
+        return (
+            Deepspeed(stage=2 if self.engine == "zero2" else 3)
+            if self.engine.startswith("zero")
+            else None
+        )
 
     @property
     def shards_parameters(self) -> bool:
@@ -57,16 +80,28 @@ class Accelerate(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.precision == "fp16" and cell.device == "cpu" and not self.zero:
-            raise Unavailable("Accelerate has no fp16 on CPUs and would train in fp32 without a word: it needs a GPU, or bf16")
+            raise Unavailable(
+                "Accelerate has no fp16 on CPUs and would train in fp32 without a word: it needs a"
+                " GPU, or bf16"
+            )
         if self.engine == "fsdp2" and workload.kind == "image":
-            raise Refused("Accelerate's FSDP2 asks the model for its token embeddings, which image models do not have; use fsdp2")
+            raise Refused(
+                "Accelerate's FSDP2 asks the model for its token embeddings, which image models do"
+                " not have; use fsdp2"
+            )
         if self.config_file and cell.launcher == "spawn":
-            raise Refused("with a config file `accelerate launch` starts the ranks: leave the launcher out")
+            raise Refused(
+                "with a config file `accelerate launch` starts the ranks: leave the launcher out"
+            )
         if self.config_file and not PROGRAM.exists():
-            raise Unavailable(f"there is no program accelerate beside {sys.executable}: install the package anew")
+            raise Unavailable(
+                f"there is no program accelerate beside {sys.executable}: install the package anew"
+            )
         if self.zero:
             if importlib.util.find_spec("deepspeed") is None:
-                raise Unavailable("package deepspeed is not installed: pip install 'parallelism-bench[deepspeed]'")
+                raise Unavailable(
+                    "package deepspeed is not installed: pip install 'parallelism-bench[deepspeed]'"
+                )
             self.zero.check(cell, workload)
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
@@ -76,15 +111,28 @@ class Accelerate(Strategy):
 
     def stand_in(self, cell: Cell) -> str | None:
         by_hand = self.engine == "fsdp2" and cell.device == "cpu"
-        return "Accelerate has FSDP2 on GPUs only: told to be on one, its own preparation then runs over gloo" if by_hand else None
+        return (
+            "Accelerate has FSDP2 on GPUs only: told to be on one, its own preparation then runs"
+            " over gloo"
+            if by_hand
+            else None
+        )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         if self.zero:
             return self.zero.states(cell, layout, facts)
-        return whole_model_states(cell, facts) if self.engine == "ddp" else model_states(cell, facts, shards=cell.devices)
+        return (
+            whole_model_states(cell, facts)
+            if self.engine == "ddp"
+            else model_states(cell, facts, shards=cell.devices)
+        )
 
     def same_as_ddp(self, cell: Cell) -> str | None:
-        return {False: "Accelerate", True: "Accelerate (config.yaml)"}[self.config_file] if self.engine == "ddp" else None
+        return (
+            {False: "Accelerate", True: "Accelerate (config.yaml)"}[self.config_file]
+            if self.engine == "ddp"
+            else None
+        )
 
     @property
     def one_node(self) -> str | None:
@@ -96,14 +144,22 @@ class Accelerate(Strategy):
         file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"
         if self.zero:
             deepspeed_file.write_text(json.dumps(self.deepspeed_config(cell)))
-        config = launch_config(cell, fsdp=self.fsdp2_settings(cell), deepspeed_file=str(deepspeed_file) if self.zero else None)
+        config = launch_config(
+            cell,
+            fsdp=self.fsdp2_settings(cell),
+            deepspeed_file=str(deepspeed_file) if self.zero else None,
+        )
         file.write_text(yaml.safe_dump(config, sort_keys=False))
         return [str(PROGRAM), "launch", "--config_file", str(file)]
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Its config file says the same as the Python API."""
         deepspeed = self.deepspeed_config(cell) if self.zero else None
-        return accelerate_export(cell, fsdp=self.fsdp2_settings(cell), deepspeed=deepspeed) if to == "accelerate" else None
+        return (
+            accelerate_export(cell, fsdp=self.fsdp2_settings(cell), deepspeed=deepspeed)
+            if to == "accelerate"
+            else None
+        )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, Any] | None:
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
@@ -111,7 +167,12 @@ class Accelerate(Strategy):
     def deepspeed_config(self, cell: Cell) -> dict[str, Any]:
         """DeepSpeed's own for the cell, with all three batch sizes in it."""
         assert self.zero
-        return self.zero.config(cell, self.layout(cell.devices), model_facts(make_workload(cell.workload), cell.sequence_length).sizes, "")
+        return self.zero.config(
+            cell,
+            self.layout(cell.devices),
+            model_facts(make_workload(cell.workload), cell.sequence_length).sizes,
+            "",
+        )
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -123,7 +184,11 @@ class Accelerate(Strategy):
         if zero := self.zero:
             zero.expose(job, model)
         else:
-            job.expose(model, optimizer, library=(lambda: ddp_buckets(model)) if self.engine == "ddp" else None)
+            job.expose(
+                model,
+                optimizer,
+                library=(lambda: ddp_buckets(model)) if self.engine == "ddp" else None,
+            )
         plain, parts = own_precision(job), job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:
@@ -131,7 +196,9 @@ class Accelerate(Strategy):
             for part in batch.split(parts):
                 with accelerator.accumulate(model):
                     loss = plain.loss(model, part)
-                    accelerator.backward(loss)  # divides by the number of micro-batches; DeepSpeed's also steps
+                    accelerator.backward(
+                        loss
+                    )  # divides by the number of micro-batches; DeepSpeed's also steps
                     optimizer.step()  # nothing before the last micro-batch
                     optimizer.zero_grad()
                 total += loss.detach() / parts
@@ -144,7 +211,9 @@ class Accelerate(Strategy):
         if self.engine == "fsdp2" and job.device.type == "cpu":
             self.pretend()
         deepspeed = self.deepspeed_config(job.cell) if self.zero else None
-        return make_accelerator(job, self.fsdp2_settings(job.cell), deepspeed, told=self.config_file)
+        return make_accelerator(
+            job, self.fsdp2_settings(job.cell), deepspeed, told=self.config_file
+        )
 
     def pretend(self) -> None:
         pretend_gpus()

@@ -23,22 +23,28 @@ DEVIATIONS = {
 
 
 class Amp(Strategy):
-    """Apex-style AMP under DDP: autocast (O1), half model with fp32 master weights (O2), pure half (O3).
+    """Apex-style AMP under DDP: autocast (O1), half model with fp32 master weights (O2), pure half
+    (O3).
 
-    Half is the cell's precision, fp16 or bf16; fp16 has dynamic loss scaling in O1 and O2. As in apex, O2 keeps BatchNorm
-    in fp32 and O3 scales no loss. Unlike apex, master weights start from the fp32 weights and not from the rounded ones,
-    and the models' rotary frequencies stay fp32, so that levels differ by how they train and not by where they start.
-    Deviations: O0 none; O1 what its precision costs; O2 also norms and residuals in half; O3 also lost updates: a norm's
-    weight, 1.0, never moves in bf16 by steps of 1e-3. Pure fp16 with AdamW diverges: a squared gradient below 6e-8
-    becomes zero, and the step is then divided by epsilon alone.
+    Half is the cell's precision, fp16 or bf16; fp16 has dynamic loss scaling in O1 and O2. As in
+    apex, O2 keeps BatchNorm in fp32 and O3 scales no loss. Unlike apex, master weights start from
+    the fp32 weights and not from the rounded ones, and the models' rotary frequencies stay fp32, so
+    that levels differ by how they train and not by where they start. Deviations: O0 none; O1 what
+    its precision costs; O2 also norms and residuals in half; O3 also lost updates: a norm's weight,
+    1.0, never moves in bf16 by steps of 1e-3. Pure fp16 with AdamW diverges: a squared gradient
+    below 6e-8 becomes zero, and the step is then divided by epsilon alone.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
-    """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half."""
+    """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half.
+    """
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
-            raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {self.opt_level} does not go with {cell.precision}")
+            raise Refused(
+                f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {self.opt_level} does not go"
+                f" with {cell.precision}"
+            )
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return DEVIATIONS.get((self.opt_level, cell.precision), EXACT)
@@ -48,16 +54,24 @@ class Amp(Strategy):
 
         whole = job.model()
         names = [name for name, _ in whole.named_parameters()]
-        masters = [p.detach().clone().requires_grad_() for p in whole.parameters()] if self.opt_level == "O2" else []
+        masters = (
+            [p.detach().clone().requires_grad_() for p in whole.parameters()]
+            if self.opt_level == "O2"
+            else []
+        )
         half = self.opt_level in ("O2", "O3")
         if half:
             halve(whole, job.dtype(), keep_batch_norm=self.opt_level == "O2")
-        model = DistributedDataParallel(whole, device_ids=[job.device] if job.device.type == "cuda" else None)
+        model = DistributedDataParallel(
+            whole, device_ids=[job.device] if job.device.type == "cuda" else None
+        )
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)
         if not masters:
             job.expose(model, optimizer)
-            return standard_step(own_precision(job) if half else job, model, optimizer, no_sync=model.no_sync)
+            return standard_step(
+                own_precision(job) if half else job, model, optimizer, no_sync=model.no_sync
+            )
 
         def hand_over() -> None:
             for master, parameter in zip(masters, parameters, strict=True):
@@ -71,4 +85,6 @@ class Amp(Strategy):
         optimizer.register_step_post_hook(copy_back)  # a step that loss scaling skips calls no hook
         job.expose(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
         plain, scaler = own_precision(job), loss_scaler(job)
-        return standard_step(plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler)
+        return standard_step(
+            plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler
+        )

@@ -1,4 +1,5 @@
-"""torch.distributed collectives by hand: gradients averaged after backward, or parameters after local steps."""
+"""torch.distributed collectives by hand: gradients averaged after backward, or parameters after
+local steps."""
 
 from __future__ import annotations
 
@@ -18,16 +19,21 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.facts import ModelFacts
 
-REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other gradients"
+REASON = (
+    "ranks step on their own gradients and average their parameters: the optimizer sees other"
+    " gradients"
+)
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
 LOCAL = {"adamw": Deviation(0.3, 0.75, REASON), "sgd": Deviation(0.3, 1.5, REASON)}
 
 
 class Collectives(Strategy):
-    """torch.distributed collectives by hand: averages gradients, or parameters after local steps, one tensor at a time.
+    """torch.distributed collectives by hand: averages gradients, or parameters after local steps,
+    one tensor at a time.
 
-    Averaging parameters after every step is the same training where the update is linear in the gradient (SGD with
-    momentum). AdamW divides by the root of the squared gradient, and a mean of quotients is no quotient of means.
+    Averaging parameters after every step is the same training where the update is linear in the
+    gradient (SGD with momentum). AdamW divides by the root of the squared gradient, and a mean of
+    quotients is no quotient of means.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
@@ -41,14 +47,23 @@ class Collectives(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.average == "gradients" and self.period > 1:
-            raise Refused(f"gradients are averaged at every step: period={self.period} goes with average=parameters only")
+            raise Refused(
+                f"gradients are averaged at every step: period={self.period} goes with"
+                " average=parameters only"
+            )
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         linear = cell.optimizer == "sgd" and self.period == 1
-        return EXACT if self.average == "gradients" or linear or cell.devices == 1 else LOCAL[cell.optimizer]
+        return (
+            EXACT
+            if self.average == "gradients" or linear or cell.devices == 1
+            else LOCAL[cell.optimizer]
+        )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return all_reduced(layout.data, facts.trained_bytes) if self.average == "gradients" else None
+        return (
+            all_reduced(layout.data, facts.trained_bytes) if self.average == "gradients" else None
+        )
 
     def setup(self, job: Job) -> TrainStep:
         import torch.distributed as dist
@@ -67,7 +82,9 @@ class Collectives(Strategy):
         optimizer = job.optimizer(parameters)
         job.expose(model, optimizer)
         if self.average == "gradients":
-            return standard_step(job, model, optimizer, before_update=lambda: average(p.grad for p in parameters))
+            return standard_step(
+                job, model, optimizer, before_update=lambda: average(p.grad for p in parameters)
+            )
         local = standard_step(job, model, optimizer)
 
         def step(batch: Batch) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""torch.nn.DataParallel: one process copies the model to all devices, runs the parts of the batch, gathers, updates."""
+"""torch.nn.DataParallel: one process copies the model to all devices, runs the parts of the batch,
+gathers, updates."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from harness.training import standard_step
 
 
 class DataParallel(Strategy):
-    """torch.nn.DataParallel: replicate, scatter, parallel apply, gather, and update on the first device, in one process.
+    """torch.nn.DataParallel: replicate, scatter, parallel apply, gather, and update on the first
+    device, in one process.
 
-    Without GPUs torch's own is a pass-through: the same five steps then run on one CPU thread per device.
+    Without GPUs torch's own is a pass-through: the same five steps then run on one CPU thread per
+    device.
 
-    Autocast is entered within each replica. Entered around the call, torch hands its replicas' threads only whether it is on
-    (torch/nn/parallel/parallel_apply.py), and a thread's own autocast dtype on GPUs is fp16: bf16 cells would train in fp16.
+    Autocast is entered within each replica. Entered around the call, torch hands its replicas'
+    threads only whether it is on (torch/nn/parallel/parallel_apply.py), and a thread's own autocast
+    dtype on GPUs is fp16: bf16 cells would train in fp16.
     """
 
     process_group = False
@@ -35,7 +39,9 @@ class DataParallel(Strategy):
         optimizer = job.optimizer(first.parameters())
         job.expose(first, optimizer)
         if job.device.type == "cuda":
-            model: Any = torch.nn.DataParallel(in_autocast(job, first), device_ids=list(range(job.cell.devices)))
+            model: Any = torch.nn.DataParallel(
+                in_autocast(job, first), device_ids=list(range(job.cell.devices))
+            )
         else:
             model = on_threads(job, first)
         return standard_step(job, model, optimizer)

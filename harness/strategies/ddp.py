@@ -1,4 +1,5 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets during backward."""
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets
+during backward."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from harness.cell import Cell
 from harness.errors import Refused, Unavailable
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import all_reduced, ddp_buckets, passed_once, standard_step, whole_model_states
+from harness.training import (
+    all_reduced,
+    ddp_buckets,
+    passed_once,
+    standard_step,
+    whole_model_states,
+)
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
 
@@ -22,20 +29,28 @@ if TYPE_CHECKING:
 HOOKS = {
     "fp16": Deviation(1e-3, 0.2, "gradients travel in fp16"),
     "bf16": Deviation(5e-3, 0.5, "gradients travel in bf16"),
-    "powersgd": Deviation(2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"),
+    "powersgd": Deviation(
+        2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
+    ),
 }
 
 
 class Ddp(Strategy):
-    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during backward.
+    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during
+    backward.
 
-    PowerSGD reduces each bucket several times, each time but the first from a callback of the one before, in another thread. With
-    several buckets nothing keeps these in one order on all ranks; gloo pairs what comes, and the ranks abort ("Received data size
-    doesn't match", 3 of 3 launches). On CPUs it therefore gets one bucket for all gradients.
+    PowerSGD reduces each bucket several times, each time but the first from a callback of the one
+    before, in another thread. With several buckets nothing keeps these in one order on all ranks;
+    gloo pairs what comes, and the ranks abort ("Received data size doesn't match", 3 of 3
+    launches). On CPUs it therefore gets one bucket for all gradients.
     """
 
     bucket_cap_mb: float | None = None
-    """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the others. Giving 25 is not the same."""
+    """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the
+    others.
+
+    Giving 25 is not the same.
+    """
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False
@@ -45,10 +60,15 @@ class Ddp(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.comm_hook == "bf16" and cell.device == "cpu":
-            raise Unavailable("the bf16 compression hook runs on the NCCL backend only: it needs GPUs")
+            raise Unavailable(
+                "the bf16 compression hook runs on the NCCL backend only: it needs GPUs"
+            )
         least = self._least_bucket(cell, workload)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb < least:
-            raise Refused(f"PowerSGD aborts on gloo with several buckets: give bucket_cap_mb {least} or more, or leave it out")
+            raise Refused(
+                f"PowerSGD aborts on gloo with several buckets: give bucket_cap_mb {least} or more,"
+                " or leave it out"
+            )
 
     def _least_bucket(self, cell: Cell, workload: Workload) -> int:
         """MiB that a bucket must hold."""
@@ -67,11 +87,16 @@ class Ddp(Strategy):
         return dataclasses.replace(whole, transient=0.0) if self.gradient_as_bucket_view else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of every gradient, and rank 0's buffers to all. PowerSGD's has no formula here."""
+        """An all-reduce of every gradient, and rank 0's buffers to all.
+
+        PowerSGD's has no formula here.
+        """
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.comm_hook)
         if width is None:
             return None
-        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(layout.data, facts.buffer_bytes)
+        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
+            layout.data, facts.buffer_bytes
+        )
 
     def same_as_ddp(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
@@ -102,8 +127,13 @@ class Ddp(Strategy):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self.comm_hook != "none":
-            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+            hooks = {
+                "fp16": default_hooks.fp16_compress_hook,
+                "bf16": default_hooks.bf16_compress_hook,
+            }
             model.register_comm_hook(None, hooks[self.comm_hook])

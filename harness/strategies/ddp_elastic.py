@@ -1,4 +1,5 @@
-"""DDP under torchrun's elastic agent: a rank dies, all are started again and go on from the last snapshot."""
+"""DDP under torchrun's elastic agent: a rank dies, all are started again and go on from the last
+snapshot."""
 
 from __future__ import annotations
 
@@ -20,24 +21,36 @@ if TYPE_CHECKING:
 
 
 class DdpElastic(Strategy):
-    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and goes on from its snapshot.
+    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and goes on from
+    its snapshot.
 
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
     least_devices: ClassVar[int] = 2
-    max_restarts: ClassVar[int] = 3  # one is needed; the others are for a rank that fails on its own in warm-up
+    max_restarts: ClassVar[int] = (
+        3  # one is needed; the others are for a rank that fails on its own in warm-up
+    )
 
     crash_at_step: int = Field(default=2, ge=0)
-    """The last rank leaves at the start of this step, in the first incarnation only. It must be a warm-up step."""
+    """The last rank leaves at the start of this step, in the first incarnation only.
+
+    It must be a warm-up step.
+    """
     snapshot_every: int = Field(default=1, ge=1)
     """Steps between two snapshots of model, optimizer, loss scale and losses."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.devices < 2:
-            raise Refused("an elastic restart needs a rank that dies and one that does not: at least 2 devices")
+            raise Refused(
+                "an elastic restart needs a rank that dies and one that does not: at least 2"
+                " devices"
+            )
         if self.crash_at_step >= cell.warmup_steps:
-            raise Refused(f"crash_at_step={self.crash_at_step} is no warm-up step of {cell.warmup_steps}: replayed steps must not be timed")
+            raise Refused(
+                f"crash_at_step={self.crash_at_step} is no warm-up step of {cell.warmup_steps}:"
+                " replayed steps must not be timed"
+            )
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 
@@ -48,7 +61,9 @@ class DdpElastic(Strategy):
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        model = DistributedDataParallel(
+            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
+        )
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
         job.expose(model, optimizer)
         held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -58,7 +73,10 @@ class DdpElastic(Strategy):
             snapshot = torch.load(file, map_location=job.device, weights_only=True)
             losses, done = snapshot.pop("losses")[job.rank], snapshot.pop("steps")
             if done > job.cell.warmup_steps:
-                raise RuntimeError(f"a rank failed on its own after step {done - 1}: steps replayed from its snapshot cannot be timed")
+                raise RuntimeError(
+                    f"a rank failed on its own after step {done - 1}: steps replayed from its"
+                    " snapshot cannot be timed"
+                )
             for name, state in snapshot.items():
                 held[name].load_state_dict(state)
         train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
@@ -66,7 +84,11 @@ class DdpElastic(Strategy):
         def step(batch: Batch) -> Tensor | None:
             if batch.step < done:
                 return losses[batch.step].clone()
-            if job.restart_count == 0 and batch.step == self.crash_at_step and job.rank == job.cell.devices - 1:
+            if (
+                job.restart_count == 0
+                and batch.step == self.crash_at_step
+                and job.rank == job.cell.devices - 1
+            ):
                 os._exit(17)
             losses[batch.step] = loss = cast("Tensor", train(batch))
             if (batch.step + 1) % self.snapshot_every == 0:
@@ -74,7 +96,10 @@ class DdpElastic(Strategy):
                 torch.distributed.all_gather(everyones, losses)
                 if job.rank == 0:
                     parts = {name: part.state_dict() for name, part in held.items()}
-                    torch.save({"losses": everyones, "steps": batch.step + 1, **parts}, new := file.with_suffix(".new"))
+                    torch.save(
+                        {"losses": everyones, "steps": batch.step + 1, **parts},
+                        new := file.with_suffix(".new"),
+                    )
                     new.replace(file)  # whole or not at all
             return loss
 

@@ -14,8 +14,25 @@ from pydantic import Field
 from harness.cell import Cell
 from harness.strategies import _deepspeed_states as memory
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
-from harness.strategies._deepspeed import PERSISTENT_ELEMENTS, Place, check_zero, deepspeed_config, missing, settle
-from harness.strategy import EXACT, Batch, Deviation, Export, Job, Layout, States, Strategy, TrainStep
+from harness.strategies._deepspeed import (
+    PERSISTENT_ELEMENTS,
+    Place,
+    check_zero,
+    deepspeed_config,
+    missing,
+    settle,
+)
+from harness.strategy import (
+    EXACT,
+    Batch,
+    Deviation,
+    Export,
+    Job,
+    Layout,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.training import own_precision
 from harness.workloads import Workload, make_workload
 from harness.workloads.facts import ModelFacts, model_facts
@@ -25,16 +42,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-HALF = Deviation(6e-3, 0.12, "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16")
+HALF = Deviation(
+    6e-3,
+    0.12,
+    "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16",
+)
 
 
 class Deepspeed(Strategy):
-    """DeepSpeed ZeRO: stage 0 averages gradients, 1 shards the optimizer, 2 gradients too, 3 parameters too.
+    """DeepSpeed ZeRO: stage 0 averages gradients, 1 shards the optimizer, 2 gradients too, 3
+    parameters too.
 
-    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32 masters that start from the
-    rounded weights. Only stages 1 to 3 scale fp16's loss. The optimizer is torch's; where it is offloaded it is DeepSpeed's
-    CPU Adam, the same AdamW up to rounding. Stages 1 to 3 keep an fp32 master of the rank's partition also beside fp32
-    parameters: stage 3 asks whether the two can be one by comparing a device with its name, which never agrees.
+    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
+    masters that start from the rounded weights. Only stages 1 to 3 scale fp16's loss. The optimizer
+    is torch's; where it is offloaded it is DeepSpeed's CPU Adam, the same AdamW up to rounding.
+    Stages 1 to 3 keep an fp32 master of the rank's partition also beside fp32 parameters: stage 3
+    asks whether the two can be one by comparing a device with its name, which never agrees.
     """
 
     requires = ("deepspeed",)
@@ -43,28 +66,42 @@ class Deepspeed(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: Place = "none"
-    """Where optimizer state, and the update, live: the device, the host (stages 1 to 3), or a folder (stage 3)."""
+    """Where optimizer state, and the update, live: the device, the host (stages 1 to 3), or a
+    folder (stage 3)."""
     offload_parameters: Place = "none"
     """Where partitioned parameters wait for their layer (stage 3)."""
     folder: str = ""
-    """Folder, on any disk, in which `offload` holds what is offloaded to `nvme` until the next trial; empty for the trial's own."""
+    """Folder, on any disk, in which `offload` holds what is offloaded to `nvme` until the next
+    trial; empty for the trial's own."""
     bucket_elements: int | None = Field(default=None, gt=0)
-    """Elements that are reduced, prefetched and held live at a time; by default an eighth of the model, at most 25 MiB."""
+    """Elements that are reduced, prefetched and held live at a time; by default an eighth of the
+    model, at most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
     """Stage 3 leaves parameters of up to this size whole on every rank."""
 
     @classmethod
     def compiled(cls) -> dict[str, str]:
-        return {f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")}
+        return {
+            f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")
+        }
 
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        check_zero(cell, workload, self.stage, self.offload_optimizer, self.offload_parameters, self.folder or tempfile.gettempdir())
+        check_zero(
+            cell,
+            workload,
+            self.stage,
+            self.offload_optimizer,
+            self.offload_parameters,
+            self.folder or tempfile.gettempdir(),
+        )
         facts = model_facts(workload, cell.sequence_length)
-        memory.require_locked(cell, facts, self.config(cell, self.layout(cell.devices), facts.sizes, ""))
+        memory.require_locked(
+            cell, facts, self.config(cell, self.layout(cell.devices), facts.sizes, "")
+        )
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return HALF if cell.precision == "bf16" else EXACT
@@ -72,21 +109,31 @@ class Deepspeed(Strategy):
     def stand_in(self, cell: Cell) -> str | None:
         places = {"optimizer states": self.offload_optimizer, "parameters": self.offload_parameters}
         moved = " and ".join(what for what, place in places.items() if place == "cpu")
-        return f"no device to leave: {moved} are already in host memory" if moved and cell.device == "cpu" else None
+        return (
+            f"no device to leave: {moved} are already in host memory"
+            if moved and cell.device == "cpu"
+            else None
+        )
 
     def same_as_ddp(self, cell: Cell) -> str | None:
-        return "DeepSpeed stage 0" if self.stage == 0 and self.model_fields_set <= {"stage"} else None
+        return (
+            "DeepSpeed stage 0" if self.stage == 0 and self.model_fields_set <= {"stage"} else None
+        )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return memory.engine_states(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return memory.engine_traffic(cell, layout, facts, self.config(cell, layout, facts.sizes, ""))
+        return memory.engine_traffic(
+            cell, layout, facts, self.config(cell, layout, facts.sizes, "")
+        )
 
     def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         return memory.engine_moves(facts, self.offload_optimizer, self.offload_parameters)
 
-    def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
+    def config(
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str
+    ) -> dict[str, Any]:
         """DeepSpeed's config for the cell."""
         return deepspeed_config(
             cell,
@@ -106,17 +153,32 @@ class Deepspeed(Strategy):
         more: dict[str, bool] = {
             "cpu_adam": self.offload_optimizer != "none" and cell.optimizer == "adamw",
             "undo_first_step": self.stage == 0 and cell.precision != "fp32",
-            "keep_dtype": self.offload_parameters == "nvme" and cell.device == "cpu" and cell.precision == "fp32",
+            "keep_dtype": (
+                self.offload_parameters == "nvme"
+                and cell.device == "cpu"
+                and cell.precision == "fp32"
+            ),
         }
         if to == "accelerate":
             return accelerate_export(cell, deepspeed=config, about_deepspeed=more)
         file = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
-        return Export("deepspeed.py.j2", {"autocast": False, **more}, file, deepspeed_variables(cell))
+        return Export(
+            "deepspeed.py.j2", {"autocast": False, **more}, file, deepspeed_variables(cell)
+        )
 
     def expose(self, job: Job, engine: Any, **more: Any) -> None:
         """Shows an engine to the harness, also one that another library made."""
-        named = {"states": lambda: memory.held_by_engine(engine), "waits": memory.engine_waits(engine)}
-        job.expose(engine.module, engine.basic_optimizer, gather=lambda: self.whole(engine), **named, **more)
+        named = {
+            "states": lambda: memory.held_by_engine(engine),
+            "waits": memory.engine_waits(engine),
+        }
+        job.expose(
+            engine.module,
+            engine.basic_optimizer,
+            gather=lambda: self.whole(engine),
+            **named,
+            **more,
+        )
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -125,10 +187,20 @@ class Deepspeed(Strategy):
 
         model = self.build(job)
         folder = self.emptied_folder(job)
-        config = self.config(job.cell, job.layout, [p.numel() for p in model.parameters() if p.requires_grad], folder)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer(job, model), config=config)
+        config = self.config(
+            job.cell, job.layout, [p.numel() for p in model.parameters() if p.requires_grad], folder
+        )
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer(job, model), config=config
+        )
         self.undo_first_step(engine)
-        self.expose(job, engine, offload_folder=folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None)
+        self.expose(
+            job,
+            engine,
+            offload_folder=(
+                folder if "nvme" in (self.offload_optimizer, self.offload_parameters) else None
+            ),
+        )
         plain, parts = own_precision(job), job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:
@@ -157,7 +229,8 @@ class Deepspeed(Strategy):
         return job.model()
 
     def optimizer(self, job: Job, model: Any) -> Optimizer:
-        """torch's; where states are offloaded DeepSpeed's AdamW on the CPU (decay decoupled, eps beside the corrected root)."""
+        """torch's; where states are offloaded DeepSpeed's AdamW on the CPU (decay decoupled, eps
+        beside the corrected root)."""
         _, kwargs = job.optimizer_class()
         if self.offload_optimizer == "none" or job.cell.optimizer == "sgd":
             return job.optimizer(model.parameters())
@@ -167,9 +240,11 @@ class Deepspeed(Strategy):
         return optimizer
 
     def undo_first_step(self, engine: Any) -> None:
-        """Without ZeRO, the optimizer of half weights takes a step with zero gradients when it is made.
+        """Without ZeRO, the optimizer of half weights takes a step with zero gradients when it is
+        made.
 
-        It decays the weights and counts in the bias correction of all later steps: loss off by 8e-3 at the second.
+        It decays the weights and counts in the bias correction of all later steps: loss off by 8e-3
+        at the second.
         """
         if hasattr(engine.optimizer, "refresh_fp32_params") and self.stage == 0:
             engine.basic_optimizer.state.clear()

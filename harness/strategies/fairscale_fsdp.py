@@ -1,4 +1,5 @@
-"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): a module's parameters are one flat tensor, cut over the ranks."""
+"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): a module's parameters are one flat
+tensor, cut over the ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 
 
 class FairscaleFsdp(Strategy):
-    """fairscale's FullyShardedDataParallel: a block's parameters are gathered as one flat tensor when it runs."""
+    """fairscale's FullyShardedDataParallel: a block's parameters are gathered as one flat tensor
+    when it runs."""
 
     requires = ("fairscale",)
     preload = ("fairscale.nn.data_parallel",)
 
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep them (zero_dp_2)."""
+    """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep
+    them (zero_dp_2)."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     no_sync: bool = True
@@ -34,10 +37,14 @@ class FairscaleFsdp(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen:
             raise Refused(
-                f"{workload.name} freezes most parameters, and a flat parameter is trained or frozen as a whole: use fsdp1 or fsdp2"
+                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
+                " frozen as a whole: use fsdp1 or fsdp2"
             )
         if cell.device != "cuda":
-            raise Unavailable("fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward: it needs a GPU")
+            raise Unavailable(
+                "fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward:"
+                " it needs a GPU"
+            )
 
     @property
     def shards_parameters(self) -> bool:
@@ -47,13 +54,19 @@ class FairscaleFsdp(Strategy):
         shard = model_states(cell, facts, shards=layout.data)
         if self.cpu_offload:
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
-        return shard if self.reshard_after_forward else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        return (
+            shard
+            if self.reshard_after_forward
+            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        )
 
     def setup(self, job: Job) -> TrainStep:
         import torch
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        home = torch.device("cpu") if self.cpu_offload else job.device  # offloaded shards are cut from a model in host memory
+        home = (
+            torch.device("cpu") if self.cpu_offload else job.device
+        )  # offloaded shards are cut from a model in host memory
         whole = dataclasses.replace(job, device=home).model()
         if job.workload.block_path:
             blocks = whole.get_submodule(job.workload.block_path)
@@ -66,13 +79,22 @@ class FairscaleFsdp(Strategy):
                 yield from model.named_parameters()
 
         def pinned() -> Iterator[Held]:
-            yield from (("library", "pinned gradients", p._cpu_grad) for p in model.parameters() if hasattr(p, "_cpu_grad"))
+            yield from (
+                ("library", "pinned gradients", p._cpu_grad)
+                for p in model.parameters()
+                if hasattr(p, "_cpu_grad")
+            )
 
         optimizer = job.optimizer(model.parameters())
         job.expose(model, optimizer, gather=gather, library=pinned)
-        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip the same steps.
-        scaler = ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
-        return standard_step(job, model, optimizer, no_sync=model.no_sync if self.no_sync else None, scaler=scaler)
+        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
+        # the same steps.
+        scaler = ShardedGradScaler(
+            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
+        )
+        return standard_step(
+            job, model, optimizer, no_sync=model.no_sync if self.no_sync else None, scaler=scaler
+        )
 
     def shard(self, job: Job, module: nn.Module) -> Any:
         from fairscale.nn.data_parallel import FullyShardedDataParallel

@@ -1,4 +1,5 @@
-"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer state is dealt out to the ranks by whole parameters."""
+"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer state is dealt out to the ranks by
+whole parameters."""
 
 from __future__ import annotations
 
@@ -21,23 +22,31 @@ if TYPE_CHECKING:
     from harness.workloads.facts import ModelFacts
 
 REDUCED = Deviation(1e-3, 0.2, "gradients travel in fp16")
-BROADCAST = Deviation(1e-3, 0.6, "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32")
+BROADCAST = Deviation(
+    1e-3,
+    0.6,
+    "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
+)
 
 
 class FairscaleOss(Strategy):
-    """fairscale's OSS + ShardedDataParallel ("simple", zero_dp_1): a rank gets the gradients of its parameters and updates them.
+    """fairscale's OSS + ShardedDataParallel ("simple", zero_dp_1): a rank gets the gradients of its
+    parameters and updates them.
 
-    Gradients are cleared through the model. OSS's own `zero_grad` sets them to None, as torch's has done since 2.0, and so takes
-    them out of the buckets that ShardedDataParallel reduces: from the second step on each rank updates with its own gradients
-    alone. The inner optimizer's clears this rank's parameters only, and the others' gradients add up. In fp16 the ranks have to
-    skip the same steps; fairscale's ShardedGradScaler is switched off without CUDA, torch's own works on both.
+    Gradients are cleared through the model. OSS's own `zero_grad` sets them to None, as torch's has
+    done since 2.0, and so takes them out of the buckets that ShardedDataParallel reduces: from the
+    second step on each rank updates with its own gradients alone. The inner optimizer's clears this
+    rank's parameters only, and the others' gradients add up. In fp16 the ranks have to skip the
+    same steps; fairscale's ShardedGradScaler is switched off without CUDA, torch's own works on
+    both.
     """
 
     requires = ("fairscale",)
     preload = ("fairscale.nn.data_parallel",)
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
-    """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps; 0: one by one."""
+    """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps;
+    0: one by one."""
     reduce_fp16: bool = False
     """Send gradients in fp16. Not from buckets: reduce_buffer_size must be 0."""
     broadcast_fp16: bool = False
@@ -45,10 +54,17 @@ class FairscaleOss(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.reduce_fp16 and self.reduce_buffer_size and cell.devices > 1:
-            raise Refused("fairscale reduces buckets in fp32 and would ignore reduce_fp16: set reduce_buffer_size to 0")
+            raise Refused(
+                "fairscale reduces buckets in fp32 and would ignore reduce_fp16: set"
+                " reduce_buffer_size to 0"
+            )
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
-        return widest(EXACT, *([REDUCED] if self.reduce_fp16 else []), *([BROADCAST] if self.broadcast_fp16 else []))
+        return widest(
+            EXACT,
+            *([REDUCED] if self.reduce_fp16 else []),
+            *([BROADCAST] if self.broadcast_fp16 else []),
+        )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""
@@ -57,7 +73,10 @@ class FairscaleOss(Strategy):
             min(shares, key=sum).append(size)
         room = min(self.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
         # Smallest first, as long as there is more room than needed.
-        filled = sum(max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0) for share in shares)
+        filled = sum(
+            max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
+            for share in shares
+        )
         whole, kept = model_states(cell, facts), 4.0 * filled
         return dataclasses.replace(
             whole,
@@ -74,10 +93,24 @@ class FairscaleOss(Strategy):
         whole = job.model()
         factory, kwargs = job.optimizer_class()
         optimizer = OSS(whole.parameters(), factory, broadcast_fp16=self.broadcast_fp16, **kwargs)
-        model = ShardedDataParallel(whole, optimizer, reduce_buffer_size=self.reduce_buffer_size, reduce_fp16=self.reduce_fp16)
+        model = ShardedDataParallel(
+            whole,
+            optimizer,
+            reduce_buffer_size=self.reduce_buffer_size,
+            reduce_fp16=self.reduce_fp16,
+        )
         job.expose(model, optimizer.optim, states=lambda: held(model, optimizer))
-        scaler = ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
-        return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler, clear=lambda: self.clear(model, optimizer))
+        scaler = ShardedGradScaler(
+            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
+        )
+        return standard_step(
+            job,
+            model,
+            optimizer,
+            no_sync=model.no_sync,
+            scaler=scaler,
+            clear=lambda: self.clear(model, optimizer),
+        )
 
     def clear(self, model: Any, optimizer: Any) -> None:
         """Buckets are zeroed, gradients outside them are freed."""
@@ -89,5 +122,7 @@ def held(model: Any, optimizer: Any) -> Iterator[Held]:
     for bucket in model._bucket_list:
         yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
     for device in optimizer.buckets.values():
-        yield from (("parameters", "broadcast buckets of OSS", bucket.buffer) for bucket in device.values())
+        yield from (
+            ("parameters", "broadcast buckets of OSS", bucket.buffer) for bucket in device.values()
+        )
     yield from held_by(model, [optimizer.optim])

@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel (FSDP1): flat parameters, their gradients and optimizer state are sharded over the ranks."""
+"""FullyShardedDataParallel (FSDP1): flat parameters, their gradients and optimizer state are
+sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.cell import Cell
 from harness.errors import Refused, Unavailable
 from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import LOSS_SCALE, blocks_of, check_hybrid, model_states, shard_mesh, standard_step
+from harness.training import (
+    LOSS_SCALE,
+    blocks_of,
+    check_hybrid,
+    model_states,
+    shard_mesh,
+    standard_step,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,14 +27,18 @@ if TYPE_CHECKING:
 
 
 class Fsdp1(Strategy):
-    """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat tensor when it runs."""
+    """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat
+    tensor when it runs."""
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each of 2 replicas."""
+    """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each
+    of 2 replicas."""
     auto_wrap: bool = True
-    """Wrap each block (modules by size where the workload names no blocks); otherwise the model as a whole."""
+    """Wrap each block (modules by size where the workload names no blocks); otherwise the model as
+    a whole."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
-    """Gather the next module before or after the current one's gradients are computed, or when it is needed."""
+    """Gather the next module before or after the current one's gradients are computed, or when it
+    is needed."""
     cpu_offload: bool = False
     """Keep shards in host memory while no module uses them."""
     use_orig_params: bool = True
@@ -34,14 +46,24 @@ class Fsdp1(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
-            raise Refused(f"{workload.name} freezes most parameters, and a flat parameter is trained or frozen as a whole: use_orig_params")
+            raise Refused(
+                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
+                " frozen as a whole: use_orig_params"
+            )
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
-            raise Unavailable("FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one; fsdp2 offloads without")
+            raise Unavailable(
+                "FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one; fsdp2"
+                " offloads without"
+            )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts, shards=cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices)
+        return model_states(
+            cell,
+            facts,
+            shards=cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices,
+        )
 
     @property
     def shards_parameters(self) -> bool:
@@ -51,11 +73,20 @@ class Fsdp1(Strategy):
         return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
-        from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp import (
+            BackwardPrefetch,
+            CPUOffload,
+            FullyShardedDataParallel,
+            ShardingStrategy,
+        )
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         whole = job.model()
-        prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+        prefetch = {
+            "pre": BackwardPrefetch.BACKWARD_PRE,
+            "post": BackwardPrefetch.BACKWARD_POST,
+            "none": None,
+        }
         model = FullyShardedDataParallel(
             whole,
             device_mesh=shard_mesh(job, hybrid=self.sharding == "hybrid_shard"),
@@ -73,8 +104,11 @@ class Fsdp1(Strategy):
 
         optimizer = job.optimizer(model.parameters())
         job.expose(model, optimizer, gather=gather)
-        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip the same steps.
-        scaler = ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
+        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
+        # the same steps.
+        scaler = ShardedGradScaler(
+            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
+        )
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 
     def _policy(self, job: Job, model: nn.Module) -> Callable[..., Any]:

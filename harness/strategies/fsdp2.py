@@ -1,4 +1,5 @@
-"""FSDP2 (`fully_shard`): every parameter is a DTensor, sharded over the ranks along its first dimension."""
+"""FSDP2 (`fully_shard`): every parameter is a DTensor, sharded over the ranks along its first
+dimension."""
 
 from __future__ import annotations
 
@@ -13,29 +14,46 @@ from harness.cell import Cell
 from harness.errors import Refused
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings
 from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import all_reduced, blocks_of, check_hybrid, model_states, own_precision, passed_once, shard_mesh, standard_step
+from harness.training import (
+    all_reduced,
+    blocks_of,
+    check_hybrid,
+    model_states,
+    own_precision,
+    passed_once,
+    shard_mesh,
+    standard_step,
+)
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.facts import ModelFacts
 
-MIXED = Deviation(5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32")
+MIXED = Deviation(
+    5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32"
+)
 
 
 class Fsdp2(Strategy):
-    """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are needed."""
+    """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are
+    needed."""
 
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them (ZeRO-2)."""
+    """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them
+    (ZeRO-2)."""
     hybrid: bool = False
     """Shard within each of 2 replicas and all-reduce between them."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
-    """Say explicitly which block to gather while another computes, instead of leaving the order to FSDP."""
+    """Say explicitly which block to gather while another computes, instead of leaving the order to
+    FSDP."""
     mixed_precision: bool = False
-    """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast. The cell's precision must be bf16."""
+    """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast.
+
+    The cell's precision must be bf16.
+    """
     no_sync: bool = True
     """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
 
@@ -43,9 +61,15 @@ class Fsdp2(Strategy):
         if self.hybrid:
             check_hybrid(cell)
         if self.mixed_precision and cell.precision != "bf16":
-            raise Refused(f"mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, it is {cell.precision}")
+            raise Refused(
+                "mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, it is"
+                f" {cell.precision}"
+            )
         if self.cpu_offload and cell.device == "cuda" and cell.precision == "fp16":
-            raise Refused("loss scaling would have to reduce infinities of gradients in host memory over NCCL, which cannot; use bf16")
+            raise Refused(
+                "loss scaling would have to reduce infinities of gradients in host memory over"
+                " NCCL, which cannot; use bf16"
+            )
 
     def deviation(self, cell: Cell, workload: Workload) -> Deviation:
         return MIXED if self.mixed_precision else EXACT
@@ -60,19 +84,29 @@ class Fsdp2(Strategy):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
-        return shard if self.reshard_after_forward else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        return (
+            shard
+            if self.reshard_after_forward
+            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Parameters gathered for forward, a block's again for backward, gradients scattered: ZeRO-3's 3P less what the root keeps.
+        """Parameters gathered for forward, a block's again for backward, gradients scattered:
+        ZeRO-3's 3P less what the root keeps.
 
-        Embedding and head stay gathered between forward and backward. Without `no_sync` each micro-batch scatters its gradients;
-        hybrid sharding also all-reduces the shards' between the replicas.
+        Embedding and head stay gathered between forward and backward. Without `no_sync` each
+        micro-batch scatters its gradients; hybrid sharding also all-reduces the shards' between the
+        replicas.
         """
         shards, parts = cell.devices // 2 if self.hybrid else cell.devices, cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
             return None
         path = make_workload(cell.workload).block_path
-        blocks = sum(size for name, size in zip(facts.trainable, facts.sizes, strict=True) if path and name.startswith(path + "."))
+        blocks = sum(
+            size
+            for name, size in zip(facts.trainable, facts.sizes, strict=True)
+            if path and name.startswith(path + ".")
+        )
         whole = 4.0 * facts.parameters
         gathered = whole + (4.0 * blocks if self.reshard_after_forward else 0.0)
         scattered = whole * (1 if self.no_sync else parts)
@@ -80,24 +114,56 @@ class Fsdp2(Strategy):
         return passed_once(shards, parts * gathered + scattered) + between
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Accelerate's FSDP2 has no prefetch and no hybrid of its own, computes wholly in half, and offloads on GPUs only."""
-        beyond = self.hybrid or self.prefetch or not self.no_sync or cell.precision != "fp32" or (self.cpu_offload and cell.device == "cpu")
+        """Accelerate's FSDP2 has no prefetch and no hybrid of its own, computes wholly in half, and
+        offloads on GPUs only."""
+        beyond = (
+            self.hybrid
+            or self.prefetch
+            or not self.no_sync
+            or cell.precision != "fp32"
+            or (self.cpu_offload and cell.device == "cpu")
+        )
         if to == "accelerate" and not beyond:
             workload = make_workload(cell.workload)
-            settings = fsdp2_settings(workload, reshard_after_forward=self.reshard_after_forward, offload_params=self.cpu_offload)
+            settings = fsdp2_settings(
+                workload,
+                reshard_after_forward=self.reshard_after_forward,
+                offload_params=self.cpu_offload,
+            )
             return accelerate_export(cell, fsdp=settings) if workload.kind != "image" else None
-        return Export("fsdp2.py.j2", {"autocast": False} if self.mixed_precision else {}) if to in ("torchrun", "slurm") else None
+        return (
+            Export("fsdp2.py.j2", {"autocast": False} if self.mixed_precision else {})
+            if to in ("torchrun", "slurm")
+            else None
+        )
 
     def setup(self, job: Job) -> TrainStep:
         import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         model = job.model()
         mesh = shard_mesh(job, self.hybrid)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.mixed_precision else MixedPrecisionPolicy()
-        offload = CPUOffloadPolicy(pin_memory=job.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if self.mixed_precision
+            else MixedPrecisionPolicy()
+        )
+        offload = (
+            CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
+            if self.cpu_offload
+            else OffloadPolicy()
+        )
         shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        blocks: list[FSDPModule] = [shard(b, reshard_after_forward=self.reshard_after_forward) for b in blocks_of(job, model)]
+        blocks: list[FSDPModule] = [
+            shard(b, reshard_after_forward=self.reshard_after_forward)
+            for b in blocks_of(job, model)
+        ]
         root: FSDPModule = shard(model, reshard_after_forward=False)  # backward needs it first
         if self.prefetch:
             for block, after in itertools.pairwise(blocks):
@@ -112,6 +178,10 @@ class Fsdp2(Strategy):
 
         optimizer = job.optimizer(model.parameters())
         # Offloaded shards must be on the device to be gathered over its process group.
-        job.expose(model, optimizer, gather=lambda: ((n, p.detach().to(job.device)) for n, p in model.named_parameters()))
+        job.expose(
+            model,
+            optimizer,
+            gather=lambda: ((n, p.detach().to(job.device)) for n, p in model.named_parameters()),
+        )
         job = own_precision(job) if self.mixed_precision else job
         return standard_step(job, model, optimizer, no_sync=no_sync if self.no_sync else None)

@@ -1,4 +1,5 @@
-"""A parameter server over RPC: workers send it gradients, it holds the optimizer and answers with new parameters."""
+"""A parameter server over RPC: workers send it gradients, it holds the optimizer and answers with
+new parameters."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
 
 class ParameterServer(Strategy):
-    """A parameter server over torch.distributed.rpc: one worker a device, and one server with the optimizer, in host memory.
+    """A parameter server over torch.distributed.rpc: one worker a device, and one server with the
+    optimizer, in host memory.
 
-    The server's arithmetic is all done in its training step; its RPC threads only wait. Asynchronously, it updates once for
-    each worker and step, and no worker gets more than a step ahead of the slowest. So that the N updates of a step weigh as
-    much as the reference's one, each has 1/N of the learning rate and keeps the N-th root of what that one keeps of a moment.
-    What remains is staleness: a worker's parameters lack up to (N-1)/N of a step's gradients, so its losses lag by part of a
-    step; and AdamW moves by 1/N of a step what only one worker has gradients for, such as the embedding of a rare token.
+    The server's arithmetic is all done in its training step; its RPC threads only wait.
+    Asynchronously, it updates once for each worker and step, and no worker gets more than a step
+    ahead of the slowest. So that the N updates of a step weigh as much as the reference's one, each
+    has 1/N of the learning rate and keeps the N-th root of what that one keeps of a moment. What
+    remains is staleness: a worker's parameters lack up to (N-1)/N of a step's gradients, so its
+    losses lag by part of a step; and AdamW moves by 1/N of a step what only one worker has
+    gradients for, such as the embedding of a rare token.
     """
 
     process_group = False
@@ -36,7 +40,8 @@ class ParameterServer(Strategy):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Update once a step with the average of all gradients, or with each worker's as they come."""
     transport: Literal["auto", "tcp"] = "auto"
-    """What TensorPipe carries bytes by; auto: shared memory within a node, where the bytes sent are not known."""
+    """What TensorPipe carries bytes by; auto: shared memory within a node, where the bytes sent are
+    not known."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
@@ -45,11 +50,20 @@ class ParameterServer(Strategy):
         if self.mode == "synchronous" or cell.devices == 1:
             return EXACT
         lacking = 1 - 1 / cell.devices
-        return Deviation(0.2 * lacking, 0.5 + 0.25 * lacking, "each worker's gradients are applied alone, to parameters that have moved on")
+        return Deviation(
+            0.2 * lacking,
+            0.5 + 0.25 * lacking,
+            "each worker's gradients are applied alone, to parameters that have moved on",
+        )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """The server's: a worker keeps parameters alone. Within a step, the server has the gradients of all."""
-        return dataclasses.replace(model_states(cell, facts), transient=float(layout.data * facts.trained_bytes))
+        """The server's: a worker keeps parameters alone.
+
+        Within a step, the server has the gradients of all.
+        """
+        return dataclasses.replace(
+            model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
+        )
 
     def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """All gradients in and all parameters out, through the server."""
@@ -60,7 +74,12 @@ class ParameterServer(Strategy):
 
         model = job.model()
         optimizer = self.optimizer(job, model) if job.rank == job.layout.data else None
-        job.expose(model, *([optimizer] if optimizer else []), over_tcp=self.transport == "tcp", waits=waits())
+        job.expose(
+            model,
+            *([optimizer] if optimizer else []),
+            over_tcp=self.transport == "tcp",
+            waits=waits(),
+        )
         join(job, tcp=self.transport == "tcp")
         return self.serve(job, optimizer) if optimizer else self.work(job, model)
 
@@ -83,7 +102,11 @@ class ParameterServer(Strategy):
 
         from harness.strategies._parameter_server import confirm, push
 
-        parameters, parts, server = _trained(model), job.cell.micro_batches, f"rank{job.layout.data}"
+        parameters, parts, server = (
+            _trained(model),
+            job.cell.micro_batches,
+            f"rank{job.layout.data}",
+        )
         scale = loss_scaler(job).get_scale()
 
         def step(batch: Batch) -> Tensor:
@@ -93,13 +116,20 @@ class ParameterServer(Strategy):
                 loss = job.loss(model, part) / parts
                 (loss * scale).backward()
                 total += loss.detach()
-            gradients = [torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu() for p in parameters]
+            gradients = [
+                torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu()
+                for p in parameters
+            ]
             fetched, scale = rpc.rpc_sync(server, push, (job.rank, gradients))
             self.take(parameters, fetched)
             model.zero_grad()
             heard = rpc.rpc_async(server, confirm, (job.rank,))
-            if batch.step == job.cell.total_steps - 1:  # this process ends, and must not before its last word is out
-                with contextlib.suppress(RuntimeError):  # the server heard it, and ended before it could say so
+            if (
+                batch.step == job.cell.total_steps - 1
+            ):  # this process ends, and must not before its last word is out
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the server heard it, and ended before it could say so
                     heard.wait()
             return total
 
@@ -117,7 +147,9 @@ class ParameterServer(Strategy):
         workers = job.layout.data
         together = workers if self.mode == "synchronous" else 1
         scaler = loss_scaler(job)
-        scaler.scale(torch.zeros(()))  # it has no scale before a first loss, and the server sees none
+        scaler.scale(
+            torch.zeros(())
+        )  # it has no scale before a first loss, and the server sees none
         parameters: list[Tensor] = optimizer.param_groups[0]["params"]
         early: list[Push] = []
 
@@ -125,8 +157,11 @@ class ParameterServer(Strategy):
             came = arrivals(workers, early)
             while pushes := sorted(itertools.islice(came, together), key=lambda one: one[0]):
                 self.update(optimizer, scaler, pushes)
-                # The next update may come before a reply is sent, unless it waits for that worker's next gradients.
-                answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
+                # The next update may come before a reply is sent, unless it waits for that worker's
+                # next gradients.
+                answer = [
+                    p.detach() if together == workers else p.detach().clone() for p in parameters
+                ]
                 for _, _, reply in pushes:
                     reply.set_result((answer, scaler.get_scale()))
             confirmations(workers)

@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline(Strategy):
-    """Pipeline parallelism (torch.distributed.pipelining): layers split over ranks, micro-batches keep them at work."""
+    """Pipeline parallelism (torch.distributed.pipelining): layers split over ranks, micro-batches
+    keep them at work."""
 
     precisions = ("fp32", "bf16")
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
-    """Order of forwards and backwards; the zero-bubble ones compute weight gradients apart, where a rank would wait."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = (
+        "1f1b"
+    )
+    """Order of forwards and backwards; the zero-bubble ones compute weight gradients apart, where a
+    rank would wait."""
     stages_per_rank: int = Field(default=2, ge=1)
-    """Virtual stages of a rank under an interleaved schedule; zbv always has 2 (down and up its V), gpipe and 1f1b 1."""
+    """Virtual stages of a rank under an interleaved schedule; zbv always has 2 (down and up its V),
+    gpipe and 1f1b 1."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -34,7 +39,10 @@ class Pipeline(Strategy):
         from harness.pipelining import check_micro_batches
 
         if "stages_per_rank" in self.model_fields_set and self.stages_per_rank != self._per_rank:
-            raise Refused(f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not {self.stages_per_rank}")
+            raise Refused(
+                f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not"
+                f" {self.stages_per_rank}"
+            )
         workload.check_split(Layout(pipeline=cell.devices * self._per_rank))
         check_micro_batches(self.schedule, cell.devices, cell.micro_batches)
 
@@ -43,9 +51,11 @@ class Pipeline(Strategy):
         return {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Hidden states forward and their gradients back over each boundary between ranks, and tied gradients between the ends.
+        """Hidden states forward and their gradients back over each boundary between ranks, and tied
+        gradients between the ends.
 
-        Mean of the ranks: the first and the last have one neighbour only. Of zbv's boundaries one is within a rank.
+        Mean of the ranks: the first and the last have one neighbour only. Of zbv's boundaries one
+        is within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:
@@ -62,6 +72,10 @@ class Pipeline(Strategy):
         from harness.workloads.stage import Stage
 
         ranks, count = job.layout.pipeline, job.layout.pipeline * self._per_rank
-        own = [job.rank, count - 1 - job.rank] if self.schedule == "zbv" else range(job.rank, count, ranks)
+        own = (
+            [job.rank, count - 1 - job.rank]
+            if self.schedule == "zbv"
+            else range(job.rank, count, ranks)
+        )
         pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

@@ -1,4 +1,5 @@
-"""Post-local SGD: DDP for the first steps, then local steps with parameters averaged every few of them."""
+"""Post-local SGD: DDP for the first steps, then local steps with parameters averaged every few of
+them."""
 
 from __future__ import annotations
 
@@ -14,18 +15,28 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
-LOCAL = Deviation(0.3, 0.6, "after its start step ranks update on their own gradients and average parameters every few steps")
+LOCAL = Deviation(
+    0.3,
+    0.6,
+    "after its start step ranks update on their own gradients and average parameters every few"
+    " steps",
+)
 
 
 class PostLocalSgd(Strategy):
-    """Post-local SGD: gradients averaged until a start step, then local updates and a periodic average of parameters.
+    """Post-local SGD: gradients averaged until a start step, then local updates and a periodic
+    average of parameters.
 
-    The same training until the start step. Afterwards each rank follows its own share's gradient between two averages,
-    and AdamW's moments are never averaged. torch would still average gradients within a node; here that is
-    switched off, because on one node nothing would be left of the local steps.
+    The same training until the start step. Afterwards each rank follows its own share's gradient
+    between two averages, and AdamW's moments are never averaged. torch would still average
+    gradients within a node; here that is switched off, because on one node nothing would be left of
+    the local steps.
     """
 
-    precisions = ("fp32", "bf16")  # fp16's loss scaling would skip a step on one rank only, and that rank its average
+    precisions = (
+        "fp32",
+        "bf16",
+    )  # fp16's loss scaling would skip a step on one rank only, and that rank its average
 
     start_step: int = Field(default=4, ge=0)
     """First step without averaged gradients."""
@@ -40,14 +51,22 @@ class PostLocalSgd(Strategy):
         return EXACT if self.start_step >= cell.parity_steps or cell.devices == 1 else LOCAL
 
     def setup(self, job: Job) -> TrainStep:
-        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+            PostLocalSGDState,
+            post_localSGD_hook,
+        )
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
         from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        model = DistributedDataParallel(
+            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
+        )
         state: Any = PostLocalSGDState
-        model.register_comm_hook(state(None, None, self.start_step, post_local_gradient_allreduce=False), post_localSGD_hook)
+        model.register_comm_hook(
+            state(None, None, self.start_step, post_local_gradient_allreduce=False),
+            post_localSGD_hook,
+        )
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         job.expose(model, optimizer.optim)

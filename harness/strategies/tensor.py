@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Strategy):
-    """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by row."""
+    """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by
+    row."""
 
     precisions = ("fp32", "bf16")
 
     sequence_parallel: bool = False
-    """Also split the sequence over the ranks, where each token is treated alone (norms, residuals)."""
+    """Also split the sequence over the ranks, where each token is treated alone (norms, residuals).
+    """
 
     def layout(self, devices: int) -> Layout:
         return Layout(tensor=devices)
@@ -31,18 +33,26 @@ class TensorParallel(Strategy):
         if workload.split:
             workload.split.tensor_plan(self.sequence_parallel)
         if self.sequence_parallel and cell.sequence_length % cell.devices:
-            raise Refused(f"sequence_parallel needs a sequence length that divides by {cell.devices} devices, not {cell.sequence_length}")
+            raise Refused(
+                f"sequence_parallel needs a sequence length that divides by {cell.devices} devices,"
+                f" not {cell.sequence_length}"
+            )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of hidden states forward for each layer of a block that is split by row, and backward by column.
+        """An all-reduce of hidden states forward for each layer of a block that is split by row,
+        and backward by column.
 
-        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their input could add their gradients
-        before they reduce them. torch's styles reduce layer by layer: seven for Llama with its separate query, key, value, gate, up.
+        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their
+        input could add their gradients before they reduce them. torch's styles reduce layer by
+        layer: seven for Llama with its separate query, key, value, gate, up.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.sequence_parallel:
             return None
-        return all_reduced(layout.tensor, workload.blocks * len(workload.split.tensor_plan(sequence_parallel=False)) * hidden)
+        return all_reduced(
+            layout.tensor,
+            workload.blocks * len(workload.split.tensor_plan(sequence_parallel=False)) * hidden,
+        )
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
@@ -50,8 +60,11 @@ class TensorParallel(Strategy):
         from harness.workloads.stage import Stage, split_tensors
 
         stage = Stage(job)
-        restore = split_tensors(stage, init_device_mesh(job.device.type, (job.layout.tensor,)), self.sequence_parallel)
+        restore = split_tensors(
+            stage, init_device_mesh(job.device.type, (job.layout.tensor,)), self.sequence_parallel
+        )
         optimizer = job.optimizer(stage.parameters())
         job.expose(stage.model, optimizer, restore=restore)
-        # Split along the sequence, hidden states have their own positions, which the stage knows; else the model's own forward serves.
+        # Split along the sequence, hidden states have their own positions, which the stage knows;
+        # else the model's own forward serves.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)

@@ -27,14 +27,22 @@ class ThreeD(Strategy):
     pipeline: int = Field(default=2, ge=1)
     """Stages into which the layers are split."""
     data_axis: Literal["fsdp2", "all_reduce", "zero1", "ddp"] = "fsdp2"
-    """fully_shard; all-reduce of gradients after the schedule; the same with ZeroRedundancyOptimizer; or DDP."""
+    """fully_shard; all-reduce of gradients after the schedule; the same with
+    ZeroRedundancyOptimizer; or DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
 
     def layout(self, devices: int) -> Layout:
         if devices % (self.tensor * self.pipeline):
-            raise Refused(f"{devices} devices do not divide by tensor {self.tensor} x pipeline {self.pipeline}")
-        return Layout(data=devices // (self.tensor * self.pipeline), pipeline=self.pipeline, tensor=self.tensor)
+            raise Refused(
+                f"{devices} devices do not divide by tensor {self.tensor} x pipeline"
+                f" {self.pipeline}"
+            )
+        return Layout(
+            data=devices // (self.tensor * self.pipeline),
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+        )
 
     def check(self, cell: Cell, workload: Workload) -> None:
         from harness.pipelining import check_micro_batches
@@ -53,22 +61,42 @@ class ThreeD(Strategy):
         from harness.workloads.stage import Stage, split_tensors
 
         shape = (job.layout.data, job.layout.pipeline, job.layout.tensor)
-        mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=("data", "pipeline", "tensor"))
+        mesh = init_device_mesh(
+            job.device.type, shape, mesh_dim_names=("data", "pipeline", "tensor")
+        )
         data = mesh.get_group("data")
         stage = Stage(job, mesh.get_local_rank("pipeline"), self.pipeline)
         restore = split_tensors(stage, mesh["tensor"]) if self.tensor > 1 else {}
         for module in (*stage.blocks, stage) if self.data_axis == "fsdp2" else ():
             fully_shard(module, mesh=mesh["data"])
-        pipe = Pipe(job, self.schedule, [stage], mesh.get_group("pipeline"), lambda stage: self._wrap(stage, data))
+        pipe = Pipe(
+            job,
+            self.schedule,
+            [stage],
+            mesh.get_group("pipeline"),
+            lambda stage: self._wrap(stage, data),
+        )
         kind, kwargs = job.optimizer_class()
         sharded = self.data_axis == "zero1"
-        optimizer = ZeroRedundancyOptimizer(pipe.parameters, kind, data, **kwargs) if sharded else kind(pipe.parameters, **kwargs)
-        return train_step(job, pipe, optimizer, data if self.data_axis in ("all_reduce", "zero1") else None, restore=restore)
+        optimizer = (
+            ZeroRedundancyOptimizer(pipe.parameters, kind, data, **kwargs)
+            if sharded
+            else kind(pipe.parameters, **kwargs)
+        )
+        return train_step(
+            job,
+            pipe,
+            optimizer,
+            data if self.data_axis in ("all_reduce", "zero1") else None,
+            restore=restore,
+        )
 
     def _wrap(self, stage: Stage, data: Any) -> nn.Module:
-        """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do not take.
+        """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do
+        not take.
 
-        A schedule's first forward, for shapes, has no backward: DDP fails at it unless find_unused_parameters keeps its buckets.
+        A schedule's first forward, for shapes, has no backward: DDP fails at it unless
+        find_unused_parameters keeps its buckets.
         """
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
         from torch.nn.parallel import DistributedDataParallel
@@ -76,4 +104,8 @@ class ThreeD(Strategy):
         if self.data_axis == "fsdp2":
             return stage
         _pre_dp_module_transform(stage)
-        return DistributedDataParallel(stage, process_group=data, find_unused_parameters=True) if self.data_axis == "ddp" else stage
+        return (
+            DistributedDataParallel(stage, process_group=data, find_unused_parameters=True)
+            if self.data_axis == "ddp"
+            else stage
+        )

@@ -1,4 +1,5 @@
-"""Memory-centric tiling: DeepSpeed's TiledLinear cuts a layer that is too large for a device into tiles, one gathered at a time."""
+"""Memory-centric tiling: DeepSpeed's TiledLinear cuts a layer that is too large for a device into
+tiles, one gathered at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class TiledLinear(Deepspeed):
-    """DeepSpeed ZeRO-3 whose largest linear layers are cut into tiles (TiledLinear), gathered one after the other.
+    """DeepSpeed ZeRO-3 whose largest linear layers are cut into tiles (TiledLinear), gathered one
+    after the other.
 
-    Under ZeRO-3 a layer must fit whole beside the partitions, with its gradient and the buffers of both; tiled, only a tile must.
-    All `torch.nn.Linear` of the largest size are exchanged.
+    Under ZeRO-3 a layer must fit whole beside the partitions, with its gradient and the buffers of
+    both; tiled, only a tile must. All `torch.nn.Linear` of the largest size are exchanged.
     """
 
     stage: Literal[3] = 3
@@ -36,7 +38,8 @@ class TiledLinear(Deepspeed):
         super().check(cell, workload)
         if workload.split is not None and workload.split.tied:
             raise Refused(
-                f"the linear layer of {workload.name} shares its weight with the embedding, which tiles cannot; use a llama workload"
+                f"the linear layer of {workload.name} shares its weight with the embedding, which"
+                " tiles cannot; use a llama workload"
             )
 
     def build(self, job: Job) -> nn.Module:
@@ -44,13 +47,24 @@ class TiledLinear(Deepspeed):
         from torch import nn
 
         model = super().build(job)
-        linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linear = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
         largest = max(module.weight.numel() for _, module in linear)
         for name, whole in linear:
             if whole.weight.numel() < largest:
                 continue
-            told = {"in_splits": self.in_tiles, "out_splits": self.out_tiles, "bias": whole.bias is not None, "init_linear": whole}
-            model.set_submodule(name, Tiled(whole.in_features, whole.out_features, **told, device=job.device))
+            told = {
+                "in_splits": self.in_tiles,
+                "out_splits": self.out_tiles,
+                "bias": whole.bias is not None,
+                "init_linear": whole,
+            }
+            model.set_submodule(
+                name, Tiled(whole.in_features, whole.out_features, **told, device=job.device)
+            )
         return model
 
     def whole(self, engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +72,11 @@ class TiledLinear(Deepspeed):
         import torch
         from deepspeed.runtime.zero import TiledLinear as Tiled
 
-        tiled = {f"{name}.linears.": m for name, m in engine.module.named_modules() if isinstance(m, Tiled)}
+        tiled = {
+            f"{name}.linears.": m
+            for name, m in engine.module.named_modules()
+            if isinstance(m, Tiled)
+        }
         waiting: dict[str, Tensor] = {}
         for name, tensor in super().whole(engine):
             prefix = next((p for p in tiled if name.startswith(p)), None)
@@ -67,9 +85,18 @@ class TiledLinear(Deepspeed):
                 continue
             waiting[name] = tensor.detach().clone()
             rows, columns = tiled[prefix].out_splits, tiled[prefix].in_splits
-            tiles = [[waiting.get(f"{prefix}{r}.{c}.weight") for c in range(columns)] for r in range(rows)]
-            biases = [waiting.get(f"{prefix}{r}.{columns - 1}.bias") for r in range(rows)] if tiled[prefix].use_bias else []
-            if all(tile is not None for row in tiles for tile in row) and all(bias is not None for bias in biases):
+            tiles = [
+                [waiting.get(f"{prefix}{r}.{c}.weight") for c in range(columns)]
+                for r in range(rows)
+            ]
+            biases = (
+                [waiting.get(f"{prefix}{r}.{columns - 1}.bias") for r in range(rows)]
+                if tiled[prefix].use_bias
+                else []
+            )
+            if all(tile is not None for row in tiles for tile in row) and all(
+                bias is not None for bias in biases
+            ):
                 layer = prefix.removesuffix(".linears.")
                 yield f"{layer}.weight", torch.cat([torch.cat(row, 1) for row in tiles])  # type: ignore[arg-type]
                 if biases:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Vertical(Strategy):
-    """Naive vertical model parallelism: layers split over ranks, one rank at work while the others wait."""
+    """Naive vertical model parallelism: layers split over ranks, one rank at work while the others
+    wait."""
 
     precisions = ("fp32", "bf16")
 
@@ -23,7 +24,10 @@ class Vertical(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         workload.check_split(self.layout(cell.devices))
         if cell.micro_batches > 1:
-            raise Refused(f"vertical passes the whole batch on, not {cell.micro_batches} micro-batches; use strategy pipeline for that")
+            raise Refused(
+                f"vertical passes the whole batch on, not {cell.micro_batches} micro-batches; use"
+                " strategy pipeline for that"
+            )
 
     def setup(self, job: Job) -> TrainStep:
         from harness.pipelining import Pipe, train_step

@@ -1,4 +1,5 @@
-"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates its part of the parameters and broadcasts it."""
+"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates its part of the parameters
+and broadcasts it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from harness.cell import Cell
 from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import all_reduced, ddp_buckets, fullest_share, passed_once, standard_step, whole_model_states
+from harness.training import (
+    all_reduced,
+    ddp_buckets,
+    fullest_share,
+    passed_once,
+    standard_step,
+    whole_model_states,
+)
 
 if TYPE_CHECKING:
     from harness.workloads.facts import ModelFacts
@@ -16,7 +24,8 @@ if TYPE_CHECKING:
 class ZeroRedundancy(Strategy):
     """DDP with ZeroRedundancyOptimizer (ZeRO-1): optimizer state is sharded by whole parameters.
 
-    Its `overlap_with_ddp` is no option here: it leaves out the first updates while DDP's buckets settle, another training.
+    Its `overlap_with_ddp` is no option here: it leaves out the first updates while DDP's buckets
+    settle, another training.
     """
 
     parameters_as_bucket_view: bool = False
@@ -28,7 +37,8 @@ class ZeroRedundancy(Strategy):
         return dataclasses.replace(whole, optimizer=whole.optimizer * share)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """DDP's all-reduce of every gradient, and each rank's updated parameters to all: ZeRO-1 would scatter the gradients instead."""
+        """DDP's all-reduce of every gradient, and each rank's updated parameters to all: ZeRO-1
+        would scatter the gradients instead."""
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
@@ -39,9 +49,15 @@ class ZeroRedundancy(Strategy):
         from torch.distributed.optim import ZeroRedundancyOptimizer
         from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(job.model(), device_ids=[job.device] if job.device.type == "cuda" else None)
+        model = DistributedDataParallel(
+            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
+        )
         factory, kwargs = job.optimizer_class()
-        trained = [p for p in model.parameters() if p.requires_grad]  # it would broadcast the frozen ones too
-        optimizer = ZeroRedundancyOptimizer(trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs)
+        trained = [
+            p for p in model.parameters() if p.requires_grad
+        ]  # it would broadcast the frozen ones too
+        optimizer = ZeroRedundancyOptimizer(
+            trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
+        )
         job.expose(model, optimizer.optim, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -29,11 +29,14 @@ class BertSplit(Split):
 
 
 def _meaningful(name: str, tensor: Any) -> Any:
-    """The key's bias adds the same number to all scores of a query, which softmax ignores: its gradient is zero."""
+    """The key's bias adds the same number to all scores of a query, which softmax ignores: its
+    gradient is zero."""
     return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
 
 
-def _size(layers: int, hidden: int, heads: int, vocabulary: int = 256, positions: int = 256) -> dict[str, Any]:
+def _size(
+    layers: int, hidden: int, heads: int, vocabulary: int = 256, positions: int = 256
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -56,7 +59,12 @@ FAMILY = Family(
         "small": _size(4, 512, 8, 30522, 512),
         "base": _size(12, 768, 12, 30522, 512),
     },
-    common={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0, "num_labels": 10},
+    common={
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout": 0.0,
+        "num_labels": 10,
+    },
     split=BertSplit(),
     meaningful=_meaningful,
 )

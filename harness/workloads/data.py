@@ -1,4 +1,5 @@
-"""Datasets: real text by bytes, labelled pieces of it, generated images; step k of seed s is one global batch."""
+"""Datasets: real text by bytes, labelled pieces of it, generated images; step k of seed s is one
+global batch."""
 
 from __future__ import annotations
 
@@ -25,9 +26,14 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Where prepared data and reference runs are kept: $PARALLELISM_BENCH_CACHE, else the user's cache folder."""
+    """Where prepared data and reference runs are kept: $PARALLELISM_BENCH_CACHE, else the user's
+    cache folder."""
     own = os.environ.get("PARALLELISM_BENCH_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallelism-bench"
+    base = (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallelism-bench"
+    )
     base.mkdir(parents=True, exist_ok=True)
     return base
 
@@ -51,14 +57,19 @@ class DataSource:
     @functools.cached_property
     def tokens(self) -> NDArray[Any]:
         assert self.tokens_file is not None
-        return np.asarray(np.load(self.tokens_file, mmap_mode="r"))  # a plain view: a memmap's own slices cost ten times theirs
+        return np.asarray(
+            np.load(self.tokens_file, mmap_mode="r")
+        )  # a plain view: a memmap's own slices cost ten times theirs
 
-    def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[NDArray[Any], NDArray[Any]]:
+    def batch(
+        self, seed: int, step: int, global_batch: int, rows: slice
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Rows of the global batch of this step: inputs and labels.
 
-        All random numbers of the global batch are drawn before rows are chosen, so it does not depend on who asks.
-        Causal: ids (rows, tokens) and the same shifted by one. Classification: ids and (rows,) class numbers.
-        Images: (rows, 3, size, size) float32 and (rows,) class numbers.
+        All random numbers of the global batch are drawn before rows are chosen, so it does not
+        depend on who asks. Causal: ids (rows, tokens) and the same shifted by one. Classification:
+        ids and (rows,) class numbers. Images: (rows, 3, size, size) float32 and (rows,) class
+        numbers.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -73,7 +84,9 @@ class DataSource:
             return pieces[:, :-1], pieces[:, 1:]
         return pieces[:, :-1], labels[rows]
 
-    def _images(self, rng: np.random.Generator, global_batch: int, rows: slice) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _images(
+        self, rng: np.random.Generator, global_batch: int, rows: slice
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Gratings whose angle and frequency tell the class, with a random phase and noise."""
         labels = rng.integers(0, self.num_labels, global_batch)
         phases = rng.random(global_batch) * 2 * np.pi
@@ -82,26 +95,52 @@ class DataSource:
         images = []
         for label, phase, noise in zip(labels[rows], phases[rows], noise_seeds[rows], strict=True):
             angle = np.pi * label / self.num_labels
-            wave = np.sin((4 + label % 5) * np.pi * (np.cos(angle) * axis[:, None] + np.sin(angle) * axis[None]) + phase)
+            wave = np.sin(
+                (4 + label % 5)
+                * np.pi
+                * (np.cos(angle) * axis[:, None] + np.sin(angle) * axis[None])
+                + phase
+            )
             shape = (3, self.image_size, self.image_size)
-            images.append(wave + 0.5 * np.random.default_rng(noise).standard_normal(shape, dtype=np.float32))
+            images.append(
+                wave + 0.5 * np.random.default_rng(noise).standard_normal(shape, dtype=np.float32)
+            )
         return np.stack(images).astype(np.float32), labels[rows]
 
 
 @functools.cache
 def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSource:
-    """Reads, tokenises and caches a dataset for a workload; raises Mistake where the data is not usable."""
+    """Reads, tokenises and caches a dataset for a workload; raises Mistake where the data is not
+    usable."""
     if workload.kind == "image":
         if name not in ("stdlib", "images"):
-            raise Mistake(f"data {name!r}: image workload {workload.name} takes generated images only; use data: images")
+            raise Mistake(
+                f"data {name!r}: image workload {workload.name} takes generated images only; use"
+                " data: images"
+            )
         said = f"gratings-1 {workload.image_size} {workload.num_labels}"
         fingerprint = hashlib.sha256(said.encode()).hexdigest()
-        return DataSource("image", "images", fingerprint, None, "", (), 0, workload.image_size, workload.num_labels)
+        return DataSource(
+            "image",
+            "images",
+            fingerprint,
+            None,
+            "",
+            (),
+            0,
+            workload.image_size,
+            workload.num_labels,
+        )
     if workload.max_tokens and sequence_length > workload.max_tokens:
-        raise Mistake(f"sequence_length {sequence_length} is longer than the {workload.max_tokens} positions of {workload.name}")
+        raise Mistake(
+            f"sequence_length {sequence_length} is longer than the {workload.max_tokens} positions"
+            f" of {workload.name}"
+        )
     texts, mark = _texts(name, workload)
     encode, coder = _encoder(workload)
-    key = hashlib.blake2s(f"2 {name} {mark} {coder} {workload.kind} {workload.num_labels}".encode(), digest_size=8).hexdigest()
+    key = hashlib.blake2s(
+        f"2 {name} {mark} {coder} {workload.kind} {workload.num_labels}".encode(), digest_size=8
+    ).hexdigest()
     folder = cache_folder() / "data"
     folder.mkdir(exist_ok=True)
     tokens_file, facts_file = folder / f"{key}.npy", folder / f"{key}.json"
@@ -109,7 +148,10 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         parts = [encode(text) for text in texts()]
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
         edges = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        facts = {"ranges": list(itertools.pairwise(edges)), "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest()}
+        facts = {
+            "ranges": list(itertools.pairwise(edges)),
+            "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        }
         temporary = folder / f"{key}.{os.getpid()}.tmp.npy"
         np.save(temporary, tokens)
         temporary.replace(tokens_file)
@@ -119,8 +161,13 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
     ranges = tuple((a, b) for a, b in facts["ranges"])
     short = min((b - a for a, b in ranges), default=0)
     if short < sequence_length + 2:
-        raise Mistake(f"data {name!r}: {short} tokens are too few for sequence_length {sequence_length}; it needs {sequence_length + 2}")
-    return DataSource(workload.kind, name, facts["fingerprint"], str(tokens_file), coder, ranges, sequence_length)
+        raise Mistake(
+            f"data {name!r}: {short} tokens are too few for sequence_length {sequence_length}; it"
+            f" needs {sequence_length + 2}"
+        )
+    return DataSource(
+        workload.kind, name, facts["fingerprint"], str(tokens_file), coder, ranges, sequence_length
+    )
 
 
 def _encoder(workload: Workload) -> tuple[Any, str]:
@@ -129,42 +176,58 @@ def _encoder(workload: Workload) -> tuple[Any, str]:
         try:
             import transformers
 
-            tokenizer = transformers.AutoTokenizer.from_pretrained(workload.pretrained, trust_remote_code=False)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                workload.pretrained, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, ImportError):
             tokenizer = None
         if tokenizer is not None and tokenizer.vocab_size > 0:
             return (
-                lambda text: np.asarray(tokenizer(text.decode("utf-8", "replace"))["input_ids"], np.int32),
+                lambda text: np.asarray(
+                    tokenizer(text.decode("utf-8", "replace"))["input_ids"], np.int32
+                ),
                 f"tokenizer of {workload.pretrained}",
             )
     if workload.vocabulary < 256:
         raise Mistake(
-            f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes and it brings no tokenizer; 256 would do"
+            f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes"
+            " and it brings no tokenizer; 256 would do"
         )
     return lambda text: np.frombuffer(text, np.uint8), "bytes"
 
 
 def _texts(name: str, workload: Workload) -> tuple[Any, str]:
-    """A function that gives one text per class (one in all for causal models), and what tells versions of it apart."""
+    """A function that gives one text per class (one in all for causal models), and what tells
+    versions of it apart."""
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
     if name == "stdlib":
         return (lambda: _stdlib(workload.num_labels if labelled else 0)), sys.version
     if kind not in ("text", "parquet", "hf") or not where:
-        raise Mistake(f"unknown data {name!r}; use stdlib, images, text:FILE, parquet:FILE or hf:DATASET")
+        raise Mistake(
+            f"unknown data {name!r}; use stdlib, images, text:FILE, parquet:FILE or hf:DATASET"
+        )
     if kind != "hf" and not Path(where).is_file():
         raise Mistake(f"data {name!r}: there is no file {where!r}")
     mark = "" if kind == "hf" else str(Path(where).stat().st_mtime_ns)
     if kind == "text":
         if labelled:
-            raise Mistake(f"data {name!r} has no labels, which {workload.name} needs; use parquet:FILE with columns text and label")
+            raise Mistake(
+                f"data {name!r} has no labels, which {workload.name} needs; use parquet:FILE with"
+                " columns text and label"
+            )
         return (lambda: [Path(where).read_bytes()]), mark
-    rows = _parquet_rows(name, where, labelled) if kind == "parquet" else _hub_rows(name, where, labelled)
+    rows = (
+        _parquet_rows(name, where, labelled)
+        if kind == "parquet"
+        else _hub_rows(name, where, labelled)
+    )
     return (lambda: _by_label(name, rows, workload.num_labels if labelled else 0)), mark
 
 
 def _stdlib(num_labels: int) -> Iterator[bytes]:
-    """The standard library's source: one text, or the `num_labels` largest packages, a class each."""
+    """The standard library's source: one text, or the `num_labels` largest packages, a class
+    each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
     files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
@@ -176,7 +239,9 @@ def _stdlib(num_labels: int) -> Iterator[bytes]:
         parts = path.relative_to(root).parts
         if len(parts) > 1:
             packages.setdefault(parts[0], []).append(path)
-    largest = sorted(packages, key=lambda p: (-sum(f.stat().st_size for f in packages[p]), p))[:num_labels]
+    largest = sorted(packages, key=lambda p: (-sum(f.stat().st_size for f in packages[p]), p))[
+        :num_labels
+    ]
     for package in sorted(largest):
         yield b"\n".join(p.read_bytes() for p in packages[package])
 
@@ -191,15 +256,21 @@ def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
     try:
         table = pq.read_table(where)
     except (OSError, pa.ArrowInvalid) as error:
-        raise Mistake(f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}") from None
-    return _columns(name, table.column_names, lambda column: table.column(column).to_pylist(), labelled)
+        raise Mistake(
+            f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}"
+        ) from None
+    return _columns(
+        name, table.column_names, lambda column: table.column(column).to_pylist(), labelled
+    )
 
 
 def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
     try:
         import datasets
     except ImportError:
-        raise Mistake(f"data {name!r} needs the package datasets: pip install 'parallelism-bench[datasets]'") from None
+        raise Mistake(
+            f"data {name!r} needs the package datasets: pip install 'parallelism-bench[datasets]'"
+        ) from None
     try:
         loaded = datasets.load_dataset(where, split="train")
     except Exception as error:  # the library raises its own, urllib's and the file system's errors
@@ -210,7 +281,9 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
 def _columns(name: str, present: Iterable[str], read: Any, labelled: bool) -> Rows:
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:
-            raise Mistake(f"data {name!r} has no column {column!r}; its columns are: {', '.join(present)}")
+            raise Mistake(
+                f"data {name!r} has no column {column!r}; its columns are: {', '.join(present)}"
+            )
     return read("text"), read("label") if labelled else None
 
 
@@ -220,6 +293,9 @@ def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
         yield "\n".join(texts).encode()
         return
     if min(labels, default=-1) < 0 or max(labels) >= num_labels:
-        raise Mistake(f"data {name!r}: labels must be 0 to {num_labels - 1}, found {min(labels, default=-1)} to {max(labels, default=-1)}")
+        raise Mistake(
+            f"data {name!r}: labels must be 0 to {num_labels - 1}, found {min(labels, default=-1)}"
+            f" to {max(labels, default=-1)}"
+        )
     for label in range(max(labels) + 1):
         yield "\n".join(t for t, k in zip(texts, labels, strict=True) if k == label).encode()

@@ -37,7 +37,10 @@ class Gpt2Split(Split):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         if sequence_parallel:
-            raise Refused("sequence parallelism is described for llama workloads only; use one of them, or sequence_parallel=false")
+            raise Refused(
+                "sequence parallelism is described for llama workloads only; use one of them, or"
+                " sequence_parallel=false"
+            )
         return {
             "transformer.h.*.attn.c_attn": ColwiseParallel(),
             "transformer.h.*.attn.c_proj": RowwiseParallel(),
@@ -46,13 +49,16 @@ class Gpt2Split(Split):
         }
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Conv1D (input x output) becomes Linear; rows of query, key, value are dealt so that each rank gets its heads of all three."""
+        """Conv1D (input x output) becomes Linear; rows of query, key, value are dealt so that each
+        rank gets its heads of all three."""
         import torch
         from transformers.pytorch_utils import Conv1D
 
         restore: dict[str, Callable[[Tensor], Tensor]] = {}
         for name, conv in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
-            linear = torch.nn.Linear(conv.weight.shape[0], conv.weight.shape[1], device=conv.weight.device)
+            linear = torch.nn.Linear(
+                conv.weight.shape[0], conv.weight.shape[1], device=conv.weight.device
+            )
             weight, bias = conv.weight.data.t(), conv.bias.data
             parent: Any = model.get_submodule(name.rpartition(".")[0])
             undo: Callable[[Tensor], Tensor] = lambda whole: whole  # noqa: E731
@@ -74,7 +80,8 @@ def _deal(rows: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _meaningful(name: str, tensor: Any) -> Any:
-    """The key's bias adds the same number to all scores of a query, which softmax ignores: its gradient is zero."""
+    """The key's bias adds the same number to all scores of a query, which softmax ignores: its
+    gradient is zero."""
     if not name.endswith("attn.c_attn.bias"):
         return tensor
     import torch
@@ -83,8 +90,16 @@ def _meaningful(name: str, tensor: Any) -> Any:
     return torch.cat([query, value])
 
 
-def _size(layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024) -> dict[str, Any]:
-    return {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary, "n_positions": positions}
+def _size(
+    layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024
+) -> dict[str, Any]:
+    return {
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "vocab_size": vocabulary,
+        "n_positions": positions,
+    }
 
 
 FAMILY = Family(
@@ -102,7 +117,14 @@ FAMILY = Family(
         "large": _size(36, 1280, 20),
         "xl": _size(48, 1600, 25),
     },
-    common={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": None, "eos_token_id": None},
+    common={
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     split=Gpt2Split(),
     meaningful=_meaningful,
 )

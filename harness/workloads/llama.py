@@ -33,29 +33,47 @@ class LlamaSplit(Split):
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
         from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
 
-        plan: dict[str, Any] = {f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        plan: dict[str, Any] = {
+            f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"
+        }
         plan |= {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
         rows = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
         if not sequence_parallel:
             return plan | {row: RowwiseParallel() for row in rows}
         return plan | {
             **{row: RowwiseParallel(output_layouts=Shard(1)) for row in rows},
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.embed_tokens": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
             "model.layers.*.input_layernorm": SequenceParallel(),
             "model.layers.*.post_attention_layernorm": SequenceParallel(),
             "model.layers.*.self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
             ),
-            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "model.layers.*.mlp": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             "model.norm": SequenceParallel(),
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
 
 
 def _size(
-    layers: int, hidden: int, heads: int, feed_forward: int, key_values: int = 0, vocabulary: int = 256, positions: int = 256
+    layers: int,
+    hidden: int,
+    heads: int,
+    feed_forward: int,
+    key_values: int = 0,
+    vocabulary: int = 256,
+    positions: int = 256,
 ) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
@@ -69,9 +87,13 @@ def _size(
 
 
 def _sized(hidden: int, layers: int) -> dict[str, Any]:
-    """Heads of 64 and Llama's feed-forward of 8/3 hidden, so that one block more is always the same step in size."""
+    """Heads of 64 and Llama's feed-forward of 8/3 hidden, so that one block more is always the same
+    step in size."""
     if hidden % 64:
-        raise Mistake(f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size of a head")
+        raise Mistake(
+            f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size"
+            " of a head"
+        )
     return _size(layers, hidden, hidden // 64, -(-hidden * 8 // 3 // 64) * 64, positions=4096)
 
 
@@ -89,7 +111,13 @@ FAMILY = Family(
         "3b": _size(28, 3072, 24, 8192, 8, vocabulary=32000, positions=4096),
         "7b": _size(32, 4096, 32, 11008, vocabulary=32000, positions=4096),
     },
-    common={"attention_dropout": 0.0, "use_cache": False, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None},
+    common={
+        "attention_dropout": 0.0,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     split=LlamaSplit(),
     sized=_sized,
 )

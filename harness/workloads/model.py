@@ -1,4 +1,5 @@
-"""A workload: a transformers model by its config with seeded random weights, its loss, and how it can be split."""
+"""A workload: a transformers model by its config with seeded random weights, its loss, and how it
+can be split."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Kind = Literal["causal", "classification", "image"]
 
 
 class Split(ABC):
-    """How a family's model falls into embedding, blocks and head: pipeline, tensor and 3D strategies read it."""
+    """How a family's model falls into embedding, blocks and head: pipeline, tensor and 3D
+    strategies read it."""
 
     blocks: ClassVar[str]
     """Path of the ModuleList of blocks."""
@@ -33,7 +35,8 @@ class Split(ABC):
     head: ClassVar[tuple[str, ...]]
     """Paths of the modules that only the last stage holds."""
     tied: ClassVar[dict[str, str]] = {}
-    """Name of a parameter on the last stage -> the parameter on the first stage that it is the same as."""
+    """Name of a parameter on the last stage -> the parameter on the first stage that it is the same
+    as."""
 
     @abstractmethod
     def embed(self, model: Any, inputs: Tensor) -> Tensor:
@@ -41,18 +44,23 @@ class Split(ABC):
 
     @abstractmethod
     def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
-        """One block; `tokens` is the whole sequence's length, also where `hidden` holds a part of it."""
+        """One block; `tokens` is the whole sequence's length, also where `hidden` holds a part of
+        it."""
 
     @abstractmethod
     def output(self, model: Any, hidden: Tensor) -> Tensor:
         """(samples, tokens, hidden) -> logits."""
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
-        """Parallel styles (torch.distributed.tensor.parallel) by path within the stage's model, `*` for any block."""
-        raise Refused("this model family describes no tensor-parallel split; use a gpt2 or llama workload")
+        """Parallel styles (torch.distributed.tensor.parallel) by path within the stage's model, `*`
+        for any block."""
+        raise Refused(
+            "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
+        )
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Exchanges what cannot be split as it is; returns how whole tensors go back to the workload's own layout."""
+        """Exchanges what cannot be split as it is; returns how whole tensors go back to the
+        workload's own layout."""
         return {}
 
 
@@ -70,9 +78,11 @@ class Family:
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0
     sized: Callable[[int, int], dict[str, Any]] | None = None
-    """(hidden size, blocks) -> the size named `HIDDENxBLOCKS`, for families that grow block by block."""
+    """(hidden size, blocks) -> the size named `HIDDENxBLOCKS`, for families that grow block by
+    block."""
     meaningful: Callable[[str, Any], Any] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without directions whose gradient is analytically zero."""
+    """(parameter name, tensor) -> the tensor without directions whose gradient is analytically
+    zero."""
 
     def size(self, name: str) -> dict[str, Any] | None:
         """What the config of this size says; None where there is no such size."""
@@ -109,10 +119,12 @@ class Workload:
     max_tokens: int = 0
     blocks: int = 0
     heads: int = 0
-    """Attention heads (of keys and values where they are fewer): what tensor parallelism deals out."""
+    """Attention heads (of keys and values where they are fewer): what tensor parallelism deals out.
+    """
     split: Split | None = None
     block_path: str = ""
-    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is not known."""
+    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is
+    not known."""
     batch_norm: bool = False
     meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
     requires: tuple[str, ...] = ()
@@ -120,17 +132,21 @@ class Workload:
 
     @property
     def version(self) -> str:
-        """Tells weights in a local folder from other weights there at another time; empty where the name says it all."""
+        """Tells weights in a local folder from other weights there at another time; empty where the
+        name says it all."""
         folder = Path(self.pretrained or "")
         files = sorted(folder.iterdir()) if self.pretrained and folder.is_dir() else []
         return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
     def hf_config(self) -> Any:
-        """A new transformers config: no dropout (it would make every layout another training), no key-value cache."""
+        """A new transformers config: no dropout (it would make every layout another training), no
+        key-value cache."""
         import transformers
 
         if self.pretrained:
-            config = transformers.AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(
+                self.pretrained, trust_remote_code=False
+            )
             for name, value in vars(config).items():
                 if "drop" in name and isinstance(value, float):
                     setattr(config, name, 0.0)
@@ -148,10 +164,11 @@ class Workload:
     ) -> nn.Module:
         """The model in fp32 and training mode on `device` (the CPU by default).
 
-        `drawn_on`: the device whose generator draws the initial weights, by default `device` itself. The same seed gives
-        the same weights only on the same kind of device, so all ranks of a cell draw on the same kind, whatever device
-        their model is then kept on. On a GPU cell that is a GPU: billions of random numbers take a CPU minutes.
-        An `hf:` model has its own weights, unless there are none or `saved_weights` is false.
+        `drawn_on`: the device whose generator draws the initial weights, by default `device`
+        itself. The same seed gives the same weights only on the same kind of device, so all ranks
+        of a cell draw on the same kind, whatever device their model is then kept on. On a GPU cell
+        that is a GPU: billions of random numbers take a CPU minutes. An `hf:` model has its own
+        weights, unless there are none or `saved_weights` is false.
         """
         import torch
         import transformers
@@ -169,9 +186,15 @@ class Workload:
                 assert self.family is not None
                 model = getattr(transformers, self.family.model_class)(config)
             else:
-                auto: Any = transformers.AutoModelForCausalLM if self.kind == "causal" else transformers.AutoModelForSequenceClassification
+                auto: Any = (
+                    transformers.AutoModelForCausalLM
+                    if self.kind == "causal"
+                    else transformers.AutoModelForSequenceClassification
+                )
                 if saved_weights and has_weights(self.pretrained):
-                    model = auto.from_pretrained(self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False)
+                    model = auto.from_pretrained(
+                        self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False
+                    )
                 else:
                     model = auto.from_config(config)
         built: nn.Module = model.train()
@@ -179,7 +202,8 @@ class Workload:
             return built
         built = built.to(home)
         if home.type != "cuda":
-            torch.cuda.empty_cache()  # the GPU only drew the weights: its memory is the training ranks'
+            # The GPU only drew the weights: its memory is the training ranks'.
+            torch.cuda.empty_cache()
         return built
 
     def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
@@ -188,7 +212,8 @@ class Workload:
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy; labels are already shifted for causal models. fp32, also for half-precision logits."""
+        """Mean cross entropy; labels are already shifted for causal models. fp32, also for
+        half-precision logits."""
         from torch.nn import functional as F
 
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
@@ -217,7 +242,8 @@ class Workload:
         """Raises Refused where this cell's strategy or precision does not go with the model."""
 
     def deviation(self, cell: Cell) -> Deviation | None:
-        """How far two correct trainings of the model may be apart, where rounding makes that more than EXACT."""
+        """How far two correct trainings of the model may be apart, where rounding makes that more
+        than EXACT."""
         return None
 
     def held(self, model: nn.Module) -> Iterator[Held]:
@@ -225,22 +251,31 @@ class Workload:
         return iter(())
 
     def countable(self) -> Workload:
-        """The workload with the same parameters and FLOPs that can be built without memory (FakeTensorMode)."""
+        """The workload with the same parameters and FLOPs that can be built without memory
+        (FakeTensorMode)."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Bytes of the parameters, and of what the layers keep beside them; `model` is built from `countable`."""
+        """Bytes of the parameters, and of what the layers keep beside them; `model` is built from
+        `countable`."""
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
 
     def check_split(self, layout: Layout) -> None:
         """Raises Refused where the model cannot be cut like this."""
         if self.split is None:
-            raise Refused(f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload")
+            raise Refused(
+                f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload"
+            )
         if self.blocks < layout.pipeline:
-            raise Refused(f"{self.name} has {self.blocks} blocks, too few for {layout.pipeline} stages")
+            raise Refused(
+                f"{self.name} has {self.blocks} blocks, too few for {layout.pipeline} stages"
+            )
         if self.heads % layout.tensor:
-            raise Refused(f"{self.name} has {self.heads} attention heads, which do not divide by {layout.tensor}")
+            raise Refused(
+                f"{self.name} has {self.heads} attention heads, which do not divide by"
+                f" {layout.tensor}"
+            )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
         """Inputs of the right shape, all zero: for counting FLOPs."""
@@ -258,7 +293,10 @@ def has_weights(path: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
-    """A workload's name without its suffixes, and these. A path may have a `+` of its own: only known suffixes end it."""
+    """A workload's name without its suffixes, and these.
+
+    A path may have a `+` of its own: only known suffixes end it.
+    """
     if not name.startswith("hf:"):
         base, *suffixes = name.split("+")
         return base, suffixes
@@ -275,7 +313,8 @@ def split_name(name: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """The workload of this name, with its suffixes (`llama-mini+lora`); raises Mistake for an unknown one."""
+    """The workload of this name, with its suffixes (`llama-mini+lora`); raises Mistake for an
+    unknown one."""
     base, suffixes = split_name(name)
     if suffixes:
         from harness.workloads.variants import vary
@@ -288,7 +327,10 @@ def make_workload(name: str) -> Workload:
     known = family.size(size) if family else None
     if family is None or known is None:
         known_names = ", ".join(workload_names())
-        raise Mistake(f"unknown workload {name!r}; known are {known_names}, llama-HIDDENxBLOCKS, hf:PATH_OR_ID, and these with +SUFFIX")
+        raise Mistake(
+            f"unknown workload {name!r}; known are {known_names}, llama-HIDDENxBLOCKS,"
+            " hf:PATH_OR_ID, and these with +SUFFIX"
+        )
     config = {**family.common, **known}
     return Workload(
         name=name,
@@ -300,7 +342,8 @@ def make_workload(name: str) -> Workload:
         vocabulary=config.get("vocab_size", 0),
         max_tokens=config.get("max_position_embeddings", config.get("n_positions", 0)),
         blocks=config.get("num_hidden_layers", config.get("n_layer", 0)),
-        heads=config.get("num_key_value_heads") or config.get("num_attention_heads", config.get("n_head", 0)),
+        heads=config.get("num_key_value_heads")
+        or config.get("num_attention_heads", config.get("n_head", 0)),
         split=family.split,
         block_path=family.split.blocks if family.split else "",
         batch_norm=family.batch_norm,
@@ -316,7 +359,10 @@ def _from_hub(name: str) -> Workload:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
-        raise Mistake(f"workload {name!r}: no model config at {path!r} ({said}); give a folder with config.json or a hub id") from None
+        raise Mistake(
+            f"workload {name!r}: no model config at {path!r} ({said}); give a folder with"
+            " config.json or a hub id"
+        ) from None
     architecture = (config.architectures or [""])[0]
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         kind: Kind = "causal"
@@ -324,8 +370,9 @@ def _from_hub(name: str) -> Workload:
         kind = "classification"
     else:
         raise Mistake(
-            f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal language model nor a sequence"
-            " classification model; give one whose config.json names a ...ForCausalLM or ...ForSequenceClassification"
+            f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal"
+            " language model nor a sequence classification model; give one whose config.json names"
+            " a ...ForCausalLM or ...ForSequenceClassification"
         )
     family = families().get(config.model_type)
     same = family is not None and family.model_class == architecture

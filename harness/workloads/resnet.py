@@ -1,4 +1,5 @@
-"""ResNet image classification with BatchNorm: the workload whose statistics see only a replica's samples."""
+"""ResNet image classification with BatchNorm: the workload whose statistics see only a replica's
+samples."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ FAMILY = Family(
     config_class="ResNetConfig",
     model_class="ResNetForImageClassification",
     sizes={
-        "micro": {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1], "layer_type": "basic", "num_labels": 10},
+        "micro": {
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64],
+            "depths": [1, 1, 1],
+            "layer_type": "basic",
+            "num_labels": 10,
+        },
         "50": {"num_labels": 1000},
     },
     common={},

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count` of the job's model: its share of the blocks; the first also embeds, the last gives logits.
+    """Stage `index` of `count` of the job's model: its share of the blocks; the first also embeds,
+    the last gives logits.
 
-    What other stages own is replaced by parameterless placeholders, so that the parameters of `model` keep the whole
-    model's names. A parameter that is tied across stages has its own storage on each, see harness/pipelining.py.
+    What other stages own is replaced by parameterless placeholders, so that the parameters of
+    `model` keep the whole model's names. A parameter that is tied across stages has its own storage
+    on each, see harness/pipelining.py.
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -47,14 +49,20 @@ class Stage(nn.Module):
 
     @property
     def own_blocks(self) -> range:
-        return range(self.all_blocks * self.index // self.count, self.all_blocks * (self.index + 1) // self.count)
+        return range(
+            self.all_blocks * self.index // self.count,
+            self.all_blocks * (self.index + 1) // self.count,
+        )
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return [self.model.get_submodule(f"{self.split.blocks}.{block}") for block in self.own_blocks]
+        return [
+            self.model.get_submodule(f"{self.split.blocks}.{block}") for block in self.own_blocks
+        ]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Token ids on the first stage, hidden states elsewhere; logits from the last stage, else hidden states."""
+        """Token ids on the first stage, hidden states elsewhere; logits from the last stage, else
+        hidden states."""
         with self.autocast():
             if self.first:
                 hidden = self.split.embed(self.model, hidden)
@@ -63,12 +71,21 @@ class Stage(nn.Module):
             return self.split.output(self.model, hidden) if self.last else hidden
 
 
-def split_tensors(stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Splits the stage's weights over a tensor-parallel mesh, in place; returns how whole tensors are restored, by name."""
+def split_tensors(
+    stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Splits the stage's weights over a tensor-parallel mesh, in place; returns how whole tensors
+    are restored, by name."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())
     plan = stage.split.tensor_plan(sequence_parallel)
-    own = [name for name, module in stage.model.named_modules() if not isinstance(module, nn.Identity)]
-    parallelize_module(stage.model, mesh, {name: style for name in own for path, style in plan.items() if fnmatch(name, path)})
+    own = [
+        name for name, module in stage.model.named_modules() if not isinstance(module, nn.Identity)
+    ]
+    parallelize_module(
+        stage.model,
+        mesh,
+        {name: style for name in own for path, style in plan.items() if fnmatch(name, path)},
+    )
     return restore

@@ -1,13 +1,18 @@
-"""Variants of a workload by suffixes to its name: weights kept in fewer bits, few trained parameters (`llama-mini+nf4+lora`).
+"""Variants of a workload by suffixes to its name: weights kept in fewer bits, few trained
+parameters (`llama-mini+nf4+lora`).
 
-A variant is another model of the same name and seed, so every strategy can train it, and its reference is the same variant in
-one process. Sizes are fixed, so that cells of different hosts can be compared:
+A variant is another model of the same name and seed, so every strategy can train it, and its
+reference is the same variant in one process. Sizes are fixed, so that cells of different hosts can
+be compared:
 
-- adapters (peft): LoRA of rank 8, scaled by 2, on every attention and MLP matrix; 16 virtual tokens for prompt tuning, P-tuning
-  (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning; IA3 on peft's own choice of matrices. No dropout.
-- `bf16`, `fp16`: parameters, gradients and optimizer state are kept and the arithmetic is done in half precision; buffers stay fp32.
-- `int8`, `nf4` (bitsandbytes): every attention and MLP matrix is quantised once and frozen, so something else must be trained
-  beside it. One scale for each row of int8 weights, and for each 64 nf4 weights (no second quantisation of the scales).
+- adapters (peft): LoRA of rank 8, scaled by 2, on every attention and MLP matrix; 16 virtual tokens
+  for prompt tuning, P-tuning (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning;
+  IA3 on peft's own choice of matrices. No dropout.
+- `bf16`, `fp16`: parameters, gradients and optimizer state are kept and the arithmetic is done in
+  half precision; buffers stay fp32.
+- `int8`, `nf4` (bitsandbytes): every attention and MLP matrix is quantised once and frozen, so
+  something else must be trained beside it. One scale for each row of int8 weights, and for each 64
+  nf4 weights (no second quantisation of the scales).
 """
 
 from __future__ import annotations
@@ -51,15 +56,26 @@ VIRTUAL_TOKENS = 16
 _QUANTISED = ("int8", "nf4")
 _PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
 _HALF = {
-    "bf16": Deviation(5e-3, 0.4, "sums in another order are rounded to bf16's 8 bits, and a small update is lost or not"),
-    "fp16": Deviation(1e-3, 0.12, "sums in another order are rounded to fp16's 11 bits, and a small update is lost or not"),
+    "bf16": Deviation(
+        5e-3,
+        0.4,
+        "sums in another order are rounded to bf16's 8 bits, and a small update is lost or not",
+    ),
+    "fp16": Deviation(
+        1e-3,
+        0.12,
+        "sums in another order are rounded to fp16's 11 bits, and a small update is lost or not",
+    ),
 }
-_INT8_ON_GPU = Deviation(1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples")
+_INT8_ON_GPU = Deviation(
+    1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Varied(Workload):
-    """A workload with its weights kept in fewer bits, an adapter trained in their place, or both."""
+    """A workload with its weights kept in fewer bits, an adapter trained in their place, or
+    both."""
 
     base: Workload
     storage: str | None
@@ -88,16 +104,21 @@ class Varied(Workload):
     def check(self, cell: Cell, strategy: Strategy) -> None:
         if self.arithmetic and cell.precision != "fp32":
             raise Refused(
-                f"{self.name} computes in {self.storage} already: leave the precision at fp32, or use {self.in_fp32} in {cell.precision}"
+                f"{self.name} computes in {self.storage} already: leave the precision at fp32, or"
+                f" use {self.in_fp32} in {cell.precision}"
             )
         if self.storage in _QUANTISED and strategy.shards_parameters:
             raise Refused(
-                f"{cell.strategy} cuts parameters into shards, and bitsandbytes finds the scales of {self.storage} weights by whole"
-                " matrices only; use a strategy that keeps them whole"
+                f"{cell.strategy} cuts parameters into shards, and bitsandbytes finds the scales of"
+                f" {self.storage} weights by whole matrices only; use a strategy that keeps them"
+                " whole"
             )
 
     def check_split(self, layout: Layout) -> None:
-        raise Refused(f"{self.name} does not say how it can be split; use {self.base.name}, or a strategy that does not split the model")
+        raise Refused(
+            f"{self.name} does not say how it can be split; use {self.base.name}, or a strategy"
+            " that does not split the model"
+        )
 
     def deviation(self, cell: Cell) -> Deviation | None:
         if self.storage == "int8" and cell.device == "cuda":
@@ -117,11 +138,17 @@ class Varied(Workload):
         if self.storage in _HALF:
             from harness.training import halve
 
-            halve(model, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[self.storage]), keep_batch_norm=False)
+            halve(
+                model,
+                getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[self.storage]),
+                keep_batch_norm=False,
+            )
         elif self.storage:
             quantise(model, self.storage)
         if self.adapter:
-            with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+            with torch.random.fork_rng(
+                devices=[device] if device is not None and device.type == "cuda" else []
+            ):
                 torch.manual_seed(self._adapter_seed(seed))
                 model = adapt(model, self.adapter)
         return model.train()
@@ -132,7 +159,9 @@ class Varied(Workload):
 
     def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
         logits = super().logits(model, inputs)
-        return logits[:, VIRTUAL_TOKENS:] if self.adapter in _PROMPTS else logits  # virtual tokens come first and predict nothing
+        return (
+            logits[:, VIRTUAL_TOKENS:] if self.adapter in _PROMPTS else logits
+        )  # virtual tokens come first and predict nothing
 
     def held(self, model: nn.Module) -> Iterator[Held]:
         names = {"int8": "scales of int8 weights", "nf4": "scales of nf4 weights"}
@@ -141,7 +170,10 @@ class Varied(Workload):
             if (four := getattr(weight, "quant_state", None)) is not None:
                 yield "library", names["nf4"], four.absmax
                 yield "library", "code book of nf4", four.code
-            for holder in (weight, getattr(module, "state", None)):  # the layer takes it from its weight in the first forward
+            for holder in (
+                weight,
+                getattr(module, "state", None),
+            ):  # the layer takes it from its weight in the first forward
                 if (scales := getattr(holder, "SCB", None)) is not None:
                     yield "library", names["int8"], scales
 
@@ -150,9 +182,13 @@ class Varied(Workload):
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
         parameters, buffers = super().stored_bytes(model)
-        for _, matrix in matrices(self.base.build(0, saved_weights=False)) if self.storage in _QUANTISED else ():
+        for _, matrix in (
+            matrices(self.base.build(0, saved_weights=False)) if self.storage in _QUANTISED else ()
+        ):
             weight: Any = matrix.weight
-            of_weights, of_scales = _quantised_bytes(weight.numel(), _features(matrix)[1], self.storage or "")
+            of_weights, of_scales = _quantised_bytes(
+                weight.numel(), _features(matrix)[1], self.storage or ""
+            )
             parameters += of_weights - 4 * weight.numel()
             buffers += of_scales
         return parameters, buffers
@@ -162,7 +198,10 @@ def _quantised_bytes(elements: int, rows: int, storage: str) -> tuple[int, int]:
     """Bytes of a quantised matrix and of its scales."""
     if storage == "int8":
         return elements, 4 * rows
-    return -(-elements // 2), 4 * -(-elements // 64) + 4 * 16  # and the 16 values that 4 bits choose from
+    return (
+        -(-elements // 2),
+        4 * -(-elements // 64) + 4 * 16,
+    )  # and the 16 values that 4 bits choose from
 
 
 def vary(base: Workload, suffixes: Iterable[str]) -> Varied:
@@ -176,36 +215,59 @@ def vary(base: Workload, suffixes: Iterable[str]) -> Varied:
     storages, adapters = ([s for s in given if s in kind] for kind in (STORAGES, ADAPTERS))
     if len(storages) > 1 or len(adapters) > 1:
         raise Mistake(
-            f"workload {name!r}: at most one of {', '.join(f'+{s}' for s in STORAGES)} and one of {', '.join(f'+{s}' for s in ADAPTERS)}"
+            f"workload {name!r}: at most one of {', '.join(f'+{s}' for s in STORAGES)} and one of"
+            f" {', '.join(f'+{s}' for s in ADAPTERS)}"
         )
     if given != [*storages, *adapters]:
-        raise Mistake(f"workload {name!r}: write it as {'+'.join([base.name, *storages, *adapters])!r}, so that it has one name")
+        raise Mistake(
+            f"workload {name!r}: write it as {'+'.join([base.name, *storages, *adapters])!r}, so"
+            " that it has one name"
+        )
     storage, adapter = (*storages, None)[0], (*adapters, None)[0]
     if base.kind == "image":
-        raise Mistake(f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload")
+        raise Mistake(
+            f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"
+        )
     if base.kind != "causal" and (adapter or storage in _QUANTISED):
-        raise Mistake(f"workload {name!r}: only causal language models have +{adapter or storage}; use a gpt2 or llama workload")
+        raise Mistake(
+            f"workload {name!r}: only causal language models have +{adapter or storage}; use a gpt2"
+            " or llama workload"
+        )
     if storage in _QUANTISED and not adapter:
-        raise Mistake(f"workload {name!r}: {storage} weights are frozen, so nothing would be trained; use {name + '+lora'!r}")
+        raise Mistake(
+            f"workload {name!r}: {storage} weights are frozen, so nothing would be trained; use"
+            f" {name + '+lora'!r}"
+        )
     if adapter == "ia3" and not base.block_path:
-        raise Mistake(f"workload {name!r}: which matrices IA3 scales is known for gpt2 and llama models only; use +lora")
+        raise Mistake(
+            f"workload {name!r}: which matrices IA3 scales is known for gpt2 and llama models only;"
+            " use +lora"
+        )
     same = {f.name: getattr(base, f.name) for f in dataclasses.fields(Workload)}
     virtual = VIRTUAL_TOKENS if adapter in (*_PROMPTS, "prefix") else 0
     changes: dict[str, Any] = {
         "name": name,
         "split": None,
-        "requires": (*base.requires, *(["bitsandbytes"] if storage in _QUANTISED else []), *(["peft"] if adapter else [])),
+        "requires": (
+            *base.requires,
+            *(["bitsandbytes"] if storage in _QUANTISED else []),
+            *(["peft"] if adapter else []),
+        ),
         "max_tokens": max(0, base.max_tokens - virtual),
     }
     if adapter:
         wrapped = "base_model.model." if adapter in ("lora", "ia3") else "base_model."
-        changes |= {"meaningful": lambda name, tensor: tensor, "block_path": base.block_path and wrapped + base.block_path}
+        changes |= {
+            "meaningful": lambda name, tensor: tensor,
+            "block_path": base.block_path and wrapped + base.block_path,
+        }
     return Varied(**same | changes, base=base, storage=storage, adapter=adapter)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the libraries say of themselves: peft asks transformers for a name that is going, bitsandbytes for faster kernels."""
+    """Without what the libraries say of themselves: peft asks transformers for a name that is
+    going, bitsandbytes for faster kernels."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -216,22 +278,29 @@ def _quiet() -> Iterator[None]:
 
 
 def matrices(model: Any) -> list[tuple[str, nn.Module]]:
-    """Path and module of every attention and MLP matrix: all linear layers but the one that makes the logits."""
+    """Path and module of every attention and MLP matrix: all linear layers but the one that makes
+    the logits."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+    ]
     return [(name, module) for name, module in found if module is not model.get_output_embeddings()]
 
 
 def _features(matrix: Any) -> tuple[int, int]:
-    """Inputs and outputs; GPT-2's Conv1D keeps its weight as (inputs, outputs), Linear as (outputs, inputs)."""
+    """Inputs and outputs; GPT-2's Conv1D keeps its weight as (inputs, outputs), Linear as (outputs,
+    inputs)."""
     rows, columns = matrix.weight.shape
     return (columns, rows) if hasattr(matrix, "in_features") else (rows, columns)
 
 
 def quantise(model: nn.Module, storage: str) -> None:
-    """Exchanges every attention and MLP matrix for bitsandbytes' layer, one by one, on the device it is on."""
+    """Exchanges every attention and MLP matrix for bitsandbytes' layer, one by one, on the device
+    it is on."""
     with _quiet():
         import bitsandbytes
     import torch
@@ -241,20 +310,34 @@ def quantise(model: nn.Module, storage: str) -> None:
         matrix: Any = old
         inputs, outputs = _features(matrix)
         device = matrix.weight.device
-        weight = matrix.weight.detach() if hasattr(matrix, "in_features") else matrix.weight.detach().t().contiguous()
+        weight = (
+            matrix.weight.detach()
+            if hasattr(matrix, "in_features")
+            else matrix.weight.detach().t().contiguous()
+        )
         biased = matrix.bias is not None
         layer: Any
         if storage == "nf4":
-            layer = layers.Linear4bit(inputs, outputs, biased, compress_statistics=False, quant_type="nf4", device="meta")
-            layer.weight = layers.Params4bit(weight, False, compress_statistics=False, quant_type="nf4", module=layer).to(device)
+            layer = layers.Linear4bit(
+                inputs, outputs, biased, compress_statistics=False, quant_type="nf4", device="meta"
+            )
+            layer.weight = layers.Params4bit(
+                weight, False, compress_statistics=False, quant_type="nf4", module=layer
+            ).to(device)
         else:
-            layer = layers.Linear8bitLt(inputs, outputs, biased, has_fp16_weights=False, threshold=6.0, device="meta")
-            layer.weight = layers.Int8Params(weight.cpu(), False).to(device)  # what comes from a GPU it leaves as it is
+            layer = layers.Linear8bitLt(
+                inputs, outputs, biased, has_fp16_weights=False, threshold=6.0, device="meta"
+            )
+            layer.weight = layers.Int8Params(weight.cpu(), False).to(
+                device
+            )  # what comes from a GPU it leaves as it is
         if biased:
             layer.bias = torch.nn.Parameter(matrix.bias.detach(), requires_grad=False)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer)
-    model.__dict__["is_loaded_in_4bit" if storage == "nf4" else "is_loaded_in_8bit"] = True  # peft then takes its layers for such
+    model.__dict__["is_loaded_in_4bit" if storage == "nf4" else "is_loaded_in_8bit"] = (
+        True  # peft then takes its layers for such
+    )
 
 
 def adapt(model: Any, adapter: str) -> nn.Module:
@@ -265,15 +348,24 @@ def adapt(model: Any, adapter: str) -> nn.Module:
         import peft
 
         task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
-        matrix = {**task, "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules())}
+        matrix = {
+            **task,
+            "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),
+        }
         prompt = {**task, "num_virtual_tokens": VIRTUAL_TOKENS}
         network = {**prompt, "encoder_dropout": 0.0}
         configs: dict[str, Callable[[], Any]] = {
-            "lora": lambda: peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules="all-linear", **matrix),
+            "lora": lambda: peft.LoraConfig(
+                r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules="all-linear", **matrix
+            ),
             "ia3": lambda: peft.IA3Config(**matrix),
             "prompt": lambda: peft.PromptTuningConfig(**prompt),
-            "p_tuning": lambda: peft.PromptEncoderConfig(encoder_reparameterization_type="MLP", **network),
-            "p_tuning_lstm": lambda: peft.PromptEncoderConfig(encoder_reparameterization_type="LSTM", **network),
+            "p_tuning": lambda: peft.PromptEncoderConfig(
+                encoder_reparameterization_type="MLP", **network
+            ),
+            "p_tuning_lstm": lambda: peft.PromptEncoderConfig(
+                encoder_reparameterization_type="LSTM", **network
+            ),
             "prefix": lambda: peft.PrefixTuningConfig(**prompt),
         }
         adapted: nn.Module = peft.get_peft_model(model, configs[adapter]())

@@ -67,7 +67,10 @@ class Published:
 
 
 def publish(target: str, results: Results, folder: Path) -> Published:
-    """Writes runs to a folder of the target's. Raises Mistake where its library is missing or the folder cannot be written."""
+    """Writes runs to a folder of the target's.
+
+    Raises Mistake where its library is missing or the folder cannot be written.
+    """
     need(target)
     if folder.exists() and not folder.is_dir():
         raise Mistake(f"{str(folder)!r} is a file; name the folder that {target} is to read")
@@ -81,7 +84,9 @@ def publish(target: str, results: Results, folder: Path) -> Published:
         folder.mkdir(parents=True, exist_ok=True)
         return write(results, folder)
     except OSError as error:
-        raise Mistake(f"{str(folder)!r} cannot be written ({error.strerror}); name another folder") from None
+        raise Mistake(
+            f"{str(folder)!r} cannot be written ({error.strerror}); name another folder"
+        ) from None
 
 
 def need(target: str) -> None:
@@ -92,12 +97,16 @@ def need(target: str) -> None:
             importlib.import_module(library)
     except ImportError as error:
         how = f"pip install 'parallelism-bench[{target}]'"
-        raise Mistake(f"publishing for {target} needs the package {library}, which cannot be imported here ({error}): {how}") from None
+        raise Mistake(
+            f"publishing for {target} needs the package {library}, which cannot be imported here"
+            f" ({error}): {how}"
+        ) from None
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """MLflow with its file store, which asks for this since 3.0, and without sending anything about its use anywhere."""
+    """MLflow with its file store, which asks for this since 3.0, and without sending anything about
+    its use anywhere."""
     import os
 
     wanted = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}

@@ -1,4 +1,5 @@
-"""TensorBoard event files: FOLDER/RUN/CELL, a curve of step times and losses per trial, a point per trial, and hyperparameters."""
+"""TensorBoard event files: FOLDER/RUN/CELL, a curve of step times and losses per trial, a point per
+trial, and hyperparameters."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def cell_folder(record: dict[str, Any]) -> str:
-    """What TensorBoard shows as the cell's name: letters that any file system takes, and the cell's id."""
+    """What TensorBoard shows as the cell's name: letters that any file system takes, and the cell's
+    id."""
     slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", record["cell_name"]).strip("-.")[:80]
     return f"{slug or 'cell'}-{record['cell_id']}"
 
@@ -45,7 +47,10 @@ def cell_folder(record: dict[str, Any]) -> str:
 def _cell(one: Ran, record: dict[str, Any], folder: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    own = one.results.trials[(one.results.trials["cell_id"] == record["cell_id"]) & (one.results.trials["status"] == "ok")]
+    own = one.results.trials[
+        (one.results.trials["cell_id"] == record["cell_id"])
+        & (one.results.trials["status"] == "ok")
+    ]
     began = one.run["started_at"].timestamp()
     writer: Any = SummaryWriter(str(folder))
     try:
@@ -55,11 +60,17 @@ def _cell(one: Ran, record: dict[str, Any], folder: Path) -> None:
                 if (value := known(trial[name])) is not None:
                     writer.add_scalar(f"trials/{name}", value, trial["trial"], walltime=at)
             for step, seconds in _slowest(one.results.steps, trial).items():
-                writer.add_scalar(f"step_seconds/trial_{trial['trial']}", seconds, step, walltime=at)
+                writer.add_scalar(
+                    f"step_seconds/trial_{trial['trial']}", seconds, step, walltime=at
+                )
         for step, loss in enumerate(loss_curve(record)):
             if loss is not None:
                 writer.add_scalar("loss", loss, step, walltime=began)
-        writer.add_text("status", f"{record['status']}: {record['reason']}" if record["reason"] else record["status"], walltime=began)
+        writer.add_text(
+            "status",
+            f"{record['status']}: {record['reason']}" if record["reason"] else record["status"],
+            walltime=began,
+        )
         axes = {name: record[name] for name in AXES}
         told = {f"cell/{name}": value for name, value in figures(record).items()}
         writer.add_hparams(axes, told, run_name=".", global_step=0)
@@ -69,5 +80,12 @@ def _cell(one: Ran, record: dict[str, Any], folder: Path) -> None:
 
 def _slowest(steps: pd.DataFrame, trial: Any) -> dict[int, float]:
     """Seconds of each step of a trial, its slowest rank's."""
-    mine = steps[(steps["cell_id"] == trial["cell_id"]) & (steps["trial"] == trial["trial"]) & (steps["attempt"] == trial["attempt"])]
-    return {int(step): float(value) for step, value in mine.groupby("step")["step_seconds"].max().items()}
+    mine = steps[
+        (steps["cell_id"] == trial["cell_id"])
+        & (steps["trial"] == trial["trial"])
+        & (steps["attempt"] == trial["attempt"])
+    ]
+    return {
+        int(step): float(value)
+        for step, value in mine.groupby("step")["step_seconds"].max().items()
+    }

@@ -1,4 +1,8 @@
-"""An MLflow file store: a run of MLflow's for each cell of each run, with its axes, figures, trials and losses. No server."""
+"""An MLflow file store: a run of MLflow's for each cell of each run, with its axes, figures, trials
+and losses.
+
+No server.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,9 @@ def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
     while True:
         page = client.search_runs([experiment], max_results=1000, page_token=token)
         tags = [run.data.tags for run in page if run.info.status in ("FINISHED", "FAILED")]
-        found |= {(one[RUN_TAG], one[CELL_TAG]) for one in tags if RUN_TAG in one and CELL_TAG in one}
+        found |= {
+            (one[RUN_TAG], one[CELL_TAG]) for one in tags if RUN_TAG in one and CELL_TAG in one
+        }
         token = page.token
         if not token:
             return found
@@ -75,14 +81,30 @@ def _cell(client: Any, experiment: str, one: Ran, record: dict[str, Any]) -> Non
     for trial in own:
         at = _milliseconds(trial["started_at"])
         there = {key: value for key in _TRIAL if (value := known(trial[key])) is not None}
-        metrics += [Metric(f"trial_{key}", float(value), at, int(trial["trial"])) for key, value in there.items()]
-    metrics += [Metric("loss", loss, began, step) for step, loss in enumerate(loss_curve(record)) if loss is not None]
+        metrics += [
+            Metric(f"trial_{key}", float(value), at, int(trial["trial"]))
+            for key, value in there.items()
+        ]
+    metrics += [
+        Metric("loss", loss, began, step)
+        for step, loss in enumerate(loss_curve(record))
+        if loss is not None
+    ]
     params = [Param(key, _text(record[key], MOST_PARAM)) for key in AXES]
-    client.log_batch(run.info.run_id, params=params, tags=[RunTag(key, _text(value, MOST_TAG)) for key, value in tags.items()])
+    client.log_batch(
+        run.info.run_id,
+        params=params,
+        tags=[RunTag(key, _text(value, MOST_TAG)) for key, value in tags.items()],
+    )
     for begin in range(0, len(metrics), 1000):  # MLflow takes no more at once
         client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])
-    ended = max(_milliseconds(trial["started_at"]) + int(1000 * (known(trial["wall_seconds"]) or 0)) for trial in own)
-    client.set_terminated(run.info.run_id, "FINISHED" if record["status"] == "ok" else "FAILED", end_time=ended)
+    ended = max(
+        _milliseconds(trial["started_at"]) + int(1000 * (known(trial["wall_seconds"]) or 0))
+        for trial in own
+    )
+    client.set_terminated(
+        run.info.run_id, "FINISHED" if record["status"] == "ok" else "FAILED", end_time=ended
+    )
 
 
 def _milliseconds(time: Any) -> int:

@@ -1,4 +1,5 @@
-"""A Prometheus textfile of one run, for the node exporter's textfile collector: gauges with their unit in the name."""
+"""A Prometheus textfile of one run, for the node exporter's textfile collector: gauges with their
+unit in the name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
 
 FILE = "parallelism_bench.prom"
 PREFIX = "parallelism_bench_"
-LABELS = ("cell_id", "cell", "strategy", "workload", "devices", "precision", "global_batch", "regime", "matrix", "host")
+LABELS = (
+    "cell_id",
+    "cell",
+    "strategy",
+    "workload",
+    "devices",
+    "precision",
+    "global_batch",
+    "regime",
+    "matrix",
+    "host",
+)
 
 
 def write(results: Results, folder: Path) -> Published:
@@ -23,22 +35,45 @@ def write(results: Results, folder: Path) -> Published:
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
     if len(results.runs) != 1:
-        raise Mistake(f"a Prometheus textfile has the figures of one run, not of {len(results.runs)}: name one, by default the newest")
+        raise Mistake(
+            f"a Prometheus textfile has the figures of one run, not of {len(results.runs)}: name"
+            " one, by default the newest"
+        )
     one = ran(results)
     registry = CollectorRegistry()
     where = {"matrix": str(one.run["matrix"]), "host": str(one.run["host"])}
     about_run = {
-        "run_started_timestamp_seconds": ("When the run started.", one.run["started_at"].timestamp()),
+        "run_started_timestamp_seconds": (
+            "When the run started.",
+            one.run["started_at"].timestamp(),
+        ),
         "run_cells": ("Cells of the run that have a record.", len(one.cells)),
-        "run_failures": ("Launched cells that failed or diverged though the matrix does not expect it.", len(one.failures)),
+        "run_failures": (
+            "Launched cells that failed or diverged though the matrix does not expect it.",
+            len(one.failures),
+        ),
     }
     for name, (said, value) in about_run.items():
         Gauge(PREFIX + name, said, list(where), registry=registry).labels(**where).set(value)
-    gauges = {name: Gauge(f"{PREFIX}cell_{name}", f"Of a cell, as its record's {name}.", LABELS, registry=registry) for name in FIGURES}
-    good = Gauge(f"{PREFIX}cell_ok", "1 where every trial finished and parity passed, else 0.", LABELS, registry=registry)
+    gauges = {
+        name: Gauge(
+            f"{PREFIX}cell_{name}", f"Of a cell, as its record's {name}.", LABELS, registry=registry
+        )
+        for name in FIGURES
+    }
+    good = Gauge(
+        f"{PREFIX}cell_ok",
+        "1 where every trial finished and parity passed, else 0.",
+        LABELS,
+        registry=registry,
+    )
     found = records(one)
     for record in found:
-        labels = {name: str(record[name]) for name in LABELS if name in record} | where | {"cell": record["cell_name"]}
+        labels = (
+            {name: str(record[name]) for name in LABELS if name in record}
+            | where
+            | {"cell": record["cell_name"]}
+        )
         good.labels(**labels).set(int(record["ranked"]))
         for name, value in figures(record).items():
             gauges[name].labels(**labels).set(value)

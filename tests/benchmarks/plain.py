@@ -1,10 +1,12 @@
-"""Training as a person writes it by hand, each strategy with its library and nothing of the suite; run by test_overhead.py.
+"""Training as a person writes it by hand, each strategy with its library and nothing of the suite;
+run by test_overhead.py.
 
     torchrun --nproc-per-node 2 plain.py ddp FOLDER
 
-Each rank pins itself to a core and computes with one thread, as the suite's ranks do, and writes its step times, in seconds, to
-FOLDER/RANK.json. Where there is a file FOLDER/wait it first says that it is ready, in FOLDER/RANK.pid, and waits until that file
-is gone. The model is a Llama of 0.9 million parameters, the batch 8 samples of 64 tokens, the optimizer AdamW.
+Each rank pins itself to a core and computes with one thread, as the suite's ranks do, and writes
+its step times, in seconds, to FOLDER/RANK.json. Where there is a file FOLDER/wait it first says
+that it is ready, in FOLDER/RANK.pid, and waits until that file is gone. The model is a Llama of 0.9
+million parameters, the batch 8 samples of 64 tokens, the optimizer AdamW.
 """
 
 import json
@@ -28,8 +30,16 @@ text = np.random.default_rng(0).integers(0, 256, 2_000_000).astype(np.uint16)
 
 def make_model():
     torch.manual_seed(0)
-    size = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(**size, vocab_size=256, max_position_embeddings=256, attention_dropout=0.0, use_cache=False)
+    size = {
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(
+        **size, vocab_size=256, max_position_embeddings=256, attention_dropout=0.0, use_cache=False
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -38,8 +48,12 @@ def adamw(parameters):
 
 
 def batch(step, rows):
-    starts = (np.random.default_rng([0, step]).random(BATCH) * (len(text) - TOKENS - 1)).astype(np.int64)
-    pieces = torch.from_numpy(np.stack([text[s : s + TOKENS + 1] for s in starts[rows]]).astype(np.int64))
+    starts = (np.random.default_rng([0, step]).random(BATCH) * (len(text) - TOKENS - 1)).astype(
+        np.int64
+    )
+    pieces = torch.from_numpy(
+        np.stack([text[s : s + TOKENS + 1] for s in starts[rows]]).astype(np.int64)
+    )
     return pieces[:, :-1], pieces[:, 1:]
 
 
@@ -84,10 +98,22 @@ def zero(stage):
     model = make_model()
     size = sum(p.numel() for p in model.parameters())
     bucket = size // 8
-    stages = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket + bucket % 2}
+    stages = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket + bucket % 2,
+    }
     if stage == 3:
-        live = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-        stages |= {**dict.fromkeys(live, bucket), "stage3_param_persistence_threshold": 1000, "sub_group_size": 2**20}
+        live = (
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+        )
+        stages |= {
+            **dict.fromkeys(live, bucket),
+            "stage3_param_persistence_threshold": 1000,
+            "sub_group_size": 2**20,
+        }
     config = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // world,
@@ -98,7 +124,9 @@ def zero(stage):
         "steps_per_print": 2**31,
         "timers": {"throughput": {"enabled": False}},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config
+    )
 
     def step(inputs, labels):
         engine.backward(loss_of(engine(inputs).logits, labels))
@@ -144,13 +172,25 @@ def pipeline():
 
 def tensor():
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model = make_model()
-    columns = [f"model.layers.{i}.{n}" for i in range(4) for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    columns = [
+        f"model.layers.{i}.{n}"
+        for i in range(4)
+        for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    ]
     columns += [f"model.layers.{i}.mlp.{n}" for i in range(4) for n in ("gate_proj", "up_proj")]
-    rows = [f"model.layers.{i}.{n}" for i in range(4) for n in ("self_attn.o_proj", "mlp.down_proj")]
-    plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    rows = [
+        f"model.layers.{i}.{n}" for i in range(4) for n in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    plan = {name: ColwiseParallel() for name in columns} | {
+        name: RowwiseParallel() for name in rows
+    }
     parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
     return usual(model, adamw(model.parameters()))
 
@@ -159,7 +199,9 @@ def horovod():
     import horovod.torch as hvd
 
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        adamw(model.parameters()), named_parameters=model.named_parameters()
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return usual(model, optimizer)
 
@@ -185,7 +227,9 @@ def main():
     global rank, world
     os.environ["DS_ACCELERATOR"] = "cpu"
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0")))
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[local_rank]})  # before the library starts threads of its own
+    os.sched_setaffinity(
+        0, {sorted(os.sched_getaffinity(0))[local_rank]}
+    )  # before the library starts threads of its own
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if strategy == "horovod":
         import horovod.torch as hvd

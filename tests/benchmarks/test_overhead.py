@@ -1,4 +1,5 @@
-"""What the suite adds to a step: its step time over that of a script written by hand, both trained at once, by turns."""
+"""What the suite adds to a step: its step time over that of a script written by hand, both trained
+at once, by turns."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ STEPS_IN_A_TURN = 5
 
 
 def cell_of(name: str) -> Cell:
-    axes = {"devices": 2, "workload": "llama-micro", "global_batch": 8, "sequence_length": 64, "warmup_steps": 5, "timed_steps": 100}
+    axes = {
+        "devices": 2,
+        "workload": "llama-micro",
+        "global_batch": 8,
+        "sequence_length": 64,
+        "warmup_steps": 5,
+        "timed_steps": 100,
+    }
     return Cell(**{**axes, "parity_steps": 3, **STRATEGIES[name]})
 
 
@@ -52,24 +60,50 @@ def script(name: str, devices: int, folder: Path) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "wait").touch()
     if name == "horovod":
-        start = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interface", "lo", "-np", "2", sys.executable]
+        start = [
+            str(Path(sys.executable).with_name("horovodrun")),
+            "--gloo",
+            "--network-interface",
+            "lo",
+            "-np",
+            "2",
+            sys.executable,
+        ]
     elif devices == 1:
         start = [sys.executable]
     else:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
-    command, environment = [*start, str(PLAIN), name, str(folder)], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(devices),
+        ]
+    command, environment = (
+        [*start, str(PLAIN), name, str(folder)],
+        {**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
 
 
 class Turns:
-    """Stops and continues the ranks of two trainings from outside, so that one of them trains at a time, by turns.
+    """Stops and continues the ranks of two trainings from outside, so that one of them trains at a
+    time, by turns.
 
-    A spell in which the machine is slow then meets both alike, also where it is shorter than a launch. A step that a turn's end
-    cuts in two lasts longer by a turn, and is left out.
+    A spell in which the machine is slow then meets both alike, also where it is shorter than a
+    launch. A step that a turn's end cuts in two lasts longer by a turn, and is left out.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, devices: int, turn_seconds: float) -> None:
-        self.launcher, self.folder, self.devices, self.turn_seconds = launcher, folder, devices, turn_seconds
+        self.launcher, self.folder, self.devices, self.turn_seconds = (
+            launcher,
+            folder,
+            devices,
+            turn_seconds,
+        )
         self.thread = threading.Thread(target=self.take)
 
     def begin(self, step: int, seconds: float) -> None:
@@ -80,12 +114,18 @@ class Turns:
     def take(self) -> None:
         sides = [
             psutil.Process(self.launcher.fork_server).children(),
-            [psutil.Process(int((self.folder / f"{rank}.pid").read_text())) for rank in range(self.devices)],
+            [
+                psutil.Process(int((self.folder / f"{rank}.pid").read_text()))
+                for rank in range(self.devices)
+            ],
         ]
         (self.folder / "wait").unlink()
         trains = 1
         while all(any(runs(rank) for rank in side) for side in sides):
-            for side, tell in ((sides[1 - trains], psutil.Process.suspend), (sides[trains], psutil.Process.resume)):
+            for side, tell in (
+                (sides[1 - trains], psutil.Process.suspend),
+                (sides[trains], psutil.Process.resume),
+            ):
                 for rank in side:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         tell(rank)
@@ -97,7 +137,10 @@ class Turns:
 
 
 def by_turns(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[int, float]:
-    """Median of the whole steps in each turn, in seconds. A step that lasts as long as the other's turn is where a turn ended."""
+    """Median of the whole steps in each turn, in seconds.
+
+    A step that lasts as long as the other's turn is where a turn ended.
+    """
     turns: list[list[float]] = [[]]
     for number, seconds in enumerate(steps):
         if seconds >= turn_seconds:
@@ -108,13 +151,19 @@ def by_turns(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[
 
 
 def compared(suite: Mapping[int, float], script: Mapping[int, float]) -> float:
-    """Suite over script: of each turn of the suite over the script's before and after it, the median."""
-    own = [(number + 0.5, seconds) for number, seconds in sorted(suite.items())]  # the script has the first turn
+    """Suite over script: of each turn of the suite over the script's before and after it, the
+    median."""
+    own = [
+        (number + 0.5, seconds) for number, seconds in sorted(suite.items())
+    ]  # the script has the first turn
     return math.exp(statistics.median(beside(own, sorted(script.items()))))
 
 
-def both(launcher: Launcher, name: str, folder: Path, turn_seconds: float) -> tuple[dict[int, float], dict[int, float]]:
-    """Step times of the suite and of the script by turns, the slowest rank's at each step; they train by turns, the script first."""
+def both(
+    launcher: Launcher, name: str, folder: Path, turn_seconds: float
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Step times of the suite and of the script by turns, the slowest rank's at each step; they
+    train by turns, the script first."""
     one = cell_of(name)
     by_hand = script(name, one.devices, folder)
     while len(list(folder.glob("*.pid"))) < one.devices:
@@ -128,13 +177,17 @@ def both(launcher: Launcher, name: str, folder: Path, turn_seconds: float) -> tu
     files = sorted(folder.glob("*.json"))
     assert len(files) == one.devices, said
     by_script = slowest([json.loads(file.read_text()) for file in files])
-    return by_turns(suite, one.warmup_steps, turn_seconds), by_turns(by_script, one.warmup_steps, turn_seconds)
+    return by_turns(suite, one.warmup_steps, turn_seconds), by_turns(
+        by_script, one.warmup_steps, turn_seconds
+    )
 
 
 @pytest.mark.benchmark(group="overhead: a launch of a cell and one of a plain script, by turns")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.timeout(120 + 60 * ROUNDS)
-def test_overhead(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path, name: str) -> None:
+def test_overhead(
+    benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path, name: str
+) -> None:
     turn_seconds = STEPS_IN_A_TURN * statistics.median(steps_of(launcher, cell_of(name)))
     pairs: list[tuple[dict[int, float], dict[int, float]]] = []
 
@@ -142,6 +195,15 @@ def test_overhead(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher,
         pairs.append(both(launcher, name, tmp_path / str(len(pairs)), turn_seconds))
 
     benchmark.pedantic(pair, rounds=ROUNDS)
-    medians = [[1e3 * statistics.median(turns.values()) for turns in side] for side in zip(*pairs, strict=True)]
-    benchmark.extra_info["step milliseconds"] = [round(statistics.median(side), 2) for side in medians]
-    ratio(f"step time over a plain script's: {name}", [compared(suite, script) for suite, script in pairs], "1.00 +- 0.02")
+    medians = [
+        [1e3 * statistics.median(turns.values()) for turns in side]
+        for side in zip(*pairs, strict=True)
+    ]
+    benchmark.extra_info["step milliseconds"] = [
+        round(statistics.median(side), 2) for side in medians
+    ]
+    ratio(
+        f"step time over a plain script's: {name}",
+        [compared(suite, script) for suite, script in pairs],
+        "1.00 +- 0.02",
+    )

@@ -1,4 +1,8 @@
-"""What a million recorded steps cost: writing them, reading and summarising them, and how that grows. Run by `make bench`."""
+"""What a million recorded steps cost: writing them, reading and summarising them, and how that
+grows.
+
+Run by `make bench`.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,15 @@ from harness.store import load
 from harness.summary import cells
 results = load(sys.argv[1])
 assert len(cells(results.trials)) == len(results.trials) // 10 or len(results.trials) < 10
-print(len(results.steps), time.perf_counter() - began, int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) / 1024)
+seconds = time.perf_counter() - began
+status = open("/proc/self/status").read()
+print(len(results.steps), seconds, int(re.search(r"VmHWM:\\s*(\\d+)", status)[1]) / 1024)
 """
 
 
 def written(store: Store, rows: int) -> float:
-    """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run makes at its end."""
+    """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run
+    makes at its end."""
     seconds = 0.0
     store.write_run(run_row())
     for number in range(rows // STEPS):
@@ -48,8 +55,11 @@ def written(store: Store, rows: int) -> float:
 
 
 def summarised(folder: Path) -> tuple[float, float]:
-    """Seconds from the first import to the summary, and the largest memory in MiB, of a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _SUMMARISE, str(folder)], capture_output=True, text=True, check=True)
+    """Seconds from the first import to the summary, and the largest memory in MiB, of a process of
+    its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SUMMARISE, str(folder)], capture_output=True, text=True, check=True
+    )
     _, seconds, mebibytes = done.stdout.split()
     return float(seconds), float(mebibytes)
 
@@ -62,6 +72,14 @@ def test_a_million_steps(benchmark: BenchmarkFixture, ratio: Ratio, tmp_path: Pa
     seconds, memory = zip(*(summarised(tmp_path / "one") for _ in range(5)), strict=True)
     ratio("seconds to read and summarise them", seconds, "at most 3")
     ratio("MiB that took", memory, "at most 1024")
-    ratio("writing ten times as many, over ten times the time", [written(Store(tmp_path / "ten"), 10 * rows) / (10 * writing[0])], "1.0")
+    ratio(
+        "writing ten times as many, over ten times the time",
+        [written(Store(tmp_path / "ten"), 10 * rows) / (10 * writing[0])],
+        "1.0",
+    )
     ten = [summarised(tmp_path / "ten")[0] for _ in range(3)]
-    ratio("summarising ten times as many, over ten times the time", [many / (10 * min(seconds)) for many in ten], "at most 1.0")
+    ratio(
+        "summarising ten times as many, over ten times the time",
+        [many / (10 * min(seconds)) for many in ten],
+        "at most 1.0",
+    )

@@ -23,21 +23,43 @@ ROOT, PLAIN = Path(__file__).parents[2], Path(__file__).with_name("plain.py")
 
 
 @pytest.mark.benchmark(group="start of the command line")
-@pytest.mark.parametrize("words", [["-c", "pass"], ["-m", "bench", "--help"]], ids=["python", "bench --help"])
+@pytest.mark.parametrize(
+    "words", [["-c", "pass"], ["-m", "bench", "--help"]], ids=["python", "bench --help"]
+)
 def test_start(benchmark: BenchmarkFixture, words: list[str]) -> None:
-    benchmark.pedantic(subprocess.run, ([sys.executable, *words],), {"cwd": ROOT, "capture_output": True, "check": True}, rounds=10)
+    benchmark.pedantic(
+        subprocess.run,
+        ([sys.executable, *words],),
+        {"cwd": ROOT, "capture_output": True, "check": True},
+        rounds=10,
+    )
 
 
 CELLS = 30
 SCRIPTS = 5
 
 
-@pytest.mark.benchmark(group="turnaround: a matrix of 30 two-rank cells, and a script under torchrun for some of them")
-def test_turnaround(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path) -> None:
-    """Seconds of a cell beyond its steps, recording and looking for foreign load included; a script per cell beside it."""
+@pytest.mark.benchmark(
+    group="turnaround: a matrix of 30 two-rank cells, and a script under torchrun for some of them"
+)
+def test_turnaround(
+    benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path
+) -> None:
+    """Seconds of a cell beyond its steps, recording and looking for foreign load included; a script
+    per cell beside it."""
     wanted = [cell("ddp", options={"bucket_cap_mb": float(1 + n)}) for n in range(CELLS)]
     store, by_script = Store(tmp_path / "results"), []
-    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PLAIN), "ddp", str(tmp_path)]
+    script = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(PLAIN),
+        "ddp",
+        str(tmp_path),
+    ]
 
     def matrix() -> float:
         plan = Plan.new("turnaround", wanted, 1, [])

@@ -1,8 +1,10 @@
-"""How often a comparison is right on this machine: a cell against itself, and against one that is slower by a known share.
+"""How often a comparison is right on this machine: a cell against itself, and against one that is
+slower by a known share.
 
-Rounds of the cells, shuffled; as many in a row as a run has trials make a comparison, which shares none of them with another.
-BENCH_COMPARISONS sets how many (20; with a precision half as many, which take twice as long). Of a cell with itself half of them are
-beside a busy neighbour that computes on one core for some rounds of each.
+Rounds of the cells, shuffled; as many in a row as a run has trials make a comparison, which shares
+none of them with another. BENCH_COMPARISONS sets how many (20; with a precision half as many, which
+take twice as long). Of a cell with itself half of them are beside a busy neighbour that computes on
+one core for some rounds of each.
 """
 
 from __future__ import annotations
@@ -37,13 +39,28 @@ Take = Callable[[Sequence[str]], Round]
 
 
 def cell_of(name: str, devices: int, timed_steps: int) -> Cell:
-    axes = {"devices": devices, "workload": "llama-nano", "global_batch": 8, "sequence_length": 64, "warmup_steps": 3}
-    return Cell(strategy="slowed", options={"percent": SLOWER[name]}, parity_steps=3, timed_steps=timed_steps, **axes)  # type: ignore[arg-type]
+    axes = {
+        "devices": devices,
+        "workload": "llama-nano",
+        "global_batch": 8,
+        "sequence_length": 64,
+        "warmup_steps": 3,
+    }
+    return Cell(
+        strategy="slowed",
+        options={"percent": SLOWER[name]},
+        parity_steps=3,
+        timed_steps=timed_steps,
+        **axes,
+    )  # type: ignore[arg-type]
 
 
 def alone(launcher: Launcher) -> Take:
-    """One launch after the other, as runs do without being told otherwise: DDP, two ranks, 10 steps."""
-    return lambda names: {name: (8 / step_seconds(launcher, cell_of(name, 2, 10)), ()) for name in names}
+    """One launch after the other, as runs do without being told otherwise: DDP, two ranks, 10
+    steps."""
+    return lambda names: {
+        name: (8 / step_seconds(launcher, cell_of(name, 2, 10)), ()) for name in names
+    }
 
 
 def by_turns(ring: Ring) -> Take:
@@ -53,7 +70,10 @@ def by_turns(ring: Ring) -> Take:
 
     def take(names: Sequence[str]) -> Round:
         cells = [cell_of(name, 1, 60) for name in names]
-        launches = [Launch(one, prepare_data(one.data, workload, 64), admit(one, workload)[1].processes) for one in cells]
+        launches = [
+            Launch(one, prepare_data(one.data, workload, 64), admit(one, workload)[1].processes)
+            for one in cells
+        ]
         found = {}
         for name, one, outcome in zip(names, cells, ring.together(launches), strict=True):
             assert outcome.status == "ok", outcome.reason
@@ -71,7 +91,9 @@ def ring(plugin: object) -> Iterator[Ring]:
         yield found
 
 
-def rounds(take: Take, names: Sequence[str], count: int, busy: bool, rng: random.Random) -> list[Round]:
+def rounds(
+    take: Take, names: Sequence[str], count: int, busy: bool, rng: random.Random
+) -> list[Round]:
     """`busy`: beside a neighbour that computes on one core for part of the rounds."""
     found = []
     from_round, to_round = sorted(rng.sample(range(count + 1), 2)) if busy else (0, 0)
@@ -92,15 +114,23 @@ def rounds(take: Take, names: Sequence[str], count: int, busy: bool, rng: random
     return found
 
 
-def compared(taken: Sequence[Round], name: str, confidence: float = COMPARED_CONFIDENCE) -> Comparison:
-    speeds, turns = ([{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")] for what in (0, 1))
+def compared(
+    taken: Sequence[Round], name: str, confidence: float = COMPARED_CONFIDENCE
+) -> Comparison:
+    speeds, turns = (
+        [{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")]
+        for what in (0, 1)
+    )
     found = compare_rounds(*speeds, (turns[0], turns[1]), confidence)  # type: ignore[arg-type]
     assert found is not None
     return found
 
 
-def default_trials(take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str) -> None:
-    """False alarms of a cell against itself, and how often 3 % are seen, with the default number of trials."""
+def default_trials(
+    take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str
+) -> None:
+    """False alarms of a cell against itself, and how often 3 % are seen, with the default number of
+    trials."""
     rng, alarms, seen, ones = random.Random(1), [], [], []
     take(["one", "same"])
 
@@ -113,9 +143,21 @@ def default_trials(take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: s
 
     benchmark.pedantic(compare, rounds=COMPARISONS)
     spread = statistics.stdev(ones) / statistics.fmean(ones)
-    ratio(f"spread of {len(ones)} launches of one cell, {how}, standard deviation over mean", [spread], "")
-    ratio(f"A/A alarms in {len(alarms)} comparisons of {DEFAULT_TRIALS} trials, {how}, share", [sum(alarms) / len(alarms)], "at most 0.01")
-    ratio(f"A/B of 3 %, {how}, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], wanted)
+    ratio(
+        f"spread of {len(ones)} launches of one cell, {how}, standard deviation over mean",
+        [spread],
+        "",
+    )
+    ratio(
+        f"A/A alarms in {len(alarms)} comparisons of {DEFAULT_TRIALS} trials, {how}, share",
+        [sum(alarms) / len(alarms)],
+        "at most 0.01",
+    )
+    ratio(
+        f"A/B of 3 %, {how}, seen in {len(seen)} comparisons, share",
+        [sum(seen) / len(seen)],
+        wanted,
+    )
 
 
 @pytest.mark.timeout(120 + 60 * COMPARISONS)
@@ -147,5 +189,9 @@ def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -
         trials.append(float(len(taken)))
 
     benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 2))
-    ratio(f"A/B of 1.5 % at --precision 0.5%, by turns, seen in {len(seen)} comparisons, share", [sum(seen) / len(seen)], "at least 0.95")
+    ratio(
+        f"A/B of 1.5 % at --precision 0.5%, by turns, seen in {len(seen)} comparisons, share",
+        [sum(seen) / len(seen)],
+        "at least 0.95",
+    )
     ratio("trials that --precision 0.5% took", trials, "")

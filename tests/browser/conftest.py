@@ -1,4 +1,5 @@
-"""Chromium without a screen, and the report of the full run that is kept under results/reference."""
+"""Chromium without a screen, and the report of the full run that is kept under
+results/reference."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if CHROMIUM is None:
         for item in items:
             if "browser" in item.path.parts:
-                item.add_marker(pytest.mark.skip(reason="no Chromium here; install Debian's package chromium"))
+                item.add_marker(
+                    pytest.mark.skip(reason="no Chromium here; install Debian's package chromium")
+                )
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +61,10 @@ class Watched:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
-        self.page.on("dialog", lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on(
+            "dialog",
+            lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+        )
         self.page.goto(file.as_uri())
 
 
@@ -79,4 +85,8 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
 def serious_faults(page: Page) -> list[tuple[str, str, str]]:
     """What axe-core finds of serious and critical faults: rule, impact, the first element."""
     found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-    return [(one["id"], one["impact"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    return [
+        (one["id"], one["impact"], one["nodes"][0]["html"][:200])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -29,7 +29,9 @@ def opened(open_page: Open, file: Path) -> Open:
 
 
 def shown(page: Page) -> list[str]:
-    return page.eval_on_selector_all("#all tbody tr:not([hidden])", "rows => rows.map(row => row.id)")
+    return page.eval_on_selector_all(
+        "#all tbody tr:not([hidden])", "rows => rows.map(row => row.id)"
+    )
 
 
 def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
@@ -46,10 +48,14 @@ def test_sorting(opened: Open, reference: Results) -> None:
     assert head.get_attribute("aria-sort") == "ascending"
     column = head.evaluate("head => head.cellIndex")
     for expected in (sorted, lambda values: sorted(values, reverse=True)):
-        keys = page.eval_on_selector_all("#all tbody tr", f"rows => rows.map(row => key(row, {column}))")
+        keys = page.eval_on_selector_all(
+            "#all tbody tr", f"rows => rows.map(row => key(row, {column}))"
+        )
         known = [float(key) for key in keys if key not in ("", "—")]
         assert known == expected(known)
-        assert all(key in ("", "—") for key in keys[len(known) :]), "what is unknown stays at the end"
+        assert all(key in ("", "—") for key in keys[len(known) :]), (
+            "what is unknown stays at the end"
+        )
         head.get_by_role("button").click()
     assert len(known) == cells(reference.trials)["samples_per_second"].notna().sum()
 
@@ -77,7 +83,9 @@ def test_search_and_filters(opened: Open, reference: Results) -> None:
 
 def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(opened: Open, file: Path) -> None:
     page = opened().page
-    link = page.locator("#ranking ~ * a[href^='#cell-'], section[aria-labelledby=verdict] a[href^='#cell-']").first
+    link = page.locator(
+        "#ranking ~ * a[href^='#cell-'], section[aria-labelledby=verdict] a[href^='#cell-']"
+    ).first
     target = link.get_attribute("href")
     page.get_by_label("Search").fill("nothing has this name")
     assert shown(page) == []
@@ -99,7 +107,9 @@ def test_cells_side_by_side(opened: Open, reference: Results) -> None:
         page.locator(f"#cell-{cell} input").check()
     side = page.get_by_label("The ticked cells side by side")
     lines = side.locator("tbody tr")
-    ticked = page.eval_on_selector_all("#all tbody tr:has(input:checked)", "rows => rows.map(row => row.id)")
+    ticked = page.eval_on_selector_all(
+        "#all tbody tr:has(input:checked)", "rows => rows.map(row => row.id)"
+    )
     rate = table.set_index("cell_id")["samples_per_second"]
     values = [rate[row.removeprefix("cell-")] for row in ticked]
     assert lines.nth(0).locator("td").all_inner_texts() == ["1.000", f"{values[1] / values[0]:.3f}"]
@@ -112,8 +122,9 @@ def test_dark_and_light(opened: Open) -> None:
     for scheme in ("light", "dark"):
         page = opened(color_scheme=scheme).page
         grounds[scheme] = page.evaluate(
-            "() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color].map("
-            "c => c.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0))"
+            "() => [getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.body).color].map(c => c.match(/\\d+/g).slice(0,"
+            " 3).reduce((a, b) => a + Number(b), 0))"
         )
     ground, ink = grounds["light"]
     assert ground > 600
@@ -146,7 +157,8 @@ def test_print(opened: Open) -> None:
 
 
 def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results) -> None:
-    """As the browser has them, of the whole table: in full precision, and as text within its rounding."""
+    """As the browser has them, of the whole table: in full precision, and as text within its
+    rounding."""
     page, table = opened().page, cells(reference.trials).set_index("cell_id")
     said = page.eval_on_selector_all(
         "#all tbody tr",
@@ -168,6 +180,8 @@ def test_a_filter_answers_within_200_ms(opened: Open) -> None:
     for word in ("ddp", "fsdp2", "", "zero"):
         began = time.perf_counter()
         page.get_by_label("Search").fill(word)
-        page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.evaluate(
+            "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         took.append(time.perf_counter() - began)
     assert sorted(took)[1] < 0.2 * 5, "five times what is wanted, on a busy machine"

@@ -18,7 +18,15 @@ from tests.browser.conftest import Watched
 from tests.unit.test_store import run_row, trial_row
 
 CELLS, FEW = 5000, 200
-HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "'; alert(3) //", "מהיר‮gpj.exe", "x" * 500, "", "nan"]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(2)>',
+    "'; alert(3) //",
+    "מהיר‮gpj.exe",
+    "x" * 500,
+    "",
+    "nan",
+]
 _WRITE = """
 import re, sys, time
 from pathlib import Path
@@ -32,8 +40,14 @@ print(time.perf_counter() - began, peak / 1024, path.stat().st_size / 2**20)
 
 
 def seconds_mebibytes_and_size(results: Path, page: Path) -> tuple[float, float, float]:
-    """Of writing the report of a folder in a process of its own: wall time, largest memory in MiB, size of the page in MiB."""
-    done = subprocess.run([sys.executable, "-c", _WRITE, str(results), str(page)], capture_output=True, text=True, check=True)
+    """Of writing the report of a folder in a process of its own: wall time, largest memory in MiB,
+    size of the page in MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITE, str(results), str(page)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds, memory, size = map(float, done.stdout.split())
     return seconds, memory, size
 
@@ -53,25 +67,42 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows, steps = [], []
     for number in range(CELLS):
         one = Cell(
-            strategy=("ddp", "fsdp2", "deepspeed")[number % 3], devices=2, options={"size": float(number)}, global_batch=8 + number // 500
+            strategy=("ddp", "fsdp2", "deepspeed")[number % 3],
+            devices=2,
+            options={"size": float(number)},
+            global_batch=8 + number // 500,
         )
         speed = 100.0 + number % 97
-        rows.append(trial_row(one, samples_per_second=speed, tokens_per_second=64 * speed, peak_memory_bytes=2**28 + 2**16 * (number % 89)))
+        rows.append(
+            trial_row(
+                one,
+                samples_per_second=speed,
+                tokens_per_second=64 * speed,
+                peak_memory_bytes=2**28 + 2**16 * (number % 89),
+            )
+        )
         steps += [step(TrialKey(one.id, 0), n) for n in range(200)]
     copies = folder / "gathered" / "run-1"
     copies.mkdir(parents=True)
     for table, content in (("trials", rows), ("steps", steps)):
         schema = arrow_schema(table)
-        columns = [pa.array([row.get(field.name) for row in content], field.type) for field in schema]
+        columns = [
+            pa.array([row.get(field.name) for row in content], field.type) for field in schema
+        ]
         pq.write_table(
-            pa.table(columns, schema=pa.schema([f.with_nullable(True) for f in schema], {"files": str(CELLS)})), copies / f"{table}.parquet"
+            pa.table(
+                columns,
+                schema=pa.schema([f.with_nullable(True) for f in schema], {"files": str(CELLS)}),
+            ),
+            copies / f"{table}.parquet",
         )
     return folder
 
 
 @pytest.fixture(scope="module")
 def page_of_many(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At most 15 s, 1 GiB and 8 MB where nothing else runs (figures: make bench); here twice the time is allowed."""
+    """At most 15 s, 1 GiB and 8 MB where nothing else runs (figures: make bench); here twice the
+    time is allowed."""
     assert (len(load(many).trials), len(load(many).steps)) == (CELLS, 1_000_000)
     page = tmp_path_factory.mktemp("page") / "page.html"
     seconds, memory, size = seconds_mebibytes_and_size(many, page)
@@ -110,14 +141,18 @@ def test_a_filter_over_5000_cells_answers_within_200_ms(opened: Watched) -> None
 
 def visible(page: Page) -> list[str]:
     """Ids of the rows that take place on the screen, in order."""
-    return page.eval_on_selector_all("#all tbody tr", "rows => rows.filter(row => row.offsetHeight).map(row => row.id)")
+    return page.eval_on_selector_all(
+        "#all tbody tr", "rows => rows.filter(row => row.offsetHeight).map(row => row.id)"
+    )
 
 
 def test_of_5000_cells_the_first_are_shown_and_all_on_a_click(opened: Watched) -> None:
     page = opened.page
     assert len(visible(page)) == FEW
     assert page.locator("#shown").inner_text() == f"{CELLS} of {CELLS} cells, the first {FEW} shown"
-    assert page.locator("#shown").evaluate("one => one.tagName") == "OUTPUT", "which screen readers announce"
+    assert page.locator("#shown").evaluate("one => one.tagName") == "OUTPUT", (
+        "which screen readers announce"
+    )
     page.get_by_label("Search").fill("fsdp2")
     fitting = len(range(1, CELLS, 3))
     page.get_by_role("button", name=f"show all {fitting}").click()
@@ -134,7 +169,10 @@ def test_all_5000_cells_are_sorted_and_the_first_of_them_shown(opened: Watched) 
     head.get_by_role("button").click()
     head.get_by_role("button").click()
     rows = page.locator("#all tbody tr")
-    values = rows.evaluate_all("rows => rows.map(row => Number(row.querySelector('[data-field=peak_memory_bytes]').dataset.value))")
+    values = rows.evaluate_all(
+        "rows => rows.map(row =>"
+        " Number(row.querySelector('[data-field=peak_memory_bytes]').dataset.value))"
+    )
     assert values == sorted(values, reverse=True)
     assert len(values) == CELLS
     assert visible(page) == rows.evaluate_all("rows => rows.map(row => row.id)")[:FEW]
@@ -144,7 +182,11 @@ def test_a_link_to_one_of_5000_cells_finds_it(opened: Watched, page_of_many: Pat
     page = opened.page
     last = page.locator("#all tbody tr").last.get_attribute("id") or ""
     assert last not in visible(page)
-    for url in (f"{page_of_many.as_uri()}#{last}", page_of_many.as_uri(), f"{page_of_many.as_uri()}#{last}"):
+    for url in (
+        f"{page_of_many.as_uri()}#{last}",
+        page_of_many.as_uri(),
+        f"{page_of_many.as_uri()}#{last}",
+    ):
         page.goto(url)  # with the hash at once, without, and as a step within the page
     row = page.locator(f"#{last}")
     box = row.bounding_box()
@@ -152,20 +194,24 @@ def test_a_link_to_one_of_5000_cells_finds_it(opened: Watched, page_of_many: Pat
     assert 0 <= box["y"] < 720
     before = page.locator("#all tbody tr").nth(CELLS - 2)
     page.evaluate(
-        "hash => { const link = document.createElement('a'); link.href = hash; link.id = 'go'; link.textContent = 'go';"
-        " document.querySelector('main').prepend(link); }",
+        "hash => { const link = document.createElement('a'); link.href = hash; link.id = 'go';"
+        " link.textContent = 'go'; document.querySelector('main').prepend(link); }",
         f"#{before.get_attribute('id')}",
     )
     page.locator("#go").click()
     assert before.is_visible()
 
 
-def test_all_5000_cells_are_printed_compared_and_there_without_javascript(browser: Browser, opened: Watched, page_of_many: Path) -> None:
+def test_all_5000_cells_are_printed_compared_and_there_without_javascript(
+    browser: Browser, opened: Watched, page_of_many: Path
+) -> None:
     page = opened.page
     rows = page.locator("#all tbody tr")
     first, last = (rows.nth(i).get_attribute("id") for i in (0, CELLS - 1))
     page.locator(f"#{first} input").check()
-    page.get_by_label("Search").fill(page.locator(f"#{last} th").inner_text().replace("\u200b", "").split("(")[-1].rstrip(")"))
+    page.get_by_label("Search").fill(
+        page.locator(f"#{last} th").inner_text().replace("\u200b", "").split("(")[-1].rstrip(")")
+    )
     page.locator(f"#{last} input").check()
     page.get_by_label("Search").fill("")
     assert page.get_by_label("The ticked cells side by side").locator("thead th").count() == 3
@@ -182,13 +228,37 @@ def test_all_5000_cells_are_printed_compared_and_there_without_javascript(browse
 def hostile(tmp_path: Path) -> Iterator[Path]:
     """A run whose every text is hostile."""
     store = Store(tmp_path / "results")
-    store.write_run({**run_row(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]})
+    store.write_run(
+        {**run_row(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]}
+    )
     for number, text in enumerate(HOSTILE):
-        one = Cell(strategy=text or "empty", options={text or "none": text}, workload="llama-mini", devices=2)
-        more = {"cell_name": text, "label": text, "system": text, "reason": text, "stand_in": text or None, "log_tail": text}
-        store.write_trial(trial_row(one, **more, samples_per_second=float("nan") if number == 3 else 10.0 + number), [])
+        one = Cell(
+            strategy=text or "empty",
+            options={text or "none": text},
+            workload="llama-mini",
+            devices=2,
+        )
+        more = {
+            "cell_name": text,
+            "label": text,
+            "system": text,
+            "reason": text,
+            "stand_in": text or None,
+            "log_tail": text,
+        }
+        store.write_trial(
+            trial_row(
+                one, **more, samples_per_second=float("nan") if number == 3 else 10.0 + number
+            ),
+            [],
+        )
         broken = one.model_copy(update={"seed": 1})
-        store.write_trial(trial_row(broken, **more, status="failed", samples_per_second=None, parity_verdict=None), [])
+        store.write_trial(
+            trial_row(
+                broken, **more, status="failed", samples_per_second=None, parity_verdict=None
+            ),
+            [],
+        )
     return tmp_path / "results"
 
 

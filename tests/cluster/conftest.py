@@ -1,4 +1,5 @@
-"""A real SLURM with virtual nodes on this machine: loopback only, neither systemd nor munge nor root needed."""
+"""A real SLURM with virtual nodes on this machine: loopback only, neither systemd nor munge nor
+root needed."""
 
 from __future__ import annotations
 
@@ -59,9 +60,16 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    lacking = [name for name in NEEDED if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()]
+    lacking = [
+        name
+        for name in NEEDED
+        if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()
+    ]
     if lacking:
-        why = f"no SLURM here ({', '.join(lacking)} missing): install Debian's package slurm-wlm, or run make setup as root"
+        why = (
+            f"no SLURM here ({', '.join(lacking)} missing): install Debian's package slurm-wlm, or"
+            " run make setup as root"
+        )
         for item in items:
             if "tests/cluster/" in str(item.path) and "slurm" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason=why))
@@ -78,17 +86,31 @@ class Slurm:
         ports = free_ports(count + 1)
         cpus = len(os.sched_getaffinity(0))
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}"
+            " RealMemory=1000"
             for name, port in zip(self.names, ports[1:], strict=True)
         ]
         user = psutil.Process().username()
-        text = CONFIGURATION.format(host=host, ports=ports, user=user, folder=folder, lines="\n".join(lines))
+        text = CONFIGURATION.format(
+            host=host, ports=ports, user=user, folder=folder, lines="\n".join(lines)
+        )
         (folder / "slurm.conf").write_text(text)
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), MARKER: self.marker}
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            MARKER: self.marker,
+        }
         self.environment["PATH"] += ":/usr/sbin"
 
     def daemon(self, *words: str) -> None:
-        subprocess.run(words, env=self.environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=20)
+        subprocess.run(
+            words,
+            env=self.environment,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=20,
+        )
 
     def start(self) -> None:
         self.daemon("slurmctld", "-c")
@@ -97,7 +119,11 @@ class Slurm:
         self.wait_idle()
 
     def wait_idle(self, seconds: float = 30) -> None:
-        until(lambda: self.idle() == self.count, seconds, lambda: f"{self.idle()} nodes idle of {self.count}\n{self.logs()}")
+        until(
+            lambda: self.idle() == self.count,
+            seconds,
+            lambda: f"{self.idle()} nodes idle of {self.count}\n{self.logs()}",
+        )
 
     def idle(self) -> int:
         done = self.call("sinfo", "-h", "-N", "-o", "%t", check=False)
@@ -107,7 +133,9 @@ class Slurm:
         return "\n".join(file.read_text()[-1500:] for file in self.folder.glob("*.log"))
 
     def call(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, env=self.environment, check=check, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            words, env=self.environment, check=check, capture_output=True, text=True, timeout=60
+        )
 
     def pid(self, daemon: str) -> int:
         return int((self.folder / f"{daemon}.pid").read_text())
@@ -122,12 +150,17 @@ class Slurm:
                 process.kill()
 
     def processes(self) -> list[psutil.Process]:
-        """What jobs run, however they were reparented: they carry the marker in their environment; the daemons aside."""
+        """What jobs run, however they were reparented: they carry the marker in their environment;
+        the daemons aside."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 daemon = process.name() in ("slurmctld", "slurmd", "slurmstepd")
-                if not daemon and process.environ().get(MARKER) == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    not daemon
+                    and process.environ().get(MARKER) == self.marker
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
@@ -142,14 +175,20 @@ class Slurm:
         return found
 
     def kill_node(self, name: str) -> None:
-        """A virtual node that loses its power: its daemon, its job steps and all that they run, at one blow."""
+        """A virtual node that loses its power: its daemon, its job steps and all that they run, at
+        one blow."""
         daemon = psutil.Process(self.pid(f"slurmd.{name}"))
         doomed = [daemon]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARKER) == self.marker and process.environ().get("SLURMD_NODENAME") == name:
+                if (
+                    process.environ().get(MARKER) == self.marker
+                    and process.environ().get("SLURMD_NODENAME") == name
+                ):
                     doomed.append(process)
-                    doomed += [parent for parent in process.parents() if parent.name() == "slurmstepd"]
+                    doomed += [
+                        parent for parent in process.parents() if parent.name() == "slurmstepd"
+                    ]
         for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -164,8 +203,21 @@ class Slurm:
 
     def wait_job(self, job: str, seconds: float = 240) -> list[JobState]:
         """Its states once it has ended."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-        until(lambda: bool(found := self.states(job)) and all(one.state in over for one in found), seconds, lambda: self.story(job))
+        over = (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+            "OUT_OF_MEMORY",
+            "BOOT_FAIL",
+            "DEADLINE",
+        )
+        until(
+            lambda: bool(found := self.states(job)) and all(one.state in over for one in found),
+            seconds,
+            lambda: self.story(job),
+        )
         until(lambda: not self.processes(), 20, lambda: f"left behind: {self.processes()}")
         return self.states(job)
 
@@ -180,7 +232,10 @@ class Bench:
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm, self.folder, self.results = slurm, folder, folder / "results"
         self.site = {"exclusive": False, "interface": "lo", "python": sys.executable, "requeues": 8}
-        self.environment = {**slurm.environment, "PARALLELISM_BENCH_CACHE": os.environ["PARALLELISM_BENCH_CACHE"]}
+        self.environment = {
+            **slurm.environment,
+            "PARALLELISM_BENCH_CACHE": os.environ["PARALLELISM_BENCH_CACHE"],
+        }
 
     def matrix(self, text: str) -> str:
         file = self.folder / "matrix.yaml"
@@ -189,7 +244,9 @@ class Bench:
 
     def call(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "bench", *words, "--results", str(self.results)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=120
+        )
         assert not check or done.returncode == 0, done.stderr
         return done
 
@@ -197,7 +254,9 @@ class Bench:
         """The job and run that were submitted."""
         site = self.folder / "site.yaml"
         site.write_text(json.dumps(self.site))
-        told: dict[str, Any] = json.loads(self.call("submit", "--site", str(site), "--json", "--no-report", *words).stdout)
+        told: dict[str, Any] = json.loads(
+            self.call("submit", "--site", str(site), "--json", "--no-report", *words).stdout
+        )
         return told
 
     def recorded(self, run_id: str) -> int:
@@ -210,10 +269,16 @@ class Bench:
     def open_trials(self, run_id: str) -> int:
         """Trials that have no final record yet; all of them where the run has not begun."""
         store = Store(self.results)
-        return len(Runner(store, kept_plan(store, run_id)).open_trials()) if run_id in store.run_ids() else 1
+        return (
+            len(Runner(store, kept_plan(store, run_id)).open_trials())
+            if run_id in store.run_ids()
+            else 1
+        )
 
     def log(self, run_id: str) -> str:
-        return "\n".join(file.read_text() for file in (self.results / "slurm" / run_id).glob("slurm-*.log"))
+        return "\n".join(
+            file.read_text() for file in (self.results / "slurm" / run_id).glob("slurm-*.log")
+        )
 
 
 def until(true: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "") -> None:
@@ -251,7 +316,9 @@ def running(folder: Path, count: int) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Slurm]:
     """As many nodes as the module's NODES says."""
     yield from running(tmp_path_factory.mktemp("slurm"), request.module.NODES)
 

@@ -1,4 +1,5 @@
-"""Twenty random kills over a matrix: whatever is hit, each trial ends in exactly one record, and nothing is left."""
+"""Twenty random kills over a matrix: whatever is hit, each trial ends in exactly one record, and
+nothing is left."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ KILLS = int(os.environ.get("BENCH_KILLS", "20"))
 TRIALS = max(10, KILLS // 2)
 MATRIX = f"""
 trials: {TRIALS}
-defaults: {{workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 4, devices: 2, time_limit_seconds: 40}}
+defaults:
+  workload: llama-nano
+  sequence_length: 32
+  batch: 8
+  warmup_steps: 1
+  timed_steps: 4
+  devices: 2
+  time_limit_seconds: 40
 cells:
   - {{strategy: faulty, options: {{fault: slow}}, nodes: [1, 2]}}
   - {{strategy: [ddp, fsdp2], nodes: 2}}
@@ -30,9 +38,17 @@ cells:
 def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
     """What may be killed of a kind: a rank, an agent, the head or the shell of the batch step."""
     if kind == "rank":  # forked by a fork server, without a new command line
-        return [p for p in slurm.of_kind("multiprocessing.forkserver") if "forkserver" in " ".join(p.parent().cmdline())]
+        return [
+            p
+            for p in slurm.of_kind("multiprocessing.forkserver")
+            if "forkserver" in " ".join(p.parent().cmdline())
+        ]
     if kind == "shell":  # of the batch step, not one that keeps an agent
-        return [p for p in slurm.of_kind("bash slurm/multinode.sbatch") if p.parent().name() == "slurmstepd"]
+        return [
+            p
+            for p in slurm.of_kind("bash slurm/multinode.sbatch")
+            if p.parent().name() == "slurmstepd"
+        ]
     words = {"agent": "-m harness.agent", "head": "-m bench run"}[kind]
     return [p for p in slurm.of_kind(words) if p.name().startswith("python")]
 
@@ -53,14 +69,19 @@ def strike(slurm: Slurm, kind: str, chance: random.Random) -> bool:
 @pytest.mark.timeout(30 * KILLS)
 def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: Bench) -> None:
     chance = random.Random(6)
-    kinds = [kind for kind in ("rank", "agent", "head", "shell", "controller") for _ in range(KILLS // 5)]
+    kinds = [
+        kind for kind in ("rank", "agent", "head", "shell", "controller") for _ in range(KILLS // 5)
+    ]
     chance.shuffle(kinds)
     matrix = bench.matrix(MATRIX)
     told = bench.submit("--matrix", matrix, "--nodes", "2")
     run_id, jobs, struck = told["run_id"], [told["job"]], []
 
     def over() -> bool:
-        return all(one.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING") for one in slurm.states(jobs[-1]))
+        return all(
+            one.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+            for one in slurm.states(jobs[-1])
+        )
 
     begun = time.monotonic()
     while kinds and time.monotonic() - begun < 24 * KILLS:
@@ -69,7 +90,11 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
                 break  # done before all was killed that was to be
             jobs.append(bench.submit("--matrix", matrix, "--nodes", "2", "--run", run_id)["job"])
         recorded = bench.recorded(run_id)
-        until(lambda: over() or bench.recorded(run_id) > recorded, 120, lambda: slurm.story(jobs[-1]))  # noqa: B023
+        until(
+            lambda recorded=recorded: over() or bench.recorded(run_id) > recorded,
+            120,
+            lambda: slurm.story(jobs[-1]),
+        )
         time.sleep(chance.uniform(0.0, 2.0))
         if not over() and strike(slurm, kinds[-1], chance):
             struck.append(kinds.pop())
@@ -79,9 +104,14 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
             break
         jobs.append(bench.submit("--matrix", matrix, "--nodes", "2", "--run", run_id)["job"])
     trials = bench.load(run_id).trials
-    print(f"{len(struck)} kills ({', '.join(struck)}), {len(jobs)} jobs, {trials['status'].value_counts().to_dict()}")
+    print(
+        f"{len(struck)} kills ({', '.join(struck)}), {len(jobs)} jobs,"
+        f" {trials['status'].value_counts().to_dict()}"
+    )
     assert len(struck) == KILLS
     once_each(trials, 4, TRIALS)
     assert set(trials["status"]) <= {"ok", "failed", "interrupted", "unavailable"}
-    assert (trials["status"] == "ok").sum() >= 4 * TRIALS - KILLS, "the run recovers: a kill costs a trial or two"
+    assert (trials["status"] == "ok").sum() >= 4 * TRIALS - KILLS, (
+        "the run recovers: a kill costs a trial or two"
+    )
     assert not slurm.processes()

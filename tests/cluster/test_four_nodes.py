@@ -1,4 +1,5 @@
-"""A SLURM of four nodes: cells over one, two and four of them in one job; a lost node costs its trial, and a spare one takes its place."""
+"""A SLURM of four nodes: cells over one, two and four of them in one job; a lost node costs its
+trial, and a spare one takes its place."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ NODES = 4
 
 MATRIX = """
 trials: 3
-defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 9, strategy: faulty, options: {fault: slow}}
+defaults:
+  workload: llama-nano
+  sequence_length: 32
+  batch: 8
+  warmup_steps: 1
+  timed_steps: 9
+  strategy: faulty
+  options: {fault: slow}
 cells:
   - {devices: 4, nodes: [1, 2, many]}
 """
@@ -24,9 +32,16 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(slurm: Slurm, bench: Bench) 
     once_each(trials, 3, 3)
     before, after = trials[trials["trial"] == 0], trials.sort_values("position").iloc[4:]
     assert set(before["status"]) == {"ok"}, before["reason"]
-    assert {tuple(names) for names in before["node_names"]} == {(), ("n1", "n2"), ("n1", "n2", "n3", "n4")}
+    assert {tuple(names) for names in before["node_names"]} == {
+        (),
+        ("n1", "n2"),
+        ("n1", "n2", "n3", "n4"),
+    }
     assert set(before["parity_verdict"]) == {"exact"}
-    assert all("node n2 was lost: its agent is gone" in reason for reason in trials[trials["status"] == "failed"]["reason"])
+    assert all(
+        "node n2 was lost: its agent is gone" in reason
+        for reason in trials[trials["status"] == "failed"]["reason"]
+    )
     assert len(trials[trials["status"] == "failed"]) <= 1, "one trial at most is lost with a node"
     assert set(after[after["nodes"] == 1]["status"]) == {"ok"}
     assert set(after[after["nodes"] == 4]["status"]) <= {"unavailable"}

@@ -1,4 +1,5 @@
-"""Jobs on a SLURM of two nodes: what is submitted runs, is verified, goes on after whatever happens, and leaves nothing."""
+"""Jobs on a SLURM of two nodes: what is submitted runs, is verified, goes on after whatever
+happens, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,14 @@ cells:
 # Trials of about 4 s, on one node or on two: long enough to be hit.
 LONG = """
 trials: TRIALS
-defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 12, strategy: faulty, options: {fault: slow}}
+defaults:
+  workload: llama-nano
+  sequence_length: 32
+  batch: 8
+  warmup_steps: 1
+  timed_steps: 12
+  strategy: faulty
+  options: {fault: slow}
 cells:
   - {devices: 2, nodes: [1, 2]}
 """
@@ -43,9 +51,12 @@ def long(trials: int) -> str:
 
 
 def once_each(trials: pd.DataFrame, cells: int, count: int) -> None:
-    """Every trial of every cell has one final record; interrupted attempts come before it, numbered without a gap."""
+    """Every trial of every cell has one final record; interrupted attempts come before it, numbered
+    without a gap."""
     final = trials[trials["status"] != "interrupted"]
-    assert sorted(final.groupby("cell_id").size()) == [count] * cells, trials[["cell_name", "trial", "attempt", "status", "reason"]]
+    assert sorted(final.groupby("cell_id").size()) == [count] * cells, trials[
+        ["cell_name", "trial", "attempt", "status", "reason"]
+    ]
     assert not final.duplicated(["cell_id", "trial"]).any()
     for _, attempts in trials.groupby(["cell_id", "trial"]):
         assert sorted(attempts["attempt"]) == list(range(1, len(attempts) + 1))
@@ -53,15 +64,27 @@ def once_each(trials: pd.DataFrame, cells: int, count: int) -> None:
 
 def test_two_node_cells_train_the_same(slurm: Slurm, bench: Bench) -> None:
     told = bench.submit("--matrix", bench.matrix(PARITY), "--nodes", "2")
-    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"], slurm.story(told["job"])
+    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"], slurm.story(
+        told["job"]
+    )
     found = bench.load(told["run_id"])
     trials = found.trials.set_index("label")
     ran = trials[trials["devices"] == 2]
-    assert set(ran.index) == {"ddp", "fsdp2", "horovod", "deepspeed(stage=3)", "pipeline(micro_batches=2)"}
+    assert set(ran.index) == {
+        "ddp",
+        "fsdp2",
+        "horovod",
+        "deepspeed(stage=3)",
+        "pipeline(micro_batches=2)",
+    }
     assert set(ran["parity_verdict"]) == {"exact"}, ran[["reason", "log_tail"]]
     assert all(list(names) == ["n1", "n2"] for names in ran["node_names"])
     allocation = json.loads(found.runs.iloc[0]["allocation"])
-    assert (allocation["job"], allocation["nodes"], allocation["partition"]) == (told["job"], "n[1-2]", "test")
+    assert (allocation["job"], allocation["nodes"], allocation["partition"]) == (
+        told["job"],
+        "n[1-2]",
+        "test",
+    )
     assert trials[trials["devices"] == 3]["status"].item() == "unavailable"
     # The first launch waits for the agents' imports; the others find them warm.
     assert ran.sort_values("position")["startup_seconds"].iloc[1:].min() < 1.5
@@ -72,9 +95,14 @@ def test_two_node_cells_train_the_same(slurm: Slurm, bench: Bench) -> None:
 
 
 def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
-    matrix = f"trials: 2\ndefaults: {SMALL}\ncells:\n  - {{strategy: [single, ddp, collectives, zero_redundancy]}}\n"
+    matrix = (
+        f"trials: 2\ndefaults: {SMALL}\ncells:\n  - {{strategy: [single, ddp, collectives,"
+        " zero_redundancy]}\n"
+    )
     told = bench.submit("--matrix", bench.matrix(matrix), "--array", "2", "--set", "timed_steps=4")
-    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"] * 2, slurm.story(told["job"])
+    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"] * 2, slurm.story(
+        told["job"]
+    )
     assert bench.load(told["run_id"]).runs.shape[0] == 1
     once_each(bench.load(told["run_id"]).trials, 4, 2)
     logs = sorted((bench.results / "slurm" / told["run_id"]).glob("slurm-*_*.log"))
@@ -83,7 +111,8 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
 
 
 def test_a_time_limit_ends_the_job_and_it_goes_on(slurm: Slurm, bench: Bench) -> None:
-    """SLURM warns between 0 and 60 s before it was asked to; the job requeues itself and resumes, and loses one trial at most."""
+    """SLURM warns between 0 and 60 s before it was asked to; the job requeues itself and resumes,
+    and loses one trial at most."""
     bench.site["warn_seconds"] = 65
     told = bench.submit("--matrix", bench.matrix(long(6)), "--nodes", "2", "--time", "2")
     states = slurm.wait_job(told["job"], 300)
@@ -97,14 +126,20 @@ def test_a_time_limit_ends_the_job_and_it_goes_on(slurm: Slurm, bench: Bench) ->
 
 def test_a_cancelled_job_says_so_and_its_run_can_go_on(slurm: Slurm, bench: Bench) -> None:
     told = bench.submit("--matrix", bench.matrix(long(2)), "--nodes", "2")
-    until(lambda: bench.recorded(told["run_id"]) >= 1 and bool(slurm.of_kind("forkserver")), 90, lambda: slurm.story(told["job"]))
+    until(
+        lambda: bench.recorded(told["run_id"]) >= 1 and bool(slurm.of_kind("forkserver")),
+        90,
+        lambda: slurm.story(told["job"]),
+    )
     time.sleep(1.5)  # into the next trial, of 4 s
     slurm.call("scancel", told["job"])
     assert [job.state for job in slurm.wait_job(told["job"])] == ["CANCELLED"]
     trials = bench.load(told["run_id"]).trials
     assert (trials["status"] == "interrupted").sum() == 1, slurm.story(told["job"])
     again = bench.submit("--matrix", bench.matrix(long(2)), "--nodes", "2", "--run", told["run_id"])
-    assert [job.state for job in slurm.wait_job(again["job"])] == ["COMPLETED"], slurm.story(again["job"])
+    assert [job.state for job in slurm.wait_job(again["job"])] == ["COMPLETED"], slurm.story(
+        again["job"]
+    )
     once_each(bench.load(told["run_id"]).trials, 2, 2)
 
 
@@ -113,7 +148,9 @@ def test_a_controller_that_is_started_anew_disturbs_nothing(slurm: Slurm, bench:
     until(lambda: bench.recorded(told["run_id"]) >= 1, 90, lambda: slurm.story(told["job"]))
     end(slurm.pid("slurmctld"), signal.SIGKILL)
     slurm.daemon("slurmctld")
-    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"], slurm.story(told["job"])
+    assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"], slurm.story(
+        told["job"]
+    )
     trials = bench.load(told["run_id"]).trials
     once_each(trials, 2, 2)
     assert set(trials["status"]) == {"ok"}
@@ -142,10 +179,16 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     slurm: Slurm, bench: Bench, webhook: tuple[list[str], str]
 ) -> None:
     planted, heard = bench.folder / "planted", bench.folder / "heard"
-    matrix = f"trials: 3\ndefaults: {SMALL}\ncells:\n  - {{strategy: planted, devices: 2, options: {{file: {planted}}}}}\n"
+    matrix = (
+        f"trials: 3\ndefaults: {SMALL}\ncells:\n  - {{strategy: planted, devices: 2, options:"
+        f" {{file: {planted}}}}}\n"
+    )
     posted, address = webhook
     letter = bench.folder / "letter"
-    bench.site["prologue"] = [f'mail() {{ echo "$@" > {letter}; cat >> {letter}; }}', "export -f mail"]
+    bench.site["prologue"] = [
+        f'mail() {{ echo "$@" > {letter}; cat >> {letter}; }}',
+        "export -f mail",
+    ]
     bench.site["nightly"] = {
         "publish": str(bench.folder / "pages"),
         "textfile": str(bench.folder),
@@ -167,7 +210,9 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
             assert not heard.exists()
             assert not letter.exists()
             assert not posted
-            assert 'outcome="well"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
+            assert (
+                'outcome="well"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
+            )
     assert outcomes == ["COMPLETED", "COMPLETED", "FAILED"], slurm.story(told["job"])
     assert 'outcome="regression"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
     assert heard.read_text().strip() == "regression"
@@ -176,16 +221,27 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     assert letter.read_text().startswith("-s parallelism-bench: regression in night ")
     assert letter.read_text().splitlines()[0].endswith(" owner@cluster.example")
     assert "slower" in letter.read_text()
-    assert ["regression" in json.loads(text)["text"] and "slower" in json.loads(text)["text"] for text in posted] == [True]
+    assert [
+        "regression" in json.loads(text)["text"] and "slower" in json.loads(text)["text"]
+        for text in posted
+    ] == [True]
 
     def following() -> list[str]:
-        return slurm.call("squeue", "-h", "-n", "bench-nightly-matrix", "-o", "%i %T %r").stdout.split()
+        return slurm.call(
+            "squeue", "-h", "-n", "bench-nightly-matrix", "-o", "%i %T %r"
+        ).stdout.split()
 
-    until(lambda: following()[1:] == ["PENDING", "BeginTime"], 30, lambda: f"the next night waits for its hour: {following()}")
+    until(
+        lambda: following()[1:] == ["PENDING", "BeginTime"],
+        30,
+        lambda: f"the next night waits for its hour: {following()}",
+    )
     slurm.call("scancel", following()[0])
     runs = bench.results / "runs"
     pages = {page.name for page in (bench.folder / "pages").glob("*.html")}
     assert {f"{run.stem}.html" for run in runs.glob("*.parquet")} <= pages
     _, second, third = sorted(run.stem for run in runs.glob("*.parquet"))
-    assert (bench.results / "slurm" / "nightly" / "last-good").read_text().strip() == second, "the bad night is no measure for the next"
+    assert (bench.results / "slurm" / "nightly" / "last-good").read_text().strip() == second, (
+        "the bad night is no measure for the next"
+    )
     assert f"{third}-against-the-last-good-night.html" in pages

@@ -1,1 +1,2 @@
-"""The GPU paths, proved without a GPU; each test says which finding of the reading of these paths it guards."""
+"""The GPU paths, proved without a GPU; each test says which finding of the reading of these paths
+it guards."""

@@ -1,4 +1,5 @@
-"""What `make setup-cuda-check` looks at in an environment with torch's CUDA build, with a GPU or without one."""
+"""What `make setup-cuda-check` looks at in an environment with torch's CUDA build, with a GPU or
+without one."""
 
 from __future__ import annotations
 
@@ -10,9 +11,17 @@ import torch
 
 def main() -> int:
     assert torch.version.cuda, (
-        f"torch {torch.__version__} has no CUDA: the package index serves another build, or a local source hides its own"
+        f"torch {torch.__version__} has no CUDA: the package index serves another build, or a local"
+        " source hides its own"
     )
-    print("torch", torch.__version__, "with CUDA", torch.version.cuda, "and NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    print(
+        "torch",
+        torch.__version__,
+        "with CUDA",
+        torch.version.cuda,
+        "and NCCL",
+        ".".join(map(str, torch.cuda.nccl.version())),
+    )
     print("Horovod: NCCL", horovod())
     print("DeepSpeed beside CUDA:", ", ".join(deepspeed()))
     assert not torch.cuda.is_initialized(), "an import initialised CUDA"
@@ -20,7 +29,8 @@ def main() -> int:
 
 
 def horovod() -> int:
-    """The code of the NCCL version that Horovod was built with; everything that its extension needs is resolved at once."""
+    """The code of the NCCL version that Horovod was built with; everything that its extension needs
+    is resolved at once."""
     before = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_NOW)
     import horovod.torch as hvd
@@ -36,7 +46,8 @@ def horovod() -> int:
 
 
 def deepspeed() -> list[str]:
-    """Its parts on the host, which are built for a CPU, as a rank on a GPU loads them; raises where it would compile one."""
+    """Its parts on the host, which are built for a CPU, as a rank on a GPU loads them; raises where
+    it would compile one."""
     from harness.strategies import _deepspeed
 
     _deepspeed.settle("cuda", 1)
@@ -50,7 +61,11 @@ def deepspeed() -> list[str]:
     OpBuilder.jit_load = compiles
     assert get_accelerator()._name == "cuda"
     builders = (CPUAdamBuilder(), AsyncIOBuilder())
-    return [builder.load().__name__ for builder in builders if builder.name in _deepspeed.compiled_parts()]
+    return [
+        builder.load().__name__
+        for builder in builders
+        if builder.name in _deepspeed.compiled_parts()
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One rank of a world of any size, on tensors without data: what a strategy sets up and does in a step.
+"""One rank of a world of any size, on tensors without data: what a strategy sets up and does in a
+step.
 
 The strategy's own code and torch's run as they are, on fake tensors (they have shape, dtype and
 device, and no values) of type `cpu`, or of the type that the environment variable
@@ -130,7 +131,8 @@ def substitutes(job: Job) -> Iterator[Substitute]:
 
 
 def operators(job: Job) -> dict[Any, Function]:
-    """Answers to questions about values and addresses: (fake mode, operator, arguments) -> result."""
+    """Answers to questions about values and addresses: (fake mode, operator, arguments) ->
+    result."""
     aten = torch.ops.aten
 
     def item(mode: Any, func: Any, tensor: Tensor) -> float:
@@ -162,7 +164,8 @@ def outside(function: Function) -> Function:
 
 
 def only_what_changes(swap: Function) -> Function:
-    """Fake parameters are exchanged also for themselves; weak references to them do not matter here."""
+    """Fake parameters are exchanged also for themselves; weak references to them do not matter
+    here."""
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
 
     def call(parameter: Tensor, moved: Tensor) -> None:

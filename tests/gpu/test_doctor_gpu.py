@@ -43,14 +43,30 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("change", "what", "mend"),
     [
-        ({"enforced_limit_milliwatts": 500_000}, "power limit is 500 W where 700 W", "sudo nvidia-smi -i 3 -pl 700"),
+        (
+            {"enforced_limit_milliwatts": 500_000},
+            "power limit is 500 W where 700 W",
+            "sudo nvidia-smi -i 3 -pl 700",
+        ),
         ({"persistent": False}, "persistence mode is off", "sudo nvidia-smi -i 3 -pm 1"),
         ({"ecc": False}, "error correction (ECC) is off", "sudo nvidia-smi -i 3 -e 1"),
-        ({"reasons": pynvml.nvmlClocksEventReasonUserDefinedClocks}, "clocks are locked", "sudo nvidia-smi -i 3 -rgc"),
-        ({"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown}, "thermal slowdown", "better cooling"),
+        (
+            {"reasons": pynvml.nvmlClocksEventReasonUserDefinedClocks},
+            "clocks are locked",
+            "sudo nvidia-smi -i 3 -rgc",
+        ),
+        (
+            {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown},
+            "thermal slowdown",
+            "better cooling",
+        ),
         ({"celsius": 91}, "91 degrees", "better cooling"),
         ({"uncorrected_errors": 2}, "2 errors of its memory", "restart the host"),
-        ({"processes": [(4242, 3 * GIB), (4243, None)]}, "with 3.0 GiB: 4242 4243", "kill 4242 4243"),
+        (
+            {"processes": [(4242, 3 * GIB), (4243, None)]},
+            "with 3.0 GiB: 4242 4243",
+            "kill 4242 4243",
+        ),
     ],
 )
 def test_each_trouble_of_a_gpu_is_told_with_its_command(
@@ -73,15 +89,22 @@ def test_this_process_is_no_neighbour_of_itself(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("torch_for_gpus")
 def test_slices_cores_and_missing_links_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("slice of a GPU (MIG)" in what for _, what, _ in found(monkeypatch, fake_nvml.a100_in_slices()))
+    assert any(
+        "slice of a GPU (MIG)" in what
+        for _, what, _ in found(monkeypatch, fake_nvml.a100_in_slices())
+    )
     host = fake_nvml.h100_node()
     for number in (0, 1):
         host.gpus[number] = replace(host.gpus[number], links=[])
     told = found(monkeypatch, host)
-    assert {subject for subject, _, _ in told} == {f"GPUs {a} and {b}" for a in (0, 1) for b in range(8) if b > a}
+    assert {subject for subject, _, _ in told} == {
+        f"GPUs {a} and {b}" for a in (0, 1) for b in range(8) if b > a
+    }
     assert all("no NVLink is active" in what for _, what, _ in told)
     monkeypatch.setattr("harness.cores.allowed_cores", lambda: list(range(4)))
-    assert ("CPU", "4 cores for 8 GPUs") in [(one[0], one[1]) for one in found(monkeypatch, fake_nvml.h100_node())]
+    assert ("CPU", "4 cores for 8 GPUs") in [
+        (one[0], one[1]) for one in found(monkeypatch, fake_nvml.h100_node())
+    ]
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
@@ -89,7 +112,10 @@ def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     """Finding 18: the driver is older than torch's CUDA."""
     host = fake_nvml.h100_node()
     host.driver, host.cuda = "570.86.15", 12080
-    assert any("runs CUDA up to 12.8" in what and "driver 580" in what for _, what, _ in found(monkeypatch, host))
+    assert any(
+        "runs CUDA up to 12.8" in what and "driver 580" in what
+        for _, what, _ in found(monkeypatch, host)
+    )
 
 
 def test_nothing_is_asked_of_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +135,26 @@ def test_a_hosts_clocks_are_told(tmp_path: Path) -> None:
         (system / name).parent.mkdir(parents=True, exist_ok=True)
         (system / name).write_text(text + "\n")
     told = {one.what: one.mend for one in host_troubles(tmp_path)}
-    assert told["1 cores have the frequency governor powersave"] == "sudo cpupower frequency-set -g performance"
+    assert (
+        told["1 cores have the frequency governor powersave"]
+        == "sudo cpupower frequency-set -g performance"
+    )
     assert "no_turbo" in told["turbo is on"]
     assert "two hardware threads share each core (SMT)" in told
     (system / "intel_pstate/no_turbo").write_text("1\n")
     assert "turbo is on" not in {one.what for one in host_troubles(tmp_path)}
 
 
-def test_memory_that_containers_limit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_containers_limit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Docker gives /dev/shm 64 MiB."""
     import shutil
     from types import SimpleNamespace
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20, free=0))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20, free=0)
+    )
     small = shared_memory_trouble()
     assert small
     assert "has 64 MiB" in small.what
@@ -134,11 +167,15 @@ def test_memory_that_containers_limit_is_told(tmp_path: Path, monkeypatch: pytes
     assert locked_memory_trouble(tmp_path, limit=-1) is None
 
 
-def test_doctor_prints_them_and_gives_them_to_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_them_and_gives_them_to_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from bench.cli import app
     from harness.checks import Trouble
 
-    monkeypatch.setattr("harness.checks.troubles", lambda: [Trouble("GPU 0", "is hot", "clocks fall", "wait")])
+    monkeypatch.setattr(
+        "harness.checks.troubles", lambda: [Trouble("GPU 0", "is hot", "clocks fall", "wait")]
+    )
     monkeypatch.setattr(sys.modules["bench.cli.doctor"], "_strategies", dict)
     app(["doctor"], standalone_mode=False)
     assert "GPU 0: is hot; clocks fall" in capsys.readouterr().out

@@ -5,43 +5,63 @@ import pytest
 from harness.worker import failure, no_memory
 
 NO_MEMORY = [
-    # torch/csrc: TORCH_CUDABLAS_CHECK, "CUDA error: ", the status's name, " when calling `", the call
+    # torch/csrc: TORCH_CUDABLAS_CHECK, "CUDA error: ", the status's name, " when calling `", the
+    # call
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    (
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some"
+        " other API call"
+    ),
     # torch's NCCLUtils.cpp, with what NCCL said last (src/include/checks.h and alloc.h)
     (
-        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.3\n"
-        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version"
+        " 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure"
+        " 2 'out of memory'"
     ),
     (
-        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.3\n"
-        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 6291456 bytes"
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version"
+        " 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to"
+        " CUDA calloc 6291456 bytes"
     ),
 ]
 LOST_PEER = [
     # torch's NCCLUtils.cpp: ncclGetErrorString and getNcclErrorDetailStr
-    "NCCL error in: ../NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.26.2",
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
     (
-        "NCCL error in: ../ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\n"
-        "socketProgress: Connection closed by remote peer node1<36184>"
-    ),  # NCCL's src/misc/socket.cc
-    "NCCL communicator was aborted on rank 1. ",  # NCCLComm::getNcclComm
-    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",  # c10d/TCPStore
-]
-OWN_FAILURE = [
-    # ProcessGroupNCCL.cpp: ranks that do different things wait for each other, and all of them are there
-    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 ms",
-    (
-        "NCCL error in: ../NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
-        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"
+        "NCCL error in: ../NCCLUtils.cpp:77, remote process exited or there was a network error,"
+        " NCCL version 2.26.2"
     ),
     (
-        "NCCL error in: ../NCCLUtils.cpp:94, unhandled system error\n"
-        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
+        " prematurely."
+    ),
+    (  # NCCL's src/misc/socket.cc
+        "NCCL error in: ../ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\n"
+        "socketProgress: Connection closed by remote peer node1<36184>"
+    ),
+    "NCCL communicator was aborted on rank 1. ",  # NCCLComm::getNcclComm
+    (  # c10d/TCPStore
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown"
+        " or crash?"
+    ),
+]
+OWN_FAILURE = [
+    # ProcessGroupNCCL.cpp: ranks that do different things wait for each other, and all of them are
+    # there
+    (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7,"
+        " OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 ms"
+    ),
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for"
+        " details)\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast"
+        " error:\nDuplicate GPU detected : rank 0 and rank 1"
+    ),
+    (
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled system error\nncclSystemError: System call"
+        " (e.g. socket, malloc) or external library call failed or device error."
     ),
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
 ]
@@ -64,7 +84,8 @@ def test_finding_21_a_lost_peer_is_known_by_nccls_words(text: str) -> None:
 
 @pytest.mark.parametrize("text", OWN_FAILURE)
 def test_finding_21_what_a_rank_did_itself_stays_its_own_failure(text: str) -> None:
-    """A collective that timed out, a wrong call, a kernel that failed: the cause is here as well as anywhere."""
+    """A collective that timed out, a wrong call, a kernel that failed: the cause is here as well as
+    anywhere."""
     found = failure(RuntimeError(text))
     assert (found["status"], found["consequence"]) == ("failed", False)
     assert not no_memory(text)

@@ -1,4 +1,5 @@
-"""Set-up and a step of torch's own strategies on tensors without data: what they make is where it should be.
+"""Set-up and a step of torch's own strategies on tensors without data: what they make is where it
+should be.
 
 On fake CPU tensors, or with `python -m tests.gpu.fake_cuda` on fake CUDA ones, where a tensor that
 was left in host memory shows. Tensors without data cannot tell whether a training is right:

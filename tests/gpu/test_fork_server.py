@@ -1,4 +1,5 @@
-"""Finding 1: ranks are forked from a process that has imported their libraries and must not have initialised CUDA."""
+"""Finding 1: ranks are forked from a process that has imported their libraries and must not have
+initialised CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from harness.prepared import packages
 
 ROOT = Path(__file__).parents[2]
 
-# torch is made to look like a CUDA build that sees a GPU; whatever would initialise CUDA is noted and stopped.
+# torch is made to look like a CUDA build that sees a GPU; whatever would initialise CUDA is noted
+# and stopped.
 TRIPWIRE = """
 import os, sys, traceback
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it for the fork server
@@ -41,8 +43,18 @@ def run_with_tripwire(code: str, **environment: str) -> list[str]:
     """What would have initialised CUDA while this code ran in a new process."""
     end = "\nsys.stderr.write('TRIPWIRE ' + ' || '.join(calls) + '\\n')"
     command = [sys.executable, "-c", TRIPWIRE + code + end]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=250)
-    line = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("TRIPWIRE")), None)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    line = next(
+        (line for line in reversed(done.stderr.splitlines()) if line.startswith("TRIPWIRE")), None
+    )
     assert line is not None, done.stderr
     return [call for call in line.removeprefix("TRIPWIRE ").split(" || ") if call]
 
@@ -50,7 +62,9 @@ def run_with_tripwire(code: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize("matrix", ["full", "quick"])
 def test_nothing_that_the_fork_server_imports_initialises_cuda(matrix: str) -> None:
     """All that is imported for an 8-GPU host's cells, as harness/warm.py imports it."""
-    wanted = packages(expand(read_matrix(matrix), Host("cuda", 8, 80 * 2**30)).cells)  # the plan's process is not forked from
+    wanted = packages(
+        expand(read_matrix(matrix), Host("cuda", 8, 80 * 2**30)).cells
+    )  # the plan's process is not forked from
     calls = run_with_tripwire(f"""
 import harness.imports, harness.registry, harness.worker
 
@@ -61,7 +75,8 @@ harness.registry.strategies()
 
 
 def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
-    """The process that plans a run lives as long as the run: a context of its own would take memory of GPU 0 from every trial."""
+    """The process that plans a run lives as long as the run: a context of its own would take memory
+    of GPU 0 from every trial."""
     planning = """
 import os, sys
 import pytest
@@ -84,7 +99,9 @@ assert model_facts(make_workload("llama-nano+nf4+lora"), 64).trained_bytes > 0
 
 
 def test_the_tripwire_catches_an_import_that_does() -> None:
-    calls = run_with_tripwire("import contextlib\nwith contextlib.suppress(Exception):\n    import bitsandbytes")
+    calls = run_with_tripwire(
+        "import contextlib\nwith contextlib.suppress(Exception):\n    import bitsandbytes"
+    )
     assert calls
     assert "bitsandbytes" in calls[0]
 
@@ -100,13 +117,17 @@ def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
     from harness.preload import to_preload
 
     assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=True) == ["deepspeed"]
-    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == ["deepspeed", "a_plugins_library"]
+    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == [
+        "deepspeed",
+        "a_plugins_library",
+    ]
 
 
 STUB = """
 static int initialized = 0;
 int cuInit(unsigned flags) { initialized = 1; return 0; }
-int cuDeviceGetCount(int *count) { *count = 1; return initialized ? 0 : 3; } /* 3: CUDA_ERROR_NOT_INITIALIZED */
+/* 3: CUDA_ERROR_NOT_INITIALIZED */
+int cuDeviceGetCount(int *count) { *count = 1; return initialized ? 0 : 3; }
 """
 
 
@@ -114,7 +135,15 @@ def test_a_driver_that_was_initialised_behind_torchs_back_is_noticed(tmp_path: P
     """With a driver library of our own that keeps CUDA's rule: no answer before cuInit."""
     (tmp_path / "cuda.c").write_text(STUB)
     library = tmp_path / "libcuda.so.1"
-    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(tmp_path / "cuda.c")]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(library),
+        str(tmp_path / "cuda.c"),
+    ]
     subprocess.run(command, check=True)
     code = f"""
 import ctypes
@@ -127,7 +156,9 @@ driver.cuInit(0)
 answers.append(cuda_is_initialized())
 print(answers)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[False, False, True]"
 
 
@@ -135,6 +166,8 @@ def test_a_rank_names_the_import_that_took_cuda_from_it(monkeypatch: pytest.Monk
     from harness.worker import _require_cuda
 
     _require_cuda()
-    monkeypatch.setitem(sys.modules, "harness.warm", SimpleNamespace(INITIALIZED_CUDA="package greedy"))
+    monkeypatch.setitem(
+        sys.modules, "harness.warm", SimpleNamespace(INITIALIZED_CUDA="package greedy")
+    )
     with pytest.raises(RuntimeError, match="importing package greedy initialised CUDA"):
         _require_cuda()

@@ -48,18 +48,38 @@ def test_the_list_is_one_of_commands_that_there_are() -> None:
         ([{"status": "failed"}], "out_of_memory", "refuted"),
     ],
 )
-def test_a_claim_is_confirmed_by_what_its_cells_did(cells: list[dict[str, Any]], status: str, verdict: str) -> None:
+def test_a_claim_is_confirmed_by_what_its_cells_did(
+    cells: list[dict[str, Any]], status: str, verdict: str
+) -> None:
     found, reason = check.judge(STEP.model_copy(update={"status": status}), {"cells": cells})
     assert found == verdict
     assert reason
 
 
-def test_steps_run_go_on_and_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real cell on the CPU, one that fails, one that is out of time: none ends the others, and --resume does what is open."""
-    monkeypatch.setattr(check, "host_facts", lambda: {"initialises_cuda": {"bad": True, "good": False}})
-    small = ["--only", "single", "--trials", "1", "--set", "workload=llama-micro", "--set", "batch=2"]
+def test_steps_run_go_on_and_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real cell on the CPU, one that fails, one that is out of time: none ends the others, and
+    --resume does what is open."""
+    monkeypatch.setattr(
+        check, "host_facts", lambda: {"initialises_cuda": {"bad": True, "good": False}}
+    )
+    small = [
+        "--only",
+        "single",
+        "--trials",
+        "1",
+        "--set",
+        "workload=llama-micro",
+        "--set",
+        "batch=2",
+    ]
     steps = [
-        {"name": "a cell", "words": ["run", "--matrix", "smoke", *small, "--set", "sequence_length=16"], "limit_seconds": 120},
+        {
+            "name": "a cell",
+            "words": ["run", "--matrix", "smoke", *small, "--set", "sequence_length=16"],
+            "limit_seconds": 120,
+        },
         {"name": "a mistake", "words": ["run", "--matrix", "nowhere"], "limit_seconds": 60},
         {"name": "too slow", "words": ["run", "--matrix", "full"], "limit_seconds": 1},
     ]
@@ -81,21 +101,35 @@ def test_steps_run_go_on_and_are_judged(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(typer.Exit):
         gpu_check(file, resume=True, budget_seconds=0, steps=listed)
     again = check.Report.read(file)
-    assert next(one for one in again.outcomes if one.name == "a cell") == before, "what is settled does not run again"
-    assert "--resume goes on" in next(one for one in again.outcomes if one.name == "too slow").reason
+    assert next(one for one in again.outcomes if one.name == "a cell") == before, (
+        "what is settled does not run again"
+    )
+    assert (
+        "--resume goes on" in next(one for one in again.outcomes if one.name == "too slow").reason
+    )
 
 
 def test_a_step_past_its_limit_leaves_no_process() -> None:
     """What it started is killed with it."""
     import psutil
 
-    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); time.sleep(99)"
+    child = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(99)']); time.sleep(99)"
+    )
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     code, _, _ = check.command([sys.executable, "-c", child], 2.0)
     assert code is None
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and "time.sleep(99)" in " ".join(p.info["cmdline"])]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if p.info["cmdline"] and "time.sleep(99)" in " ".join(p.info["cmdline"])
+    ]
     assert not [p for p in left if p.pid not in before]
 
 
 def test_imports_are_asked_in_processes_of_their_own(tmp_path: Path) -> None:
-    assert check.imports_that_initialise(["json", "no_such_module"]) == {"json": False, "no_such_module": None}
+    assert check.imports_that_initialise(["json", "no_such_module"]) == {
+        "json": False,
+        "no_such_module": None,
+    }

@@ -1,4 +1,5 @@
-"""Finding 3: the CPU's generator gives other weights than a GPU's, so every rank of a GPU cell draws on a GPU."""
+"""Finding 3: the CPU's generator gives other weights than a GPU's, so every rank of a GPU cell
+draws on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from harness.trial import TrialSpec
 from harness.workloads import Workload, make_workload, prepare_data
 
 OFFLOADED = [("fairscale_fsdp", {"cpu_offload": True}), ("fsdp2", {"cpu_offload": True})]
-JOINS_FIRST = {"accelerate", "deepspeed", "deepspeed_pipeline", "horovod", "tiled_linear", "trainer"}
+JOINS_FIRST = {
+    "accelerate",
+    "deepspeed",
+    "deepspeed_pipeline",
+    "horovod",
+    "tiled_linear",
+    "trainer",
+}
 """Their libraries join the other ranks before there is a model."""
 
 
@@ -100,7 +108,8 @@ def test_every_rank_draws_its_weights_on_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 3: a parameter server and a rank that offloads drew theirs with the CPU's generator."""
+    """Finding 3: a parameter server and a rank that offloads drew theirs with the CPU's
+    generator."""
     cell, layout = cell_of(name, options)
     for rank in range(layout.processes):
         with monkeypatch.context() as patched:

@@ -13,9 +13,18 @@ from harness.worker import _prepare_process
 
 
 @pytest.mark.parametrize(("links", "kept"), [("10gbit", True), ("", False)])
-def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_path: Path) -> None:
-    """Finding 20: InfiniBand, shared memory and NVLink pass by a network namespace; NCCL reads these before it chooses."""
-    axes: dict[str, Any] = {"strategy": "ddp", "workload": "llama-micro", "devices": 2, "nodes": 2, "links": links}
+def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(
+    links: str, kept: bool, tmp_path: Path
+) -> None:
+    """Finding 20: InfiniBand, shared memory and NVLink pass by a network namespace; NCCL reads
+    these before it chooses."""
+    axes: dict[str, Any] = {
+        "strategy": "ddp",
+        "workload": "llama-micro",
+        "devices": 2,
+        "nodes": 2,
+        "links": links,
+    }
     spec = TrialSpec(
         Cell(**axes),
         None,  # type: ignore[arg-type]
@@ -28,8 +37,12 @@ def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: 
     )
     given = _variables_of_a_rank(spec, tmp_path)
     assert given["NCCL_SOCKET_IFNAME"] == "link0"
-    assert (given.get("NCCL_NET"), given.get("NCCL_IB_DISABLE")) == (("Socket", "1") if kept else (None, None))
-    assert given.get("NCCL_HOSTID") == ("node1" if kept else None), "ranks of one machine are on two hosts"
+    assert (given.get("NCCL_NET"), given.get("NCCL_IB_DISABLE")) == (
+        ("Socket", "1") if kept else (None, None)
+    )
+    assert given.get("NCCL_HOSTID") == ("node1" if kept else None), (
+        "ranks of one machine are on two hosts"
+    )
     assert given.get("NCCL_MNNVL_ENABLE") == ("0" if kept else None)
     assert "NCCL_P2P_DISABLE" not in given, "within a node NCCL communicates as on a real one"
 

@@ -25,8 +25,11 @@ TWO_NODES = {
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
-def test_finding_19_mpirun_stays_on_its_node_in_an_allocation_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 19: Open MPI read the allocation from SLURM's variables and went to start ranks on its nodes."""
+def test_finding_19_mpirun_stays_on_its_node_in_an_allocation_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding 19: Open MPI read the allocation from SLURM's variables and went to start ranks on
+    its nodes."""
     for name, value in TWO_NODES.items():
         monkeypatch.setenv(name, value)
     write = "import os, pathlib, socket, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']"

@@ -1,4 +1,5 @@
-"""What set-up would build Horovod for, by what a machine has: scripts/native.sh --plan among programs that only answer.
+"""What set-up would build Horovod for, by what a machine has: scripts/native.sh --plan among
+programs that only answer.
 
 `make setup-cuda-check` really builds it.
 """
@@ -22,8 +23,14 @@ from harness.workloads import make_workload
 ROOT = Path(__file__).parents[2]
 TOOLS = ("bash", "dirname", "env", "g++", "gcc", "grep", "head", "realpath", "sed", "tr")
 CUDA_13, CUDA_12, CPU_ONLY = "13.0 2.29.7 80,90,120", "12.9 2.27.3 80,90", "none none"
-BY_TOOLKIT = "Horovod with NCCL 2.29.7 for CUDA 13.0, with the toolkit {folder}/cuda (13.1), for GPUs 80,90,120"
-BY_PACKAGES = "Horovod with NCCL 2.29.7 for CUDA 13.0, with the compiler that the package index has, for GPUs 80,90,120"
+BY_TOOLKIT = (
+    "Horovod with NCCL 2.29.7 for CUDA 13.0, with the toolkit {folder}/cuda (13.1), for GPUs"
+    " 80,90,120"
+)
+BY_PACKAGES = (
+    "Horovod with NCCL 2.29.7 for CUDA 13.0, with the compiler that the package index has, for GPUs"
+    " 80,90,120"
+)
 ON_CPU = "Horovod for the CPU alone: "
 
 
@@ -35,22 +42,37 @@ def program(file: Path, text: str) -> Path:
 
 
 def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "auto") -> str:
-    """The line that native.sh prints: with what torch's build says, with a driver or none, with an nvcc of this version or none."""
+    """The line that native.sh prints: with what torch's build says, with a driver or none, with an
+    nvcc of this version or none."""
     for name in TOOLS:
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).symlink_to(shutil.which(name) or name)
     python = program(folder / "bin" / "python", f'[ "$1" = -c ] && echo "{torch}"')
     if driver:
         program(folder / "bin" / "nvidia-smi", "echo 580.95.05")
-    if toolkit:  # as some distributions have it: a script on the PATH that starts the compiler of a folder elsewhere
-        compiler = program(folder / "cuda" / "bin" / "nvcc", f'[ "$1" = --version ] && echo "release {toolkit}, V{toolkit}.88"\n'
-                           f'[ "$1" = --dryrun ] && echo "#\\$ TOP={folder}/cuda/bin/.." >&2')  # fmt: skip
+    # As some distributions have it: a script on the PATH that starts the compiler of a folder
+    # elsewhere.
+    if toolkit:
+        compiler = program(
+            folder / "cuda" / "bin" / "nvcc",
+            f'[ "$1" = --version ] && echo "release {toolkit}, V{toolkit}.88"\n'
+            # Fmt: skip.
+            f'[ "$1" = --dryrun ] && echo "#\\$ TOP={folder}/cuda/bin/.." >&2',
+        )
         program(folder / "bin" / "nvcc", f'exec {compiler} "$@"')
-    clean = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CC", "CXX")}
-    clean |= {"PATH": str(folder / "bin"), "PARALLELISM_BENCH_CUDA": setting, "PARALLELISM_BENCH_CACHE": str(folder / "cache")}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CC", "CXX")
+    }
+    clean |= {
+        "PATH": str(folder / "bin"),
+        "PARALLELISM_BENCH_CUDA": setting,
+        "PARALLELISM_BENCH_CACHE": str(folder / "cache"),
+    }
     clean |= {"NVIDIA_VERSION_FILE": str(folder / "none"), "MACHINE_CUDA": str(folder / "none")}
     command = [str(ROOT / "scripts" / "native.sh"), str(python), "--plan"]
-    return subprocess.run(command, env=clean, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        command, env=clean, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -60,28 +82,65 @@ def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "a
         (CUDA_13, True, "", "auto", BY_PACKAGES),
         (CUDA_13, True, "12.6", "auto", BY_PACKAGES),
         (CUDA_13, True, "13.1", "packages", BY_PACKAGES),
-        (CUDA_13, False, "13.1", "auto", ON_CPU + "there is no NVIDIA driver (PARALLELISM_BENCH_CUDA=packages builds all the same)"),
+        (
+            CUDA_13,
+            False,
+            "13.1",
+            "auto",
+            ON_CPU
+            + "there is no NVIDIA driver (PARALLELISM_BENCH_CUDA=packages builds all the same)",
+        ),
         (CUDA_13, False, "13.1", "toolkit", BY_TOOLKIT),
         (CUDA_13, False, "", "packages", BY_PACKAGES),
-        (CUDA_13, True, "12.6", "toolkit", ON_CPU + "PARALLELISM_BENCH_CUDA=toolkit, and the machine's is 12.6 where torch has CUDA 13.0"),
+        (
+            CUDA_13,
+            True,
+            "12.6",
+            "toolkit",
+            ON_CPU
+            + "PARALLELISM_BENCH_CUDA=toolkit, and the machine's is 12.6 where torch has CUDA 13.0",
+        ),
         (CUDA_13, True, "13.1", "no", ON_CPU + "PARALLELISM_BENCH_CUDA=no"),
-        (CUDA_12, True, "", "auto", ON_CPU + "torch's CUDA 12.9 needs a toolkit of its major version on this machine, which has none"),
+        (
+            CUDA_12,
+            True,
+            "",
+            "auto",
+            ON_CPU
+            + "torch's CUDA 12.9 needs a toolkit of its major version on this machine, which has"
+            " none",
+        ),
         (CPU_ONLY, True, "13.1", "auto", ON_CPU + "this torch has no CUDA"),
         (CPU_ONLY, False, "13.1", "packages", ON_CPU + "this torch has no CUDA"),
     ],
 )
-def test_what_horovod_is_built_for(tmp_path: Path, torch: str, driver: bool, toolkit: str, setting: str, expected: str) -> None:
-    """Finding 2: it was built for the CPU alone wherever it was, and by any toolkit in sight where torch had CUDA."""
+def test_what_horovod_is_built_for(
+    tmp_path: Path, torch: str, driver: bool, toolkit: str, setting: str, expected: str
+) -> None:
+    """Finding 2: it was built for the CPU alone wherever it was, and by any toolkit in sight where
+    torch had CUDA."""
     assert plan(tmp_path, torch, driver, toolkit, setting) == expected.format(folder=tmp_path)
 
 
-def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 2: where that build fails, set-up goes on with Horovod for the CPU, whose cells stay."""
-    failure = Unbuilt("horovod", "0.28.1", "nvcc fatal : unsupported GNU version", "use another compiler", "/cache/build.log")
+def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finding 2: where that build fails, set-up goes on with Horovod for the CPU, whose cells
+    stay."""
+    failure = Unbuilt(
+        "horovod",
+        "0.28.1",
+        "nvcc fatal : unsupported GNU version",
+        "use another compiler",
+        "/cache/build.log",
+    )
     monkeypatch.setattr(_horovod, "unbuilt", lambda _: failure)
     monkeypatch.setattr(_horovod, "built", lambda part: part != b"NCCLAllreduce")
     cell = Cell(strategy="horovod", workload="llama-nano", device="cuda")
-    with pytest.raises(Unavailable, match=r"built for the CPU alone: .*unsupported GNU version; use another compiler"):
+    with pytest.raises(
+        Unavailable,
+        match=r"built for the CPU alone: .*unsupported GNU version; use another compiler",
+    ):
         Horovod().check(cell, make_workload(cell.workload))
     cell = Cell(strategy="horovod", workload="llama-nano", device="cpu")
     Horovod().check(cell, make_workload(cell.workload))

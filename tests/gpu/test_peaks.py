@@ -29,8 +29,11 @@ from harness.measure.flops import peak_flops_per_second
         ("Tesla V100-SXM2-16GB", 15.7e12, None),
     ],
 )
-def test_finding_17_each_product_has_its_own_peaks(name: str, fp32: float, bf16: float | None) -> None:
-    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM; bf16 has no tensor cores before Ampere."""
+def test_finding_17_each_product_has_its_own_peaks(
+    name: str, fp32: float, bf16: float | None
+) -> None:
+    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM; bf16 has no tensor cores before
+    Ampere."""
     assert peak_flops_per_second(name, "fp32") == fp32
     assert peak_flops_per_second(name, "bf16") == bf16
 
@@ -59,7 +62,9 @@ def test_finding_17_what_the_table_does_not_know_is_null(name: str) -> None:
 
 def test_names_before_and_after_the_makers_prefix_are_the_same_product() -> None:
     """Drivers before 470 reported `A100-SXM4-40GB`, later ones put `NVIDIA ` before it."""
-    assert peak_flops_per_second("A100-SXM4-40GB", "bf16") == peak_flops_per_second("NVIDIA A100-SXM4-40GB", "bf16")
+    assert peak_flops_per_second("A100-SXM4-40GB", "bf16") == peak_flops_per_second(
+        "NVIDIA A100-SXM4-40GB", "bf16"
+    )
 
 
 def test_the_table_is_plausible_and_its_names_are_unique() -> None:
@@ -75,7 +80,9 @@ def test_the_table_is_plausible_and_its_names_are_unique() -> None:
         fp16, fp32 = model.fp16_flops_per_second, model.fp32_flops_per_second
         assert fp16, "every product of the table has tensor cores"
         assert fp32
-        assert 1.9 < fp16 / fp32 < 32, "a figure with sparsity, or of another column, would be outside"
+        assert 1.9 < fp16 / fp32 < 32, (
+            "a figure with sparsity, or of another column, would be outside"
+        )
         assert model.bf16_flops_per_second in (None, fp16)
         assert model.memory_bytes_per_second
         assert model.nvlink_bytes_per_second is None or model.nvlink_bytes_per_second >= 300e9

@@ -1,4 +1,5 @@
-"""What each matrix plans for hosts of 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB: nothing refused, everything fits."""
+"""What each matrix plans for hosts of 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB: nothing
+refused, everything fits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from harness.cell import Cell
 from harness.expected import references_of, trial_seconds
 from harness.judging import in_fp32
 from harness.plan import Plan
-from harness.references import activations_of_a_sample, kept_bytes, memory_bytes, reference_cell, reference_key
+from harness.references import (
+    activations_of_a_sample,
+    kept_bytes,
+    memory_bytes,
+    reference_cell,
+    reference_key,
+)
 from harness.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.facts import model_facts
@@ -34,7 +41,9 @@ CARDS = {
 }
 """GiB that NVML reports."""
 HOSTS = [
-    (number, card) for number, card in itertools.product((1, 2, 4, 8), CARDS) if card != "A100-SXM4-80GB" and (card != "L4" or number == 8)
+    (number, card)
+    for number, card in itertools.product((1, 2, 4, 8), CARDS)
+    if card != "A100-SXM4-80GB" and (card != "L4" or number == 8)
 ]
 
 
@@ -56,7 +65,8 @@ def references(cells: Iterator[Cell]) -> dict[str, Cell]:
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card: str) -> None:
-    """Finding 9: micro-batches, heads, blocks and batches divide at every count; what lacks GPUs says how many."""
+    """Finding 9: micro-batches, heads, blocks and batches divide at every count; what lacks GPUs
+    says how many."""
     found = planned(matrix, number, card)
     assert found.cells
     refused = {left.cell.name: left.reason for left in found.left_out if left.status == "refused"}
@@ -69,15 +79,24 @@ def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_what_is_timed_in_bf16_keeps_a_gpu_busy(matrix: str, number: int, card: str) -> None:
-    """Finding 8: 256 tokens of fp32 a GPU compute for so long, or so little, that communication is told wrongly."""
+    """Finding 8: 256 tokens of fp32 a GPU compute for so long, or so little, that communication is
+    told wrongly."""
     found = planned(matrix, number, card)
     timed = [cell for cell in found.cells if cell.id not in found.once]
-    halves = [cell for cell in timed if cell.precision == "bf16" and make_workload(cell.workload).kind != "image"]
+    halves = [
+        cell
+        for cell in timed
+        if cell.precision == "bf16" and make_workload(cell.workload).kind != "image"
+    ]
     few = {c.name for c in halves if c.global_batch * c.sequence_length < 4096 * c.devices}
     assert few == set()
     own = {cell.id for cell in timed if cell.precision != "bf16"}
-    assert matrix == "precision" or len(halves) > len(own), "fp32 and fp16 are what a few cells ask for by name"
-    assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw"), "finding 6"
+    assert matrix == "precision" or len(halves) > len(own), (
+        "fp32 and fp16 are what a few cells ask for by name"
+    )
+    assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw"), (
+        "finding 6"
+    )
 
 
 def method(cell: Cell) -> tuple[str, str, str]:
@@ -86,15 +105,27 @@ def method(cell: Cell) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("matrix", ["full", "quick", "smoke", "scaling"])
 def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> None:
-    """Finding 8: what bf16's tolerance would hide is seen by the same strategy in fp32, launched once."""
+    """Finding 8: what bf16's tolerance would hide is seen by the same strategy in fp32, launched
+    once."""
     found = planned(matrix, 8, "H100 80GB HBM3")
     twins = [cell for cell in found.cells if cell.id in found.once]
     assert {cell.precision for cell in twins} == {"fp32"}
     checked = {method(cell) for cell in found.cells if cell.precision == "fp32"}
-    unchecked = {cell.label for cell in found.cells if cell.precision == "bf16" and method(cell) not in checked}
-    assert unchecked <= {"amp(opt_level=O1)", "amp(opt_level=O2)", "amp(opt_level=O3)", "fsdp2(mixed_precision=true)"}
+    unchecked = {
+        cell.label
+        for cell in found.cells
+        if cell.precision == "bf16" and method(cell) not in checked
+    }
+    assert unchecked <= {
+        "amp(opt_level=O1)",
+        "amp(opt_level=O2)",
+        "amp(opt_level=O3)",
+        "fsdp2(mixed_precision=true)",
+    }
     settings = {(c.workload, c.precision) for c in found.cells if c.id not in found.once}
-    assert settings.isdisjoint((c.workload, c.precision) for c in twins if c.workload == "llama-512x16"), "never ranked together"
+    assert settings.isdisjoint(
+        (c.workload, c.precision) for c in twins if c.workload == "llama-512x16"
+    ), "never ranked together"
 
 
 @pytest.mark.parametrize(("number", "card"), HOSTS)
@@ -104,14 +135,17 @@ def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str
     every = references(iter(planned(matrix, number, card).cells))
     assert sum(map(kept_bytes, every.values())) <= 20 * GIB
     largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
-    over = {key: round(size / GIB, 1) for key, size in largest.items() if size > 0.6 * CARDS[card] * GIB}
+    over = {
+        key: round(size / GIB, 1) for key, size in largest.items() if size > 0.6 * CARDS[card] * GIB
+    }
     assert over == {}
 
 
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: str) -> None:
-    """States, what a step adds to them and activations (as large as in fp32) within 90 % of the memory."""
+    """States, what a step adds to them and activations (as large as in fp32) within 90 % of the
+    memory."""
     over = {}
     for number in (1, 8):
         for cell in planned(matrix, number, card).cells:
@@ -131,15 +165,20 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
 
 def test_smaller_gpus_have_sizes_of_their_own() -> None:
     for gibibytes in (8, 11.9, 15):
-        found = expand(read_matrix("full"), Host("cuda", 1, int(gibibytes * GIB), elsewhere=True), name="full")
+        found = expand(
+            read_matrix("full"), Host("cuda", 1, int(gibibytes * GIB), elsewhere=True), name="full"
+        )
         assert [left.cell.name for left in found.left_out if left.status == "refused"] == []
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
-    """Finding 10: with references, their second runs and the twins in fp32; the inputs are in harness/expected.py."""
+    """Finding 10: with references, their second runs and the twins in fp32; the inputs are in
+    harness/expected.py."""
     found, name = planned("full", 8, card), f"NVIDIA {card}"
-    plan = Plan.new("full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once)
+    plan = Plan.new(
+        "full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once
+    )
     seconds = sum(trial_seconds(cell, 1, name) for cell, _ in plan.schedule())
     assert seconds + references_of(found.cells, 1, name).seconds <= 3600
 

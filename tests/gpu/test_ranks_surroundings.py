@@ -1,4 +1,5 @@
-"""What surrounds the steps of a GPU rank: its cores, its batches, the synchronisations around a step."""
+"""What surrounds the steps of a GPU rank: its cores, its batches, the synchronisations around a
+step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def spec_of(cell: Cell, processes: int) -> TrialSpec:
     return TrialSpec(cell, data, processes)
 
 
-def pinned(monkeypatch: pytest.MonkeyPatch, devices: int, processes: int, cores: int = 32) -> list[tuple[int, ...]]:
+def pinned(
+    monkeypatch: pytest.MonkeyPatch, devices: int, processes: int, cores: int = 32
+) -> list[tuple[int, ...]]:
     """Cores of each process on a host of two sockets with 16 cores each, and two GPUs on each."""
     from harness import cores as module
 
@@ -45,12 +48,16 @@ def test_each_rank_gets_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert pinned(monkeypatch, 4, 4) == [tuple(range(n, n + 8)) for n in (0, 8, 16, 24)]
 
 
-def test_a_process_that_drives_all_gpus_gets_the_cores_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_drives_all_gpus_gets_the_cores_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Finding 7."""
     assert pinned(monkeypatch, 4, 1) == [tuple(range(32))]
 
 
-def test_a_server_may_use_all_cores_and_takes_none_from_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_may_use_all_cores_and_takes_none_from_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Finding 7."""
     assert pinned(monkeypatch, 2, 3) == [tuple(range(8)), tuple(range(8, 16)), tuple(range(32))]
 
@@ -80,7 +87,8 @@ def test_hardware_threads_stay_with_their_core() -> None:
 
 
 class Copies:
-    """Stands in for a GPU: what is copied to it stays in host memory, and how it was copied is noted."""
+    """Stands in for a GPU: what is copied to it stays in host memory, and how it was copied is
+    noted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pinned: set[int] = set()
@@ -88,7 +96,9 @@ class Copies:
         self.synchronized: list[torch.device] = []
         plain: Any = torch.Tensor.to
 
-        def to(tensor: torch.Tensor, *where: Any, non_blocking: bool = False, **more: Any) -> torch.Tensor:
+        def to(
+            tensor: torch.Tensor, *where: Any, non_blocking: bool = False, **more: Any
+        ) -> torch.Tensor:
             if not where or not isinstance(where[0], torch.device) or where[0].type != "cuda":
                 return plain(tensor, *where, non_blocking=non_blocking, **more)
             self.copies.append((tensor.data_ptr() in self.pinned, non_blocking))
@@ -106,15 +116,20 @@ class Copies:
 
 
 def loop_on_gpus(devices: int, layout: Layout) -> Loop:
-    cell = Cell(strategy="ddp", workload="llama-nano", sequence_length=32, devices=devices, device="cuda")
+    cell = Cell(
+        strategy="ddp", workload="llama-nano", sequence_length=32, devices=devices, device="cuda"
+    )
     workload = make_workload(cell.workload)
     job = Job(cell, workload, layout, torch.device("cuda", 0), 0, Path())
     meter = MemoryMeter(torch.device("cpu"), None)
     return Loop(spec_of(cell, layout.processes), job, lambda batch: None, meter)
 
 
-def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 15: a batch was made within the step by one thread, and copied from pageable memory."""
+def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finding 15: a batch was made within the step by one thread, and copied from pageable
+    memory."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(1, Layout())
     batches = [loop.fetch(step) for step in (0, 1, 2, 5, 1)]
@@ -127,7 +142,9 @@ def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(monkeypatch: p
     loop.batches.close()
 
 
-def test_a_step_ends_when_all_gpus_of_its_process_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Finding 12: DataParallel's step was timed by its first GPU alone."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(4, Layout(data=4, devices_per_process=4))
@@ -137,21 +154,31 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(monkeypatch: pytest
 
 
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring does."""
+    """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
+    does."""
     from harness import explain as module
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))
     exposed = SimpleNamespace(wire="gloo")
     for kind, wire in (("cuda", "ring"), ("cpu", "gloo")):
-        job = SimpleNamespace(cell=Cell(strategy="ddp", warmup_steps=1), exposed=exposed, device=torch.device(kind))
+        job = SimpleNamespace(
+            cell=Cell(strategy="ddp", warmup_steps=1), exposed=exposed, device=torch.device(kind)
+        )
         loop = SimpleNamespace(job=job, rows=[], traffic=SimpleNamespace(sent=None))
-        loop.one, loop.stop_counting, loop.per_step = (lambda _: None), (lambda: None), (lambda _: None)
+        loop.one, loop.stop_counting, loop.per_step = (
+            (lambda _: None),
+            (lambda: None),
+            (lambda _: None),
+        )
         assert module.explain(loop, None)["wire"] == wire  # type: ignore[arg-type]
 
 
-def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 2: it was said to average in host memory, where its background thread throws and shuts down."""
+def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finding 2: it was said to average in host memory, where its background thread throws and
+    shuts down."""
     from harness.errors import Unavailable
     from harness.strategies import _horovod
     from harness.strategies.horovod import Horovod
@@ -166,7 +193,8 @@ def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(monkeypatch: pyt
 
 
 class ThreadedReplica(torch.nn.Module):
-    """Calls its module as torch's parallel_apply calls a replica: in a new thread, told only whether autocast is on."""
+    """Calls its module as torch's parallel_apply calls a replica: in a new thread, told only
+    whether autocast is on."""
 
     def __init__(self, module: torch.nn.Module, device_ids: list[int]) -> None:
         super().__init__()
@@ -187,16 +215,32 @@ class ThreadedReplica(torch.nn.Module):
         return logits[0]
 
 
-def test_replicas_of_data_parallel_compute_in_the_cells_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the list: torch gives its replicas' threads no autocast dtype, theirs is fp16 on GPUs and bf16 on CPUs."""
+def test_replicas_of_data_parallel_compute_in_the_cells_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in the list: torch gives its replicas' threads no autocast dtype, theirs is fp16 on GPUs
+    and bf16 on CPUs."""
     from harness.strategies import data_parallel
 
-    cell = Cell(strategy="data_parallel", workload="llama-nano", sequence_length=32, devices=1, precision="fp16")
+    cell = Cell(
+        strategy="data_parallel",
+        workload="llama-nano",
+        sequence_length=32,
+        devices=1,
+        precision="fp16",
+    )
     job = Job(cell, make_workload(cell.workload), Layout(), torch.device("cpu"), 0, Path())
     step_parts: dict[str, Any] = {}
     monkeypatch.setattr(torch.nn, "DataParallel", ThreadedReplica)
-    monkeypatch.setattr(data_parallel, "standard_step", lambda job, model, optimizer: step_parts.update(model=model))
-    on_gpus = SimpleNamespace(**{name: getattr(job, name) for name in ("cell", "model", "optimizer", "expose", "autocast", "workload")})
+    monkeypatch.setattr(
+        data_parallel, "standard_step", lambda job, model, optimizer: step_parts.update(model=model)
+    )
+    on_gpus = SimpleNamespace(
+        **{
+            name: getattr(job, name)
+            for name in ("cell", "model", "optimizer", "expose", "autocast", "workload")
+        }
+    )
     on_gpus.device = SimpleNamespace(type="cuda")
     data_parallel.DataParallel().setup(on_gpus)  # type: ignore[arg-type]
     with job.autocast():
@@ -206,7 +250,8 @@ def test_replicas_of_data_parallel_compute_in_the_cells_precision(monkeypatch: p
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", "0,1")])
 def test_ranks_of_cpu_cells_see_no_gpu(device: str, visible: str, tmp_path: Path) -> None:
-    """On a host with GPUs, libraries that choose a device themselves would take one for a cell on CPU cores."""
+    """On a host with GPUs, libraries that choose a device themselves would take one for a cell on
+    CPU cores."""
     code = f"""
 import os
 import subprocess
@@ -222,5 +267,10 @@ _prepare_process(TrialSpec(cell, None, 1, scratch={str(tmp_path)!r}, cores=((0,)
 Path({str(tmp_path / "visible")!r}).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 """
     place = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **place}, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={**os.environ, **place},
+        cwd=Path(__file__).parents[2],
+    )
     assert (tmp_path / "visible").read_text() == visible

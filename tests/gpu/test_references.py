@@ -1,4 +1,5 @@
-"""Reference runs on GPUs: they fit the device and the disk, know their kind of GPU and their own noise."""
+"""Reference runs on GPUs: they fit the device and the disk, know their kind of GPU and their own
+noise."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from harness.strategy import EXACT, Exposed
 from harness.workloads import make_workload
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 
-ON_GPU = Cell(strategy="ddp", devices=8, workload="llama-nano", device="cuda", regime="weak", global_batch=256, sequence_length=128)
+ON_GPU = Cell(
+    strategy="ddp",
+    devices=8,
+    workload="llama-nano",
+    device="cuda",
+    regime="weak",
+    global_batch=256,
+    sequence_length=128,
+)
 SMALL = ON_GPU.model_copy(update={"global_batch": 32})  # a batch whose noise is measured
 
 
@@ -40,7 +49,9 @@ class Launches:
         self.cells.append(cell)
         if folder := more.get("reference_output"):
             Path(folder).mkdir(parents=True)
-            Path(folder, "reference.json").write_text(json.dumps({"losses": [2.0, 1.0], "update_norms": {}}))
+            Path(folder, "reference.json").write_text(
+                json.dumps({"losses": [2.0, 1.0], "update_norms": {}})
+            )
         steps = [{"loss": loss} for loss in self.losses]
         answers = [{"steps": steps, "update_deviations": {"weight": self.update}}]
         return Outcome("ok", "", time.time(), 1.0, answers=answers)
@@ -67,20 +78,33 @@ def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str,
     return runner._references(launches, cells, Silent())  # type: ignore[arg-type]
 
 
-def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(cache: Path, tmp_path: Path) -> None:
+def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
+    cache: Path, tmp_path: Path
+) -> None:
     """Finding 4: the batch of eight devices at a time took 235 GiB of llama-1b."""
     launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU], launches)
     (first,) = launches.cells  # nor is so large a batch run a second time for its noise
-    assert (first.strategy, first.devices, first.precision, first.global_batch) == ("single", 1, "fp32", 256)
+    assert (first.strategy, first.devices, first.precision, first.global_batch) == (
+        "single",
+        1,
+        "fp32",
+        256,
+    )
     assert first.global_batch // first.micro_batches * first.sequence_length <= 2048
 
 
 def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path: Path) -> None:
     """Finding 4: over parts of the batch its statistics are others, and so is the training."""
     launches = Launches([2.0, 1.0])
-    references(tmp_path, [ON_GPU.model_copy(update={"workload": "resnet-micro", "data": "images"})], launches)
-    assert [cell.micro_batches for cell in launches.cells] == [1], "and none is run a second time, split differently"
+    references(
+        tmp_path,
+        [ON_GPU.model_copy(update={"workload": "resnet-micro", "data": "images"})],
+        launches,
+    )
+    assert [cell.micro_batches for cell in launches.cells] == [1], (
+        "and none is run a second time, split differently"
+    )
 
 
 def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: Path) -> None:
@@ -90,7 +114,8 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
 
 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: what rounding alone does to a training is known before a strategy is judged by it."""
+    """Finding 6: what rounding alone does to a training is known before a strategy is judged by
+    it."""
     launches = Launches([2.0, 1.0002], update=3e-3)
     (reference,) = references(tmp_path, [SMALL], launches).values()
     one, other = launches.cells
@@ -111,7 +136,8 @@ def test_a_noise_run_that_does_not_stay_finite_says_nothing(cache: Path, tmp_pat
 
 
 def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the same."""
+    """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the
+    same."""
     launches = Launches([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
@@ -122,17 +148,24 @@ def key_on(monkeypatch: pytest.MonkeyPatch, name: str, cores: int | None, cell: 
     for gpu in host.gpus:
         gpu.name = name
     if cores is not None:
-        monkeypatch.setattr(FakeNvml, "nvmlDeviceGetNumGpuCores", lambda self, handle: cores, raising=False)
+        monkeypatch.setattr(
+            FakeNvml, "nvmlDeviceGetNumGpuCores", lambda self, handle: cores, raising=False
+        )
     install(monkeypatch, host)
     key: str = runner_module.reference_key(cell)
     return key
 
 
 def test_a_reference_is_that_of_its_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 5: CUDA's random numbers depend on the number of multiprocessors, and so do the weights."""
+    """Finding 5: CUDA's random numbers depend on the number of multiprocessors, and so do the
+    weights."""
     h100 = key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
     assert h100 == key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
-    others = [("NVIDIA A100-SXM4-80GB", 6912), ("NVIDIA H100 80GB HBM3", 14592), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None)]
+    others = [
+        ("NVIDIA A100-SXM4-80GB", 6912),
+        ("NVIDIA H100 80GB HBM3", 14592),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+    ]
     assert len({h100, *(key_on(monkeypatch, name, cores, ON_GPU) for name, cores in others)}) == 4
 
 
@@ -143,7 +176,8 @@ def test_a_cpus_reference_is_the_same_beside_any_gpu(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> None:
-    """Finding 11: beside an adapter of 1 MiB, the files of llama-1b kept 4 GiB that nobody trains."""
+    """Finding 11: beside an adapter of 1 MiB, the files of llama-1b kept 4 GiB that nobody
+    trains."""
     import torch
 
     workload = make_workload("llama-nano+lora")
@@ -173,16 +207,27 @@ def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
     return folder
 
 
-def test_the_least_recently_used_are_cleared_beyond_the_limit(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_are_cleared_beyond_the_limit(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Finding 11: references of `full` filled 50 GiB of a home folder, unasked."""
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", str(2.5e6 / 2**30))
-    oldest, older, recent = (kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60)))
+    oldest, older, recent = (
+        kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60))
+    )
     needed = kept(cache, runner_module.reference_key(ON_GPU), 10**6, 9.9e5)
     references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
-    assert [folder.exists() for folder in (oldest, older, recent, needed)] == [False, False, True, True]
+    assert [folder.exists() for folder in (oldest, older, recent, needed)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
-def test_too_little_disk_is_said_before_anything_runs(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_is_said_before_anything_runs(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Finding 11: one sentence, with what is needed and where."""
     from collections import namedtuple
 
@@ -194,8 +239,11 @@ def test_too_little_disk_is_said_before_anything_runs(cache: Path, tmp_path: Pat
     assert launches.cells == []
 
 
-def test_too_little_disk_leaves_no_run_behind(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 11: the run's row was written before the disk was looked at, and an empty run was shown from then on."""
+def test_too_little_disk_leaves_no_run_behind(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding 11: the run's row was written before the disk was looked at, and an empty run was
+    shown from then on."""
     from bench.cli.run import run
 
     monkeypatch.setattr("harness.references.kept_bytes", lambda _: 2**60)
@@ -204,7 +252,9 @@ def test_too_little_disk_leaves_no_run_behind(cache: Path, tmp_path: Path, monke
     assert Store(tmp_path / "results").run_ids() == []
 
 
-def test_a_limit_that_is_no_number_is_a_mistake(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_number_is_a_mistake(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")
     with pytest.raises(Mistake, match="lots"):
         references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))

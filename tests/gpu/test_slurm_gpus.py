@@ -1,4 +1,5 @@
-"""Finding 19: a job that asks for no GPUs says so; the example asks for what torch was built for."""
+"""Finding 19: a job that asks for no GPUs says so; the example asks for what torch was built
+for."""
 
 import os
 import subprocess
@@ -19,22 +20,37 @@ def run_of(site: Site, folder: Path, **variables: str) -> str:
     script = batch_script(site, Job("smoke", "run-1", folder / "results"))
     exports = [line for line in script.splitlines() if line.startswith("export BENCH_")]
     lines = [*exports, ". slurm/lib.sh", "say_without_gpus"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "BENCH_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "BENCH_"))
+    }
     environment |= {"BENCH_DRIVER": str(folder), "SLURM_JOB_ID": "1", **variables}
-    done = subprocess.run(["bash", "-euc", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_finding_19_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Path) -> None:
-    """Finding 19: `gpus_per_node: 0` where cgroups confine devices gave cells of the CPU, in silence."""
+    """Finding 19: `gpus_per_node: 0` where cgroups confine devices gave cells of the CPU, in
+    silence."""
     assert "this node has 2 GPUs and the job asked for none" in run_of(Site(), tmp_path)
     assert run_of(Site(gpus_per_node=2), tmp_path) == ""
     assert run_of(Site(directives=["--gres=gpu:2"]), tmp_path) == ""
-    assert run_of(Site(), tmp_path, SLURM_JOB_GPUS="0,1") == "", "the partition gives them without being asked"
+    assert run_of(Site(), tmp_path, SLURM_JOB_GPUS="0,1") == "", (
+        "the partition gives them without being asked"
+    )
 
 
-def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Finding 19: the sentence is there before the job is."""
     from bench.cli import app
 
@@ -49,5 +65,6 @@ def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(capsys: pytest.C
 
 
 def test_finding_19_the_examples_modules_are_of_torchs_cuda() -> None:
-    """Finding 19: torch of the package index is CUDA 13, and the example loaded 12.6 and an NCCL beside torch's own."""
+    """Finding 19: torch of the package index is CUDA 13, and the example loaded 12.6 and an NCCL
+    beside torch's own."""
     assert read_site(ROOT / "slurm" / "sites" / "gpu-cluster.yaml").modules == ["cuda/13.0"]

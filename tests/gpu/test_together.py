@@ -1,4 +1,5 @@
-"""Finding 21: launches by turns are checked to fit one GPU together; one device communicates nothing, and it is said."""
+"""Finding 21: launches by turns are checked to fit one GPU together; one device communicates
+nothing, and it is said."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,22 @@ GIB = 2**30
 
 
 def planned(*strategies: str, **axes: Any) -> Plan:
-    given: dict[str, Any] = {"workload": "llama-1b", "device": "cuda", "global_batch": 4, "sequence_length": 256, "precision": "bf16"}
+    given: dict[str, Any] = {
+        "workload": "llama-1b",
+        "device": "cuda",
+        "global_batch": 4,
+        "sequence_length": 256,
+        "precision": "bf16",
+    }
     cells = [Cell(strategy=name, **(given | axes)) for name in strategies]
     return Plan.new("full", cells, 3, [], "")
 
 
-def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 21: llama-1b keeps 16 bytes of each of 1.1 billion parameters: 17 GiB a launch, of which four do not fit 24 GiB."""
+def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finding 21: llama-1b keeps 16 bytes of each of 1.1 billion parameters: 17 GiB a launch, of
+    which four do not fit 24 GiB."""
     fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
     with pytest.raises(Mistake) as refused:
@@ -41,7 +51,9 @@ def test_what_fits_together_is_let_through(monkeypatch: pytest.MonkeyPatch) -> N
     _require_few(on_cpu)
 
 
-def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated(tmp_path: Path) -> None:
+def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated(
+    tmp_path: Path,
+) -> None:
     """Finding 21: `ddp x1` was ranked without a word."""
     from reports.groups import Group
 

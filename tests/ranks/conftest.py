@@ -31,8 +31,14 @@ class Silent:
 
 @pytest.fixture(scope="session")
 def launcher() -> Launcher:
-    packages = [package for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale") if find_spec(package)]
-    return Launcher([*packages, *(module for strategy in strategies().values() for module in strategy.preload)])
+    packages = [
+        package
+        for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale")
+        if find_spec(package)
+    ]
+    return Launcher(
+        [*packages, *(module for strategy in strategies().values() for module in strategy.preload)]
+    )
 
 
 @pytest.fixture

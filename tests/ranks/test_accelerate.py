@@ -24,7 +24,9 @@ def engines(*names: str, **axes: Any) -> list[Any]:
 @pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
 def test_every_engine_trains_the_same(run_cells: RunCells, workload: str) -> None:
     """GPT-2's output and input embeddings are one tensor, which FSDP2 must keep one."""
-    trials = run_cells(*engines("ddp", "zero2", "zero3", "fsdp2", workload=workload, micro_batches=2)).trials
+    trials = run_cells(
+        *engines("ddp", "zero2", "zero3", "fsdp2", workload=workload, micro_batches=2)
+    ).trials
     assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
     assert trials["parity_max_loss_deviation"].max() < 1e-6
 
@@ -38,7 +40,12 @@ def test_thirteen_steps_and_four_ranks(run_cells: RunCells) -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_its_config_file_trains_the_same(run_cells: RunCells, engine: str) -> None:
-    one = cell("accelerate", options={"engine": engine, "config_file": True}, micro_batches=2, time_limit_seconds=180)
+    one = cell(
+        "accelerate",
+        options={"engine": engine, "config_file": True},
+        micro_batches=2,
+        time_limit_seconds=180,
+    )
     trial = run_cells(one).trials.iloc[0]
     assert (trial["status"], trial["launcher"]) == ("ok", "accelerate"), trial["log_tail"]
     assert trial["parity_verdict"] == "exact"
@@ -46,12 +53,18 @@ def test_its_config_file_trains_the_same(run_cells: RunCells, engine: str) -> No
 
 def test_mixed_precision_is_its_own(run_cells: RunCells) -> None:
     """bf16 by autocast under DDP; by DeepSpeed's and FSDP2's own policies else."""
-    trials = run_cells(*engines("ddp", "zero2", "fsdp2", precision="bf16", workload="llama-micro")).trials
+    trials = run_cells(
+        *engines("ddp", "zero2", "fsdp2", precision="bf16", workload="llama-micro")
+    ).trials
     assert list(trials["parity_verdict"]) == ["within tolerance"] * 3, list(trials["reason"])
 
 
 def test_states_follow_the_formula(run_cells: RunCells) -> None:
-    cells = [c for devices in (2, 4) for c in engines("ddp", "zero2", "zero3", "fsdp2", devices=devices, workload="llama-micro")]
+    cells = [
+        c
+        for devices in (2, 4)
+        for c in engines("ddp", "zero2", "zero3", "fsdp2", devices=devices, workload="llama-micro")
+    ]
     for _, row in run_cells(*cells).trials.iterrows():
         for kind in ("parameter", "gradient", "optimizer", "library"):
             expected, found = row[f"formula_{kind}_bytes"], max(row[f"{kind}_bytes"])
@@ -60,27 +73,43 @@ def test_states_follow_the_formula(run_cells: RunCells) -> None:
 
 @pytest.mark.parametrize("trap", ["no_variables", "no_cpu"])
 def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> None:
-    """Without torchrun's variables, or without `cpu=True`, each rank trains alone and nothing says so; the strategy does."""
-    traps = [cell("accelerate_traps", options={"trap": trap, "verified": verified}) for verified in (True, False)]
-    told, silent = (row for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows())
+    """Without torchrun's variables, or without `cpu=True`, each rank trains alone and nothing says
+    so; the strategy does."""
+    traps = [
+        cell("accelerate_traps", options={"trap": trap, "verified": verified})
+        for verified in (True, False)
+    ]
+    told, silent = (
+        row
+        for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows()
+    )
     assert told["status"] == "failed"
     assert "Accelerate sees 1 of 2 processes" in told["reason"]
     assert silent["status"] == "diverged"
 
 
 @pytest.mark.skipif(
-    (psutil.cpu_count(logical=False) or 1) < 2 or "OMP_NUM_THREADS" in os.environ, reason="it takes all cores: there is one"
+    (psutil.cpu_count(logical=False) or 1) < 2 or "OMP_NUM_THREADS" in os.environ,
+    reason="it takes all cores: there is one",
 )
 def test_it_takes_all_cores(run_cells: RunCells) -> None:
-    trial = run_cells(cell("accelerate_traps", devices=1, options={"trap": "threads"})).trials.iloc[0]
+    trial = run_cells(cell("accelerate_traps", devices=1, options={"trap": "threads"})).trials.iloc[
+        0
+    ]
     assert trial["status"] == "failed"
     assert "threads a rank, the cell has 1" in trial["reason"]
 
 
 def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
     axes = {"engine": "fsdp2", "trap": "fsdp_on_cpu"}
-    traps = [cell("accelerate_traps", options={**axes, "verified": verified}) for verified in (True, False)]
-    told, silent = (row for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows())
+    traps = [
+        cell("accelerate_traps", options={**axes, "verified": verified})
+        for verified in (True, False)
+    ]
+    told, silent = (
+        row
+        for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows()
+    )
     assert told["status"] == "failed"
     assert "would train by DistributedType.MULTI_CPU" in told["reason"]
     assert silent["status"] == "ok"
@@ -89,7 +118,9 @@ def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
 
 def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
     axes = {"precision": "fp16", "workload": "llama-micro"}
-    half = run_cells(cell("accelerate_traps", options={"trap": "fp16_on_cpu", "verified": False}, **axes)).trials.iloc[0]
+    half = run_cells(
+        cell("accelerate_traps", options={"trap": "fp16_on_cpu", "verified": False}, **axes)
+    ).trials.iloc[0]
     assert half["parity_verdict"] == "exact", "fp16 is never that close"
     with pytest.raises(Unavailable, match="fp16 on CPUs"):
         admit(cell("accelerate", **axes), make_workload("llama-micro"))
@@ -105,17 +136,30 @@ def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
         ("none", "zero2", "ok", ""),
     ],
 )
-def test_what_goes_wrong_without_a_precaution(run_cells: RunCells, trap: str, engine: str, status: str, reason: str) -> None:
-    """DeepSpeed clips at 1.0 and counts one process on CPUs; an optimizer out of its wrapper steps after every micro-batch."""
+def test_what_goes_wrong_without_a_precaution(
+    run_cells: RunCells, trap: str, engine: str, status: str, reason: str
+) -> None:
+    """DeepSpeed clips at 1.0 and counts one process on CPUs; an optimizer out of its wrapper steps
+    after every micro-batch."""
     options = {"trap": trap, "engine": engine, "verified": trap != "batch_sizes"}
-    ended(run_cells(cell("accelerate_traps", options=options, micro_batches=2)).trials.iloc[0], status, reason)
+    ended(
+        run_cells(cell("accelerate_traps", options=options, micro_batches=2)).trials.iloc[0],
+        status,
+        reason,
+    )
 
 
 def test_what_it_refuses() -> None:
     with pytest.raises(Refused, match="image models"):
-        admit(cell("accelerate", workload="resnet-micro", options={"engine": "fsdp2"}), make_workload("resnet-micro"))
+        admit(
+            cell("accelerate", workload="resnet-micro", options={"engine": "fsdp2"}),
+            make_workload("resnet-micro"),
+        )
     with pytest.raises(Refused, match="leave the launcher out"):
-        admit(cell("accelerate", launcher="spawn", options={"config_file": True}), make_workload("llama-nano"))
+        admit(
+            cell("accelerate", launcher="spawn", options={"config_file": True}),
+            make_workload("llama-nano"),
+        )
 
 
 def test_stand_ins_and_who_wraps_ddp() -> None:

@@ -1,4 +1,5 @@
-"""A strategy that trains something else is reported diverged, and the same strategy without the mistake is exact."""
+"""A strategy that trains something else is reported diverged, and the same strategy without the
+mistake is exact."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pytest
 from tests.ranks.conftest import RunCells, cell
 
 MISTAKES = """
-no_synchronization scaled_loss summed_gradients clipping repeated_batch lost_micro_batch other_seed frozen_tensor no_weight_decay
+no_synchronization scaled_loss summed_gradients clipping repeated_batch lost_micro_batch
+other_seed frozen_tensor no_weight_decay
 """.split()  # noqa: SIM905
 
 
@@ -31,7 +33,8 @@ def test_the_same_strategy_without_a_mistake_is_exact(run_cells: RunCells) -> No
 @pytest.mark.parametrize("mistake", ["no_synchronization", "summed_gradients", "repeated_batch"])
 def test_low_precision_hides_no_mistake(run_cells: RunCells, precision: str, mistake: str) -> None:
     trials = run_cells(
-        cell("ddp", precision=precision), cell("broken", precision=precision, options={"mistake": mistake})
+        cell("ddp", precision=precision),
+        cell("broken", precision=precision, options={"mistake": mistake}),
     ).trials.set_index("strategy")
     assert trials.loc["ddp", "status"] == "ok"
     assert trials.loc["broken", "status"] == "diverged"
@@ -42,9 +45,18 @@ def test_a_strategy_of_another_installed_package_runs(run_cells: RunCells) -> No
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact")
 
 
-@pytest.mark.parametrize(("name", "options"), [("collectives", {"average": "parameters"}), ("post_local_sgd", {"start_step": 0})])
-def test_local_steps_that_are_never_averaged_diverge(run_cells: RunCells, name: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("collectives", {"average": "parameters"}), ("post_local_sgd", {"start_step": 0})],
+)
+def test_local_steps_that_are_never_averaged_diverge(
+    run_cells: RunCells, name: str, options: dict[str, object]
+) -> None:
     """The declared deviation of local steps is wide, but not that wide."""
     axes = {"workload": "llama-micro", "timed_steps": 10, "parity_steps": 13}
-    trials = run_cells(*(cell(name, options={**options, "period": period}, **axes) for period in (4, 1000))).trials
-    assert {json.loads(row["options"])["period"]: row["status"] for _, row in trials.iterrows()} == {4: "ok", 1000: "diverged"}
+    trials = run_cells(
+        *(cell(name, options={**options, "period": period}, **axes) for period in (4, 1000))
+    ).trials
+    assert {
+        json.loads(row["options"])["period"]: row["status"] for _, row in trials.iterrows()
+    } == {4: "ok", 1000: "diverged"}

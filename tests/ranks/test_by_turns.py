@@ -1,4 +1,5 @@
-"""Launches that train by turns: one at a time, and whatever becomes of one of them, the others go on."""
+"""Launches that train by turns: one at a time, and whatever becomes of one of them, the others go
+on."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def ring(plugin: object) -> Iterator[Ring]:
 def launch(one: Cell) -> Launch:
     workload = make_workload(one.workload)
     strategy, layout = admit(one, workload)
-    return Launch(one, prepare_data(one.data, workload, one.sequence_length), layout.processes, strategy.cycle)
+    return Launch(
+        one, prepare_data(one.data, workload, one.sequence_length), layout.processes, strategy.cycle
+    )
 
 
 def faulty(fault: str, **axes: object) -> Cell:
@@ -47,17 +50,24 @@ def together(ring: Ring, *cells: Cell) -> list[Outcome]:
 
 def fine(outcome: Outcome, timed: int = 5) -> None:
     assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
-    assert [sum(step["phase"] == "timed" for step in answer["steps"]) for answer in outcome.answers] == [timed, timed]
+    assert [
+        sum(step["phase"] == "timed" for step in answer["steps"]) for answer in outcome.answers
+    ] == [timed, timed]
 
 
 def test_one_trains_at_a_time(ring: Ring) -> None:
-    """Turns of three launches follow each other, and each of one ends before the next of another begins."""
+    """Turns of three launches follow each other, and each of one ends before the next of another
+    begins."""
     axes = {"timed_steps": 20, "parity_steps": 3}
     outcomes = together(ring, cell("ddp", **axes), cell("fsdp2", **axes), cell("ddp", **axes))
     for outcome in outcomes:
         fine(outcome, 20)
     turns = sorted(
-        (began, number, sum(step["step_seconds"] for step in outcome.answers[0]["steps"][first : first + 3]))
+        (
+            began,
+            number,
+            sum(step["step_seconds"] for step in outcome.answers[0]["steps"][first : first + 3]),
+        )
         for number, outcome in enumerate(outcomes)
         for first, began in outcome.answers[0]["turns"]
     )
@@ -68,7 +78,13 @@ def test_one_trains_at_a_time(ring: Ring) -> None:
 
 def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPathFactory) -> None:
     store = Store(tmp_path_factory.mktemp("turns") / "results")
-    plan = Plan("turns", "test", (cell("single", devices=1, timed_steps=9), cell("ddp", timed_steps=9)), 2, by_turns=True)
+    plan = Plan(
+        "turns",
+        "test",
+        (cell("single", devices=1, timed_steps=9), cell("ddp", timed_steps=9)),
+        2,
+        by_turns=True,
+    )
     runner = Runner(store, plan)
     runner.begin()
     assert runner.run(Silent())
@@ -80,7 +96,12 @@ def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPa
     for _, both in results.trials.groupby("trial"):
         one, other = both["turn_began"]
         assert max(one[0], other[0]) < min(one[1], other[1])
-    assert (results.steps.groupby(["cell_id", "trial", "rank"])["phase"].apply(lambda p: (p == "timed").sum()) == 9).all()
+    assert (
+        results.steps.groupby(["cell_id", "trial", "rank"])["phase"].apply(
+            lambda p: (p == "timed").sum()
+        )
+        == 9
+    ).all()
 
 
 @pytest.mark.parametrize("fault", ["raises", "raises_in_setup", "killed", "exits"])
@@ -93,7 +114,9 @@ def test_one_that_fails_leaves_the_others_alone(ring: Ring, fault: str) -> None:
 
 def test_a_time_limit_counts_a_launchs_own_turns(ring: Ring) -> None:
     """The others wait for longer than their own limit while one of them hangs until its own."""
-    first, hung, last = together(ring, cell("ddp", time_limit_seconds=6), faulty("hangs", time_limit_seconds=8), cell("ddp"))
+    first, hung, last = together(
+        ring, cell("ddp", time_limit_seconds=6), faulty("hangs", time_limit_seconds=8), cell("ddp")
+    )
     fine(first)
     fine(last)
     assert hung.status == "timeout"
@@ -117,6 +140,9 @@ def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> No
         threading.Timer(3, keeper.kill).start()
         first, lost = together(ring, cell("ddp"), faulty("hangs"))
         fine(first)
-        assert (lost.status, lost.reason) == ("failed", "the process that launched its ranks was killed from outside")
+        assert (lost.status, lost.reason) == (
+            "failed",
+            "the process that launched its ranks was killed from outside",
+        )
         for outcome in together(ring, cell("ddp"), cell("ddp")):
             fine(outcome)

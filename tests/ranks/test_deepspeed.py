@@ -24,9 +24,14 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
 with_disk = pytest.mark.skipif(
     "async_io" not in compiled_parts() or lockable_bytes() < 2**26,
-    reason="DeepSpeed without async_io (Debian's libaio-dev), or less than 64 MiB that may be locked (ulimit -l)",
+    reason=(
+        "DeepSpeed without async_io (Debian's libaio-dev), or less than 64 MiB that may be locked"
+        " (ulimit -l)"
+    ),
 )
-with_fp16 = pytest.mark.skipif(not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on a CPU with AVX512-FP16 or AMX-FP16")
+with_fp16 = pytest.mark.skipif(
+    not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on a CPU with AVX512-FP16 or AMX-FP16"
+)
 NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
 PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
 
@@ -35,7 +40,9 @@ PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
 def disk(tmp_path: Path) -> Path:
     """A folder on a disk: what is offloaded to memory has not left it."""
     if in_memory(str(tmp_path)):
-        pytest.skip("pytest's folders are on a file system in memory; give one on a disk with --basetemp")
+        pytest.skip(
+            "pytest's folders are on a file system in memory; give one on a disk with --basetemp"
+        )
     return tmp_path
 
 
@@ -55,7 +62,9 @@ def disk(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_it_trains_the_same_and_keeps_what_the_formula_says(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
+def test_it_trains_the_same_and_keeps_what_the_formula_says(
+    run_cells: RunCells, devices: int, axes: dict[str, Any]
+) -> None:
     trial = run_cells(cell("deepspeed", devices, **axes)).trials.iloc[0]
     assert (trial["parity_verdict"], trial["reason"]) == ("exact", "")
     states_follow_the_formula(trial)
@@ -66,17 +75,25 @@ def test_stage_0_stands_beside_the_other_launchers(run_cells: RunCells) -> None:
     assert trial["wraps_ddp"] == "DeepSpeed stage 0"
 
 
-def test_offload_to_the_host_is_labelled_where_there_is_no_device_to_leave(run_cells: RunCells) -> None:
-    trial = run_cells(cell("deepspeed", options={"stage": 2, "offload_optimizer": "cpu"})).trials.iloc[0]
+def test_offload_to_the_host_is_labelled_where_there_is_no_device_to_leave(
+    run_cells: RunCells,
+) -> None:
+    trial = run_cells(
+        cell("deepspeed", options={"stage": 2, "offload_optimizer": "cpu"})
+    ).trials.iloc[0]
     assert trial["stand_in"] == "no device to leave: optimizer states are already in host memory"
 
 
-HALVES = [("bf16", stage) for stage in (0, 1, 2, 3)] + [pytest.param("fp16", stage, marks=with_fp16) for stage in (1, 2, 3)]
+HALVES = [("bf16", stage) for stage in (0, 1, 2, 3)] + [
+    pytest.param("fp16", stage, marks=with_fp16) for stage in (1, 2, 3)
+]
 
 
 @pytest.mark.parametrize(("precision", "stage"), HALVES)
 def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage: int) -> None:
-    trial = run_cells(cell("deepspeed", precision=precision, options={"stage": stage})).trials.iloc[0]
+    trial = run_cells(cell("deepspeed", precision=precision, options={"stage": stage})).trials.iloc[
+        0
+    ]
     assert trial["parity_verdict"] == "within tolerance", trial["reason"]
     assert list(trial["optimizer_state_dtypes"]) == ["float32"]
     states_follow_the_formula(trial)
@@ -88,20 +105,38 @@ def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage
         ("clipping_off", {"workload": "llama-micro"}, "diverged", "loss is off"),
         ("undone_step", {"precision": "bf16", "workload": "llama-micro"}, "diverged", "off by"),
         pytest.param("scaled_loss", {"precision": "fp16"}, "diverged", "is off", marks=with_fp16),
-        pytest.param("kept_dtype", {"workload": "llama-512x2", "devices": 1, "options": PARAMETERS}, "failed", "BFloat16", marks=with_disk),
+        pytest.param(
+            "kept_dtype",
+            {"workload": "llama-512x2", "devices": 1, "options": PARAMETERS},
+            "failed",
+            "BFloat16",
+            marks=with_disk,
+        ),
     ],
 )
-def test_each_trap_is_caught(run_cells: RunCells, without: str, axes: dict[str, Any], status: str, reason: str) -> None:
-    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never scales the loss it unscales.
+def test_each_trap_is_caught(
+    run_cells: RunCells, without: str, axes: dict[str, Any], status: str, reason: str
+) -> None:
+    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never
+    scales the loss it unscales.
 
     And without fp16 it takes fp32 parameters on a disk for bf16.
     """
     axes = {"options": {}, **axes}
-    ended(run_cells(cell("deepspeed_traps", **axes | {"options": {**axes["options"], "without": without}})).trials.iloc[0], status, reason)
+    ended(
+        run_cells(
+            cell("deepspeed_traps", **axes | {"options": {**axes["options"], "without": without}})
+        ).trials.iloc[0],
+        status,
+        reason,
+    )
 
 
 def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells) -> None:
-    assert run_cells(cell("deepspeed_traps", workload="llama-micro")).trials.iloc[0]["parity_verdict"] == "exact"
+    assert (
+        run_cells(cell("deepspeed_traps", workload="llama-micro")).trials.iloc[0]["parity_verdict"]
+        == "exact"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,19 +148,30 @@ def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells)
         ({}, {"stage": 2, "offload_parameters": "cpu"}, "in stage 3 only"),
         ({"optimizer": "sgd"}, {"stage": 2, "offload_optimizer": "cpu"}, "use optimizer adamw"),
         pytest.param({}, NVME, "below 1 MiB in memory", marks=with_disk),
-        pytest.param({"workload": "llama-mini"}, {"stage": 3, "offload_parameters": "nvme"}, "below 1 MiB in memory", marks=with_disk),
+        pytest.param(
+            {"workload": "llama-mini"},
+            {"stage": 3, "offload_parameters": "nvme"},
+            "below 1 MiB in memory",
+            marks=with_disk,
+        ),
         ({"workload": "resnet-micro", "precision": "bf16"}, {"stage": 2}, "BatchNorm"),
     ],
     ids=str,
 )
-def test_what_it_would_silently_do_otherwise_is_refused(disk: Path, axes: dict[str, Any], options: dict[str, Any], said: str) -> None:
+def test_what_it_would_silently_do_otherwise_is_refused(
+    disk: Path, axes: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
     one = cell("deepspeed", options={"folder": str(disk), **options}, **axes)
     with pytest.raises(Refused, match=said):
         admit(one, make_workload(one.workload))
 
 
-@pytest.mark.parametrize(("part", "needs"), [("cpu_adam", "make setup"), ("async_io", "libaio-dev")])
-def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: pytest.MonkeyPatch, part: str, needs: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "needs"), [("cpu_adam", "make setup"), ("async_io", "libaio-dev")]
+)
+def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(
+    monkeypatch: pytest.MonkeyPatch, part: str, needs: str
+) -> None:
     known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
     monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": known})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
@@ -134,8 +180,11 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(monkeypatch: p
 
 
 @pytest.mark.parametrize(("allowed", "needs"), [(2**23, 8.0), (0, 0.0)])
-def test_disk_buffers_that_may_not_be_locked_are_said(monkeypatch: pytest.MonkeyPatch, disk: Path, allowed: int, needs: float) -> None:
-    """DeepSpeed does not look whether its call of mlock succeeded, and a rank of an ordinary user died by SIGSEGV."""
+def test_disk_buffers_that_may_not_be_locked_are_said(
+    monkeypatch: pytest.MonkeyPatch, disk: Path, allowed: int, needs: float
+) -> None:
+    """DeepSpeed does not look whether its call of mlock succeeded, and a rank of an ordinary user
+    died by SIGSEGV."""
     one = cell("deepspeed", workload="llama-512x2", options={**NVME, "folder": str(disk)})
     monkeypatch.setattr(harness.strategies._deepspeed_states, "lockable_bytes", lambda: 2**40)
     admit(one, make_workload(one.workload))
@@ -144,9 +193,15 @@ def test_disk_buffers_that_may_not_be_locked_are_said(monkeypatch: pytest.Monkey
         admit(one, make_workload(one.workload))
 
 
-def test_a_process_that_has_the_capability_locks_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_the_capability_locks_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limit = harness.strategies._deepspeed_states.resource.RLIMIT_MEMLOCK
-    monkeypatch.setattr(harness.strategies._deepspeed_states.resource, "getrlimit", lambda which: {limit: (4096, 4096)}[which])
+    monkeypatch.setattr(
+        harness.strategies._deepspeed_states.resource,
+        "getrlimit",
+        lambda which: {limit: (4096, 4096)}[which],
+    )
     capable = "CapEff:\t0000000000004000\n"
     monkeypatch.setattr(Path, "read_text", lambda _: capable)
     assert harness.strategies._deepspeed_states.lockable_bytes() == math.inf
@@ -163,12 +218,26 @@ def test_its_shared_memory_for_inference_is_neither_compiled_nor_made() -> None:
 
 @with_disk
 def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Path) -> None:
-    """Optimizer states and parameters on disk, byte for byte those of the same training without a disk; absent from memory."""
+    """Optimizer states and parameters on disk, byte for byte those of the same training without a
+    disk; absent from memory."""
     swapped, held = disk / "swapped", disk / "held"
-    axes: dict[str, Any] = {"workload": "llama-512x2", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
+    axes: dict[str, Any] = {
+        "workload": "llama-512x2",
+        "warmup_steps": 1,
+        "timed_steps": 3,
+        "parity_steps": 3,
+    }
     trials = run_cells(
-        cell("deepspeed", options={**NVME, "offload_parameters": "nvme", "folder": str(swapped)}, **axes),
-        cell("deepspeed_dump", options={"stage": 3, "offload_optimizer": "cpu", "folder": str(held)}, **axes),
+        cell(
+            "deepspeed",
+            options={**NVME, "offload_parameters": "nvme", "folder": str(swapped)},
+            **axes,
+        ),
+        cell(
+            "deepspeed_dump",
+            options={"stage": 3, "offload_optimizer": "cpu", "folder": str(held)},
+            **axes,
+        ),
     ).trials.set_index("strategy")
     assert list(trials["parity_verdict"]) == ["exact"] * 2
     on_disk = {(f.parent.name, f.name): f for f in swapped.rglob("*.swp")}
@@ -176,7 +245,9 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Pa
     for file in held.rglob("*.swp"):
         expected, kept = file.read_bytes(), on_disk.get((file.parent.name, file.name))
         if kept is None:
-            assert len(expected) < 2**20, f"{file.name} is missing, though DeepSpeed swaps all of 1 MiB and more"
+            assert len(expected) < 2**20, (
+                f"{file.name} is missing, though DeepSpeed swaps all of 1 MiB and more"
+            )
             continue
         read = kept.read_bytes()
         assert read[: len(expected)] == expected, file.name
@@ -184,7 +255,12 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Pa
         compared += len(expected)
     trial, other = trials.loc["deepspeed"], trials.loc["deepspeed_dump"]
     assert sum(trial["optimizer_bytes"]) == 0
-    gone = sum(other["optimizer_bytes"]) + sum(other["parameter_bytes"]) - sum(trial["parameter_bytes"]) + 4 * other["parameters"]
+    gone = (
+        sum(other["optimizer_bytes"])
+        + sum(other["parameter_bytes"])
+        - sum(trial["parameter_bytes"])
+        + 4 * other["parameters"]
+    )
     assert compared == pytest.approx(gone, rel=1e-4)  # moments, parameters, and the fp32 masters
     states_follow_the_formula(trial)
     states_follow_the_formula(other)
@@ -192,10 +268,19 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Pa
 
 @with_disk
 @pytest.mark.parametrize("devices", [1, 2])
-def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: Path, devices: int) -> None:
+def test_each_step_reads_and_writes_what_lies_there(
+    run_cells: RunCells, disk: Path, devices: int
+) -> None:
     """Masters, moments and gradients travel once each way in a step, as the kernel counts them."""
-    axes: dict[str, Any] = {"workload": "llama-mini", "warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
-    trial = run_cells(cell("deepspeed", devices, options={**NVME, "folder": str(disk)}, **axes)).trials.iloc[0]
+    axes: dict[str, Any] = {
+        "workload": "llama-mini",
+        "warmup_steps": 1,
+        "timed_steps": 3,
+        "parity_steps": 3,
+    }
+    trial = run_cells(
+        cell("deepspeed", devices, options={**NVME, "folder": str(disk)}, **axes)
+    ).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
     states_follow_the_formula(trial)
     kept = sum(f.stat().st_size for f in (disk / "offload").rglob("*") if f.is_file())
@@ -214,14 +299,20 @@ def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: P
     ],
     ids=str,
 )
-def test_tiles_train_the_same_layer(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
+def test_tiles_train_the_same_layer(
+    run_cells: RunCells, devices: int, axes: dict[str, Any]
+) -> None:
     trial = run_cells(cell("tiled_linear", devices, **axes)).trials.iloc[0]
-    assert (trial["status"], trial["parity_verdict"]) == ("ok", "within tolerance" if "precision" in axes else "exact")
+    assert (trial["status"], trial["parity_verdict"]) == (
+        "ok",
+        "within tolerance" if "precision" in axes else "exact",
+    )
     states_follow_the_formula(trial)
 
 
 def test_tiles_train_a_layer_that_is_too_large_for_the_budget(run_cells: RunCells) -> None:
-    """The layer's weights, its gradient and the buffers of both need four times its size beside the partitions; a tile's do not."""
+    """The layer's weights, its gradient and the buffers of both need four times its size beside the
+    partitions; a tile's do not."""
     axes: dict[str, Any] = {
         "workload": "llama-1536x1",
         "global_batch": 2,
@@ -231,9 +322,14 @@ def test_tiles_train_a_layer_that_is_too_large_for_the_budget(run_cells: RunCell
         "memory_limit_bytes": 395_000_000,
     }
     few: dict[str, Any] = {"stage": 3, "bucket_elements": 300_000}
-    whole, tiled = cell("deepspeed", options=few, **axes), cell("tiled_linear", options={**few, "out_tiles": 8}, **axes)
+    whole, tiled = (
+        cell("deepspeed", options=few, **axes),
+        cell("tiled_linear", options={**few, "out_tiles": 8}, **axes),
+    )
     trials = run_cells(whole, tiled).trials.set_index("strategy")
-    assert trials["status"].to_dict() == {"deepspeed": "out_of_memory", "tiled_linear": "ok"}, list(trials["reason"])
+    assert trials["status"].to_dict() == {"deepspeed": "out_of_memory", "tiled_linear": "ok"}, list(
+        trials["reason"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,4 +349,8 @@ def test_its_pipeline(run_cells: RunCells, name: str, axes: dict[str, Any], stat
     assert trial["status"] == status, trial["log_tail"]
     if status == "ok":
         assert trial["parity_verdict"] == "exact"
-        assert pd.isna(trial["bubble_fraction"]) if axes.get("devices") == 1 else 0.2 < trial["bubble_fraction"] < 1.0
+        assert (
+            pd.isna(trial["bubble_fraction"])
+            if axes.get("devices") == 1
+            else 0.2 < trial["bubble_fraction"] < 1.0
+        )

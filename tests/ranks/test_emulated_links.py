@@ -1,4 +1,5 @@
-"""Links between namespaces of this machine: what is asked for is measured, ranks train across it, and nothing is left behind."""
+"""Links between namespaces of this machine: what is asked for is measured, ranks train across it,
+and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -40,11 +41,17 @@ def emulated() -> Iterator[EmulatedNodes]:
 
 
 @pytest.fixture
-def run_cells(emulated: EmulatedNodes, launcher: Launcher, tmp_path: Path) -> Callable[..., Results]:
+def run_cells(
+    emulated: EmulatedNodes, launcher: Launcher, tmp_path: Path
+) -> Callable[..., Results]:
     def run(*cells: Cell, trials: int = 1, explain: bool = False) -> Results:
         store = Store(tmp_path / "results")
         plan = Plan.new("test", cells, trials, [])
-        runner = Runner(store, plan, launcher=lambda packages: LinksLauncher(emulated, lambda _: launcher, packages))
+        runner = Runner(
+            store,
+            plan,
+            launcher=lambda packages: LinksLauncher(emulated, lambda _: launcher, packages),
+        )
         runner.begin()
         assert runner.run(Silent())
         assert not explain or runner.explain(Silent())
@@ -76,31 +83,62 @@ def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
 
 
 def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
-    found = run_cells(over("1gbit"), over("none", "horovod"), over({"rate": "1gbit", "delay": "1ms"}, "fsdp2"), explain=True)
+    found = run_cells(
+        over("1gbit"),
+        over("none", "horovod"),
+        over({"rate": "1gbit", "delay": "1ms"}, "fsdp2"),
+        explain=True,
+    )
     for trial in found.trials.to_dict("records"):
         assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
         assert trial["parity_verdict"] == "exact"
         assert list(trial["node_names"]) == ["node0", "node1"]
         facts = json.loads(trial["node_facts"])
-        assert [(node["host"], node["address"]) for node in facts] == [("node0", "10.97.0.1"), ("node1", "10.97.0.2")]
-        assert [node["link_bits_per_second"] for node in facts] == [None, None]  # nominal: no card has one
+        assert [(node["host"], node["address"]) for node in facts] == [
+            ("node0", "10.97.0.1"),
+            ("node1", "10.97.0.2"),
+        ]
+        assert [node["link_bits_per_second"] for node in facts] == [
+            None,
+            None,
+        ]  # nominal: no card has one
         assert "emulated links" in trial["stand_in"]
     trials = found.trials.set_index("strategy")
     assert trials["links"].to_dict() == {"ddp": "1gbit", "horovod": "none", "fsdp2": "1gbit 1ms"}
-    assert trials.loc["ddp", "link_bits_per_second"] < 1.05e9 < trials.loc["horovod", "link_bits_per_second"]
-    assert trials.loc["ddp", "link_latency_seconds"] < 1e-3 < trials.loc["fsdp2", "link_latency_seconds"]
+    assert (
+        trials.loc["ddp", "link_bits_per_second"]
+        < 1.05e9
+        < trials.loc["horovod", "link_bits_per_second"]
+    )
+    assert (
+        trials.loc["ddp", "link_latency_seconds"]
+        < 1e-3
+        < trials.loc["fsdp2", "link_latency_seconds"]
+    )
     explained = found.explained.set_index("cell_name")
     assert set(explained["status"]) == {"ok"}
     assert all(min(sent) > 0 for sent in explained["sent_bytes"])
 
 
-MODEL = {"workload": "gpt2-micro", "sequence_length": 16, "global_batch": 2, "timed_steps": 8, "parity_steps": 11}
+MODEL = {
+    "workload": "gpt2-micro",
+    "sequence_length": 16,
+    "global_batch": 2,
+    "timed_steps": 8,
+    "parity_steps": 11,
+}
 
 
-def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(run_cells: Callable[..., Results]) -> None:
-    """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little compute, whose noise would be the
-    test's; the best of three launches."""
-    cells = [over(link, options={"bucket_cap_mb": 25.0}, **MODEL) for link in ("none", "1gbit", "100mbit")]
+def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
+    run_cells: Callable[..., Results],
+) -> None:
+    """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little
+    compute, whose noise would be the test's; the best of three launches.
+    """
+    cells = [
+        over(link, options={"bucket_cap_mb": 25.0}, **MODEL)
+        for link in ("none", "1gbit", "100mbit")
+    ]
     trials = run_cells(*cells, trials=3).trials
     best = trials.loc[trials.groupby("links")["step_seconds_p50"].idxmin()].set_index("links")
     sent = {link: max(row) for link, row in best["sent_bytes_per_step"].items()}
@@ -108,10 +146,14 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(run_cells: Callable[
     compute = best.loc["none", "step_seconds_p50"] - wire["none"]
     assert sent["100mbit"] > 3e6
     for link in ("1gbit", "100mbit"):
-        assert best.loc[link, "step_seconds_p50"] == pytest.approx(compute + wire[link], rel=0.15), link
+        assert best.loc[link, "step_seconds_p50"] == pytest.approx(
+            compute + wire[link], rel=0.15
+        ), link
 
 
-def test_strategies_rank_by_their_bytes_on_the_slowest_link(run_cells: Callable[..., Results]) -> None:
+def test_strategies_rank_by_their_bytes_on_the_slowest_link(
+    run_cells: Callable[..., Results],
+) -> None:
     found = run_cells(
         over("100mbit", **MODEL),
         over("100mbit", options={"comm_hook": "fp16"}, **MODEL),
@@ -121,10 +163,14 @@ def test_strategies_rank_by_their_bytes_on_the_slowest_link(run_cells: Callable[
     for trial in found.to_dict("records"):
         assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
     found["sent"] = [max(sent) for sent in found["sent_bytes_per_step"]]
-    assert list(found.sort_values("sent")["label"]) == list(found.sort_values("step_seconds_mean")["label"])
+    assert list(found.sort_values("sent")["label"]) == list(
+        found.sort_values("step_seconds_mean")["label"]
+    )
 
 
-def test_a_lost_node_is_started_anew(emulated: EmulatedNodes, run_cells: Callable[..., Results]) -> None:
+def test_a_lost_node_is_started_anew(
+    emulated: EmulatedNodes, run_cells: Callable[..., Results]
+) -> None:
     assert set(run_cells(over("none")).trials["status"]) == {"ok"}
     agents = psutil.Process(emulated.pid).children()
     agents[1].kill()
@@ -132,11 +178,22 @@ def test_a_lost_node_is_started_anew(emulated: EmulatedNodes, run_cells: Callabl
     assert agents[0].pid not in [agent.pid for agent in psutil.Process(emulated.pid).children()]
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="tries what a user may by giving up root's rights")
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"),
+    reason="tries what a user may by giving up root's rights",
+)
 def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
-    words = "from harness.links.emulated import EmulatedNodes as E; e = E(2); print(e.use('1gbit 1ms')); e.close()"
-    less = [f"--{of}=-sys_admin,-net_admin,-net_raw,-sys_nice,-sys_resource" for of in ("bounding-set", "inh-caps")]
-    done = subprocess.run(["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
+    words = (
+        "from harness.links.emulated import EmulatedNodes as E; e = E(2); print(e.use('1gbit"
+        " 1ms')); e.close()"
+    )
+    less = [
+        f"--{of}=-sys_admin,-net_admin,-net_raw,-sys_nice,-sys_resource"
+        for of in ("bounding-set", "inh-caps")
+    ]
+    done = subprocess.run(
+        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=60
+    )
     if "does not let this user" in done.stderr:
         pytest.skip("this system has no user namespaces")
     assert "'link_emulation': 'network namespaces, tbf" in done.stdout, done.stderr
@@ -162,14 +219,26 @@ def spaces(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
-@pytest.mark.skipif(not shutil.which("lsns"), reason="lsns (util-linux) is missing: it lists namespaces")
+@pytest.mark.skipif(
+    not shutil.which("lsns"), reason="lsns (util-linux) is missing: it lists namespaces"
+)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     matrix = tmp_path / "m.yaml"
     one = over("1gbit 1ms", "faulty", options={"fault": "hangs"})
     axes = one.model_dump(exclude_defaults=True) | {"batch": 8}
     matrix.write_text(json.dumps({"trials": 1, "cells": [axes]}))
-    words = ["bench", "run", "--matrix", str(matrix), "--results", str(tmp_path / "results"), "--no-report"]
+    words = [
+        "bench",
+        "run",
+        "--matrix",
+        str(matrix),
+        "--results",
+        str(tmp_path / "results"),
+        "--no-report",
+    ]
     run = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL)
     own = os.readlink("/proc/self/ns/net")
     deadline = time.monotonic() + 90
@@ -183,5 +252,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(tmp_path: Path, 
     assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=5)
     assert [p for p in below if runs(p)] == []
-    there = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout.split()
+    there = subprocess.run(
+        ["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {space.strip("net:[]") for space in made} & set(there)

@@ -1,4 +1,5 @@
-"""Explanations of real ranks: components, injected delays, bytes against theory and algorithm, the peak's split, traces."""
+"""Explanations of real ranks: components, injected delays, bytes against theory and algorithm, the
+peak's split, traces."""
 
 from __future__ import annotations
 
@@ -46,12 +47,17 @@ CELLS = {
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", CELLS)
-def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(launcher: Launcher, name: str, devices: int) -> None:
-    """Logical bytes within 2 % of the formula; bytes on the sockets within 5 % of the backend's algorithm (messages of up to 13 MiB).
+def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
+    launcher: Launcher, name: str, devices: int
+) -> None:
+    """Logical bytes within 2 % of the formula; bytes on the sockets within 5 % of the backend's
+    algorithm (messages of up to 13 MiB).
 
     Components within 3 % of each rank's step; the split within 5 % of the peak.
     """
-    row = explained(launcher, devices=devices, workload="llama-mini", time_limit_seconds=120, **CELLS[name])
+    row = explained(
+        launcher, devices=devices, workload="llama-mini", time_limit_seconds=120, **CELLS[name]
+    )
     assert row["theory_bytes"] is not None
     assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
     assert mean(row["sent_bytes"]) == pytest.approx(mean(row["algorithm_bytes"]), rel=0.05)
@@ -60,7 +66,9 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(launcher: Lau
         assert known == pytest.approx(known + row["other_seconds"][rank], rel=0.03)
     assert row["memory_reason"] == ""
     for rank, peak in enumerate(row["peak_tracked_bytes"]):
-        assert sum(row[f"peak_{kind}_bytes"][rank] for kind in SPLIT) == pytest.approx(peak, rel=0.05)
+        assert sum(row[f"peak_{kind}_bytes"][rank] for kind in SPLIT) == pytest.approx(
+            peak, rel=0.05
+        )
 
 
 DELAY = 0.1
@@ -68,7 +76,12 @@ DELAY = 0.1
 
 @pytest.mark.parametrize(
     ("where", "component"),
-    [("compute", "compute"), ("communication", "communication"), ("optimizer", "optimizer"), ("data", "data")],
+    [
+        ("compute", "compute"),
+        ("communication", "communication"),
+        ("optimizer", "optimizer"),
+        ("data", "data"),
+    ],
 )
 def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, component: str) -> None:
     """A tenth of a second of sleep in steps that take a few milliseconds."""
@@ -91,7 +104,8 @@ def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) ->
 
 
 def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
-    """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches more."""
+    """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches
+    more."""
     row = explained(launcher, "vertical", workload="llama-micro", global_batch=16)
     share = mean(row["bubble_seconds"]) / row["profiled_step_seconds"]
     assert 0.25 < share < 0.75
@@ -99,7 +113,8 @@ def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
 
 
 def test_waits_that_the_profiler_cannot_see_are_named_by_the_strategy(launcher: Launcher) -> None:
-    """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not nought."""
+    """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not
+    nought."""
     row = explained(launcher, "parameter_server", workload="llama-micro")
     assert row["communication_seconds"][2] > 0.3 * row["profiled_step_seconds"]
     assert row["logical_bytes"] == []
@@ -113,17 +128,27 @@ def test_a_library_that_trains_in_its_own_thread_is_seen_too(launcher: Launcher)
     assert "thread" in row["memory_reason"]
 
 
-@pytest.mark.parametrize(("options", "buckets"), [({}, 2), ({"bucket_cap_mb": 25}, 1)], ids=["torch's own", "all of 25 MiB"])
-def test_ddp_reduces_in_the_buckets_that_a_user_gets(launcher: Launcher, options: dict[str, Any], buckets: int) -> None:
-    """Torch's first bucket holds 1 MiB, but only where no size is given; the model's gradients are 3.6 MB."""
+@pytest.mark.parametrize(
+    ("options", "buckets"),
+    [({}, 2), ({"bucket_cap_mb": 25}, 1)],
+    ids=["torch's own", "all of 25 MiB"],
+)
+def test_ddp_reduces_in_the_buckets_that_a_user_gets(
+    launcher: Launcher, options: dict[str, Any], buckets: int
+) -> None:
+    """Torch's first bucket holds 1 MiB, but only where no size is given; the model's gradients are
+    3.6 MB."""
     row = explained(launcher, "ddp", options=options, workload="llama-micro")
     for rank in json.loads(row["collectives"]):
         assert sum(count for operation, _, _, count in rank if operation == "all_reduce") == buckets
 
 
 def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher) -> None:
-    """Where it fails on a rank, the others stop waiting for it, and the rest of the row is there."""
-    row = explained(launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro")
+    """Where it fails on a rank, the others stop waiting for it, and the rest of the row is
+    there."""
+    row = explained(
+        launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro"
+    )
     assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
     assert len(row["compute_seconds"]) == 2
     assert row["memory_reason"].startswith("torch's memory tracker")
@@ -133,13 +158,17 @@ def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher
 def test_states_at_the_peak_are_those_of_the_formula(launcher: Launcher) -> None:
     """DDP's parameters and moments, whole; its buckets, which live in C++, by their size."""
     row = explained(launcher, "ddp", workload="llama-micro")
-    assert row["peak_parameters_bytes"][0] == pytest.approx(row["formula_parameter_bytes"], rel=0.01)
+    assert row["peak_parameters_bytes"][0] == pytest.approx(
+        row["formula_parameter_bytes"], rel=0.01
+    )
     assert row["peak_optimizer_bytes"][0] >= 0.99 * row["formula_optimizer_bytes"]
     assert row["peak_library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
     assert "reducer" in row["unseen_buffers"]
 
 
-def test_a_run_explains_its_cells_once_and_writes_no_trial(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_run_explains_its_cells_once_and_writes_no_trial(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     cells = (cell("ddp"), cell("faulty", options={"fault": "raises"}))
     store = Store(tmp_path)
     runner = Runner(store, Plan.new("test", cells, 1, []), launcher=lambda packages: launcher)
@@ -148,27 +177,55 @@ def test_a_run_explains_its_cells_once_and_writes_no_trial(launcher: Launcher, t
     for _ in range(2):
         assert runner.explain(Silent())
     loaded = store.load([runner.plan.run_id])
-    assert loaded.explained[["cell_id", "status", "attempt"]].to_numpy().tolist() == [[cells[0].id, "ok", 1]]
+    assert loaded.explained[["cell_id", "status", "attempt"]].to_numpy().tolist() == [
+        [cells[0].id, "ok", 1]
+    ]
     assert len(loaded.trials) == 2
     assert len(loaded.explained.loc[0, "compute_seconds"]) == 2
 
 
 def test_bench_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:
-    told = ["profile", "ddp", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "t"), "--json"]
+    told = [
+        "profile",
+        "ddp",
+        "--matrix",
+        "smoke",
+        "--set",
+        "workload=llama-nano",
+        "--out",
+        str(tmp_path / "t"),
+        "--json",
+    ]
     result = CliRunner().invoke(app, told)
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
-    assert [Path(file).name for file in said["traces"]] == ["rank0.json.gz", "rank1.json.gz", "all.json.gz"]
+    assert [Path(file).name for file in said["traces"]] == [
+        "rank0.json.gz",
+        "rank1.json.gz",
+        "all.json.gz",
+    ]
     for rank, file in enumerate(said["traces"][:2]):
         events = json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
-        assert f"rank {rank}" in [e["args"]["name"] for e in events if e.get("name") == "process_name"]
+        assert f"rank {rank}" in [
+            e["args"]["name"] for e in events if e.get("name") == "process_name"
+        ]
         assert any(e.get("name") == "gloo:all_reduce" and e.get("dur", 0) > 0 for e in events)
     assert len(said["compute_seconds"]) == 2
 
 
 def test_bench_profile_says_where_the_traces_are(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        app, ["profile", "single", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "t")]
+        app,
+        [
+            "profile",
+            "single",
+            "--matrix",
+            "smoke",
+            "--set",
+            "workload=llama-nano",
+            "--out",
+            str(tmp_path / "t"),
+        ],
     )
     assert result.exit_code == 0, result.output
     assert "rank0.json.gz" in result.stdout

@@ -31,7 +31,11 @@ def environment(**more: str) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MASTER_PORT": port, **more}
+    return kept | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MASTER_PORT": port,
+        **more,
+    }
 
 
 def losses(said: str) -> list[float]:
@@ -41,26 +45,50 @@ def losses(said: str) -> list[float]:
 
 
 def run(command: list[str], folder: Path, **more: str) -> str:
-    done = subprocess.run(command, cwd=folder.parent, env=environment(**more), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        cwd=folder.parent,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def in_batch(folder: Path) -> str:
     """By sbatch where a SLURM answers; else the batch script's body with a stand-in for srun."""
-    asked = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True) if shutil.which("sinfo") else None
+    asked = (
+        subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True)
+        if shutil.which("sinfo")
+        else None
+    )
     if asked and asked.returncode == 0 and asked.stdout.strip():
         partition = f"--partition={asked.stdout.split()[0]}"
-        run(["bash", str(folder / "run.sh"), "--wait", partition, "--account=", "--output=log"], folder)
+        run(
+            ["bash", str(folder / "run.sh"), "--wait", partition, "--account=", "--output=log"],
+            folder,
+        )
         return (folder / "log").read_text()
     stand_in = folder.parent / "bin"
     stand_in.mkdir()
     (stand_in / "srun").write_text(STAND_IN)
     (stand_in / "srun").chmod(0o755)
-    given = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_PER_TASK": "2"}
+    given = {
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_CPUS_PER_TASK": "2",
+    }
     path = f"{stand_in}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "job.sbatch"], cwd=folder, env=environment(**given) | {"PATH": path}, capture_output=True, text=True, timeout=240
+        ["bash", "job.sbatch"],
+        cwd=folder,
+        env=environment(**given) | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -69,7 +97,11 @@ def in_batch(folder: Path) -> str:
 SETS: list[tuple[str, str, dict[str, Any]]] = [
     ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
     ("ddp", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
-    ("ddp", "torchrun", {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}}),
+    (
+        "ddp",
+        "torchrun",
+        {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}},
+    ),
     ("fsdp1", "torchrun", {"micro_batches": 2}),
     ("fsdp2", "torchrun", {"micro_batches": 2, "options": {"prefetch": True}}),
     ("zero_redundancy", "torchrun", {"optimizer": "sgd"}),
@@ -79,13 +111,27 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),
-    ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16", "workload": "llama-micro"}),
-    ("deepspeed", "deepspeed", {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+    (
+        "deepspeed",
+        "deepspeed",
+        {"options": {"stage": 0}, "precision": "bf16", "workload": "llama-micro"},
+    ),
+    (
+        "deepspeed",
+        "deepspeed",
+        {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "to", "axes"), SETS, ids=lambda v: v if isinstance(v, str) else "-".join(f"{x}" for x in v.values()))
-def test_an_exported_set_trains_the_same(run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "to", "axes"),
+    SETS,
+    ids=lambda v: v if isinstance(v, str) else "-".join(f"{x}" for x in v.values()),
+)
+def test_an_exported_set_trains_the_same(
+    run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
+) -> None:
     for package in ("accelerate", "deepspeed"):
         if (package in (strategy, to) or "zero" in str(axes)) and find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make setup")
@@ -96,7 +142,9 @@ def test_an_exported_set_trains_the_same(run_cells: RunCells, tmp_path: Path, st
     assert not note
     folder = tmp_path / "set"
     write_files(files, folder)
-    found = losses(in_batch(folder) if to == "slurm" else run(["bash", str(folder / "run.sh")], folder))
+    found = losses(
+        in_batch(folder) if to == "slurm" else run(["bash", str(folder / "run.sh")], folder)
+    )
     assert len(found) == one.total_steps
     assert max(loss_deviations(found, list(trial["losses"]))) < 1e-6
     if trial["parity_verdict"] == "exact":

@@ -1,4 +1,5 @@
-"""Whatever goes wrong becomes a row with the first cause, the matrix goes on, and no process is left."""
+"""Whatever goes wrong becomes a row with the first cause, the matrix goes on, and no process is
+left."""
 
 from __future__ import annotations
 
@@ -32,12 +33,19 @@ def test_the_rank_that_raised_is_the_cause(run_cells: RunCells) -> None:
 
 def test_a_failure_in_setup_is_the_cause(run_cells: RunCells) -> None:
     row = run_cells(faulty("raises_in_setup")).trials.iloc[0]
-    assert (row["status"], row["reason"]) == ("failed", "rank 1: ValueError: the planted mistake in setup")
+    assert (row["status"], row["reason"]) == (
+        "failed",
+        "rank 1: ValueError: the planted mistake in setup",
+    )
 
 
 @pytest.mark.parametrize("how", ["elastic", "spawn"])
-@pytest.mark.parametrize(("fault", "said"), [("killed", "was killed by SIGKILL"), ("exits", "left with exit code 0")])
-def test_a_rank_that_vanishes_is_named(run_cells: RunCells, fault: str, said: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"), [("killed", "was killed by SIGKILL"), ("exits", "left with exit code 0")]
+)
+def test_a_rank_that_vanishes_is_named(
+    run_cells: RunCells, fault: str, said: str, how: str
+) -> None:
     row = run_cells(faulty(fault, launcher=how)).trials.iloc[0]
     assert row["status"] == "failed"
     assert row["reason"].startswith(f"rank 1 {said}")
@@ -58,9 +66,12 @@ def test_slow_is_a_timeout_too(run_cells: RunCells) -> None:
 
 
 def test_out_of_memory_under_a_limit(run_cells: RunCells) -> None:
-    """A gigabyte beyond a limit of 256 MiB; larger cells of the same kind are then left out with that reason."""
+    """A gigabyte beyond a limit of 256 MiB; larger cells of the same kind are then left out with
+    that reason."""
     limited = {"memory_limit_bytes": 256 * 2**20}
-    trials = run_cells(faulty("out_of_memory", **limited), faulty("out_of_memory", global_batch=16, **limited)).trials
+    trials = run_cells(
+        faulty("out_of_memory", **limited), faulty("out_of_memory", global_batch=16, **limited)
+    ).trials
     trials = trials.set_index("global_batch")
     assert trials.loc[8, "status"] == "out_of_memory"
     launched = trials[trials["wall_seconds"].notna()]
@@ -104,26 +115,36 @@ def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
         references.unlink()
         references.with_name("moved").rename(references)
     assert trials.iloc[0]["parity_verdict"] == "unknown"
-    assert trials.iloc[0]["reason"].startswith("not verified, so not ranked: the reference run ended failed")
+    assert trials.iloc[0]["reason"].startswith(
+        "not verified, so not ranked: the reference run ended failed"
+    )
     assert not cells(trials)["ranked"].any()
 
 
 def test_children_of_ranks_are_gone(run_cells: RunCells) -> None:
-    """The leaves_children strategy starts a process in a session of its own; it does not outlive the trial."""
+    """The leaves_children strategy starts a process in a session of its own; it does not outlive
+    the trial."""
     marker = "time.sleep(3600)"
     assert run_cells(faulty("leaves_children")).trials.iloc[0]["status"] == "ok"
-    left = [p for p in psutil.process_iter(["cmdline"]) if any(marker in word for word in p.info["cmdline"] or [])]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(marker in word for word in p.info["cmdline"] or [])
+    ]
     assert left == []
 
 
-def test_the_trials_folder_is_removed(run_cells: RunCells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trials_folder_is_removed(
+    run_cells: RunCells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_cells(faulty("raises"), cell("ddp"))
     assert [p for p in tmp_path.iterdir() if p.name.startswith("parallelism-bench-")] == []
 
 
 def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
-    """SIGINT to the launching process while ranks train: the outcome says interrupted and the ranks are gone."""
+    """SIGINT to the launching process while ranks train: the outcome says interrupted and the ranks
+    are gone."""
     workload = make_workload("llama-nano")
     hanging = faulty("hangs", time_limit_seconds=30)
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()

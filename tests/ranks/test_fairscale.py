@@ -1,4 +1,5 @@
-"""fairscale: OSS with ShardedDataParallel, the trap in clearing its gradients, and FullyShardedDataParallel as far as a CPU shows it."""
+"""fairscale: OSS with ShardedDataParallel, the trap in clearing its gradients, and
+FullyShardedDataParallel as far as a CPU shows it."""
 
 from __future__ import annotations
 
@@ -16,13 +17,22 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytest.importorskip("fairscale", reason="pip install fairscale")
 
 
-@pytest.mark.parametrize(("devices", "buffer"), [(1, 2**23), (2, 2**23), (4, 2**23), (4, 20_000), (2, 0)])
-def test_states_are_dealt_out_by_whole_parameters(run_cells: RunCells, devices: int, buffer: int) -> None:
-    """What does not fit into a bucket is not kept between steps, and how it is reduced changes no digit that matters."""
-    row = run_cells(cell("fairscale_oss", devices, "llama-micro", options={"reduce_buffer_size": buffer})).trials.iloc[0]
+@pytest.mark.parametrize(
+    ("devices", "buffer"), [(1, 2**23), (2, 2**23), (4, 2**23), (4, 20_000), (2, 0)]
+)
+def test_states_are_dealt_out_by_whole_parameters(
+    run_cells: RunCells, devices: int, buffer: int
+) -> None:
+    """What does not fit into a bucket is not kept between steps, and how it is reduced changes no
+    digit that matters."""
+    row = run_cells(
+        cell("fairscale_oss", devices, "llama-micro", options={"reduce_buffer_size": buffer})
+    ).trials.iloc[0]
     assert row["parity_verdict"] == "exact", row["reason"]
     states_follow_the_formula(row)
-    assert ("reduce buckets of ShardedDataParallel" in row["library_buffers"]) == (devices > 1 and buffer > 0)
+    assert ("reduce buckets of ShardedDataParallel" in row["library_buffers"]) == (
+        devices > 1 and buffer > 0
+    )
     assert sum(row["optimizer_bytes"]) == pytest.approx(8 * row["trained_parameters"], rel=1e-3)
 
 
@@ -44,9 +54,13 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("options", "half"), [({"broadcast_fp16": True}, 0.25), ({"reduce_fp16": True, "reduce_buffer_size": 0}, 0.75 / 2)], ids=str
+    ("options", "half"),
+    [({"broadcast_fp16": True}, 0.25), ({"reduce_fp16": True, "reduce_buffer_size": 0}, 0.75 / 2)],
+    ids=str,
 )
-def test_fp16_on_the_way_is_declared_and_saves_bytes(run_cells: RunCells, options: dict[str, Any], half: float) -> None:
+def test_fp16_on_the_way_is_declared_and_saves_bytes(
+    run_cells: RunCells, options: dict[str, Any], half: float
+) -> None:
     """At 2 ranks gloo's reduce takes 0.75 and a broadcast 0.5 of the payload for each rank."""
     row = run_cells(cell("fairscale_oss", workload="llama-micro", options=options)).trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
@@ -56,10 +70,19 @@ def test_fp16_on_the_way_is_declared_and_saves_bytes(run_cells: RunCells, option
 
 @pytest.mark.parametrize(
     ("through", "status"),
-    [("model", "ok"), ("optimizer", "diverged"), ("shard", "diverged"), ("shard_to_zero", "diverged"), ("optimizer_to_zero", "ok")],
+    [
+        ("model", "ok"),
+        ("optimizer", "diverged"),
+        ("shard", "diverged"),
+        ("shard_to_zero", "diverged"),
+        ("optimizer_to_zero", "ok"),
+    ],
 )
-def test_gradients_must_stay_in_their_buckets(run_cells: RunCells, through: str, status: str) -> None:
-    """Cleared through an optimizer they leave the buckets that are reduced, or stay in them; set to zero there, they are right."""
+def test_gradients_must_stay_in_their_buckets(
+    run_cells: RunCells, through: str, status: str
+) -> None:
+    """Cleared through an optimizer they leave the buckets that are reduced, or stay in them; set to
+    zero there, they are right."""
     row = run_cells(cell("fairscale_traps", options={"through": through})).trials.iloc[0]
     assert row["status"] == status, row["reason"]
     if status == "ok":
@@ -67,7 +90,9 @@ def test_gradients_must_stay_in_their_buckets(run_cells: RunCells, through: str,
 
 
 def test_a_wide_declaration_hides_no_trap(run_cells: RunCells) -> None:
-    row = run_cells(cell("fairscale_traps", options={"through": "optimizer", "broadcast_fp16": True})).trials.iloc[0]
+    row = run_cells(
+        cell("fairscale_traps", options={"through": "optimizer", "broadcast_fp16": True})
+    ).trials.iloc[0]
     assert row["status"] == "diverged"
 
 
@@ -76,7 +101,10 @@ SHARDED = [
     pytest.param({"options": {"reshard_after_forward": False}}, id="zero_dp_2"),
     pytest.param({"options": {"cpu_offload": True}}, id="offload"),
     pytest.param({"micro_batches": 2}, id="micro-batches"),
-    pytest.param({"micro_batches": 2, "options": {"no_sync": False, "cpu_offload": True}}, id="micro-batches reduced one by one, offload"),
+    pytest.param(
+        {"micro_batches": 2, "options": {"no_sync": False, "cpu_offload": True}},
+        id="micro-batches reduced one by one, offload",
+    ),
     pytest.param({"precision": "fp16"}, id="fp16"),
     pytest.param({"workload": "gpt2-nano"}, id="tied embeddings"),
     pytest.param({"devices": 4, "workload": "llama-micro"}, id="4 ranks"),
@@ -85,11 +113,14 @@ SHARDED = [
 
 @pytest.mark.parametrize("axes", SHARDED)
 def test_the_mathematics_of_fully_sharded(run_cells: RunCells, axes: dict[str, Any]) -> None:
-    """The strategy with CUDA's streams and pinned memory pretended on gloo ranks: all that can be seen of it without a GPU."""
+    """The strategy with CUDA's streams and pinned memory pretended on gloo ranks: all that can be
+    seen of it without a GPU."""
     row = run_cells(cell("fairscale_on_cpu", **axes)).trials.iloc[0]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["parity_verdict"] == ("within tolerance" if "precision" in axes else "exact")
-    if "cpu_offload" not in axes.get("options", {}):  # it is its place that the formula tells, and here there is but one
+    if "cpu_offload" not in axes.get(
+        "options", {}
+    ):  # it is its place that the formula tells, and here there is but one
         states_follow_the_formula(row)
 
 

@@ -1,4 +1,5 @@
-"""Horovod's ring, its bytes, its two controllers, and each trap on the way to training the same thing."""
+"""Horovod's ring, its bytes, its two controllers, and each trap on the way to training the same
+thing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.ranks.conftest import RunCells, cell
 
 pytest.importorskip("horovod", reason="make setup builds Horovod")
 PATIENT: dict[str, Any] = {"time_limit_seconds": 150.0}  # mpirun starts fresh interpreters
-with_mpi = pytest.mark.skipif(not (built(b"MPIController") and shutil.which("mpirun")), reason="Horovod without MPI")
+with_mpi = pytest.mark.skipif(
+    not (built(b"MPIController") and shutil.which("mpirun")), reason="Horovod without MPI"
+)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -37,14 +40,22 @@ def test_the_ring_sends_what_it_must(run_cells: RunCells, devices: int) -> None:
 
 
 def test_fp16_compression_halves_the_bytes(run_cells: RunCells) -> None:
-    row = run_cells(cell("horovod", workload="llama-micro", options={"compression": "fp16"})).trials.iloc[0]
+    row = run_cells(
+        cell("horovod", workload="llama-micro", options={"compression": "fp16"})
+    ).trials.iloc[0]
     assert row["status"] == "ok"
     assert row["parity_max_loss_deviation"] > 0
-    assert list(row["sent_bytes_per_step"]) == pytest.approx([2.0 * row["trained_parameters"]] * 2, rel=0.05)
+    assert list(row["sent_bytes_per_step"]) == pytest.approx(
+        [2.0 * row["trained_parameters"]] * 2, rel=0.05
+    )
     assert pd.isna(row["wraps_ddp"])
 
 
-@pytest.mark.parametrize("axes", [{"micro_batches": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": "sgd"}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"micro_batches": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": "sgd"}],
+    ids=str,
+)
 def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
     row = run_cells(cell("horovod", **axes)).trials.iloc[0]
     assert (row["status"], row["reason"]) == ("ok", "")
@@ -52,8 +63,12 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells, threshold: float) -> None:
-    row = run_cells(cell("horovod", options={"fusion_threshold_mib": threshold, "cycle_time_ms": 0.5})).trials.iloc[0]
+def test_the_fusion_buffer_is_as_large_as_its_threshold(
+    run_cells: RunCells, threshold: float
+) -> None:
+    row = run_cells(
+        cell("horovod", options={"fusion_threshold_mib": threshold, "cycle_time_ms": 0.5})
+    ).trials.iloc[0]
     assert row["parity_verdict"] == "exact"
     buffers = row["library_bytes"][0]
     assert buffers == pytest.approx(row["formula_library_bytes"] or 0, abs=1000)
@@ -63,7 +78,9 @@ def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells, thr
 TRAPS = [
     pytest.param({"trap": "state_before_wrapping"}, {}, id="state before wrapping"),
     pytest.param({"trap": "state_after_wrapping"}, {}, id="state after wrapping"),
-    pytest.param({"trap": "state_after_wrapping"}, {"optimizer": "sgd"}, id="state after wrapping, SGD"),
+    pytest.param(
+        {"trap": "state_after_wrapping"}, {"optimizer": "sgd"}, id="state after wrapping, SGD"
+    ),
     pytest.param({"apart": True, "trap": "no_broadcast"}, {}, id="no broadcast"),
     pytest.param(
         {"apart": True, "plain_sgd": True, "trap": "state_after_wrapping"},
@@ -74,13 +91,21 @@ TRAPS = [
 
 
 @pytest.mark.parametrize(("options", "axes"), TRAPS)
-def test_each_trap_is_seen_and_avoided(run_cells: RunCells, options: dict[str, Any], axes: dict[str, Any]) -> None:
-    """Without the strategy's own broadcast it diverges; with it, from the same start, it is exact. One step of SGD knows no momentum."""
+def test_each_trap_is_seen_and_avoided(
+    run_cells: RunCells, options: dict[str, Any], axes: dict[str, Any]
+) -> None:
+    """Without the strategy's own broadcast it diverges; with it, from the same start, it is exact.
+
+    One step of SGD knows no momentum.
+    """
     trapped = cell("horovod_traps", options=options, **axes)
     fixed = cell("horovod_traps", options={**options, "trap": "none"}, **axes)
     trials = run_cells(trapped, fixed).trials
     said = {row["cell_id"]: (row["status"], row["log_tail"]) for _, row in trials.iterrows()}
-    assert {key: status for key, (status, _) in said.items()} == {trapped.id: "diverged", fixed.id: "ok"}, said
+    assert {key: status for key, (status, _) in said.items()} == {
+        trapped.id: "diverged",
+        fixed.id: "ok",
+    }, said
     assert trials.set_index("cell_id").loc[fixed.id, "parity_verdict"] == "exact"
 
 
@@ -88,20 +113,29 @@ def test_each_trap_is_seen_and_avoided(run_cells: RunCells, options: dict[str, A
 def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None:
     """Through shared memory nothing is counted; over TCP it is the same bytes as Gloo's."""
     shared = cell("horovod", options={"controller": "mpi"}, **PATIENT)
-    over_tcp = cell("horovod", workload="llama-micro", options={"controller": "mpi", "transport": "tcp"}, **PATIENT)
+    over_tcp = cell(
+        "horovod",
+        workload="llama-micro",
+        options={"controller": "mpi", "transport": "tcp"},
+        **PATIENT,
+    )
     trials = run_cells(shared, over_tcp).trials.set_index("cell_id")
     assert list(trials["parity_verdict"]) == ["exact", "exact"], list(trials["reason"])
     assert list(trials["launcher"]) == ["mpirun", "mpirun"]
     assert list(trials["wraps_ddp"]) == ["Horovod", "Horovod"]
     assert not len(trials.loc[shared.id, "sent_bytes_per_step"])
     bound = 4.0 * trials.loc[over_tcp.id, "trained_parameters"]
-    assert list(trials.loc[over_tcp.id, "sent_bytes_per_step"]) == pytest.approx([bound] * 2, rel=0.05)
+    assert list(trials.loc[over_tcp.id, "sent_bytes_per_step"]) == pytest.approx(
+        [bound] * 2, rel=0.05
+    )
 
 
 @with_mpi
 def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     options = {"controller": "mpi", "op": "adasum"}
-    trials = run_cells(cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")).trials.set_index("strategy")
+    trials = run_cells(
+        cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
+    ).trials.set_index("strategy")
     row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
     assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
     assert list(row["losses"]) == pytest.approx(list(by_hand["losses"]), rel=1e-5)
@@ -118,27 +152,44 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
         ("hangs", "timeout", "still running after its time limit"),
     ],
 )
-def test_a_failing_rank_ends_mpirun_with_the_cause(run_cells: RunCells, fault: str, status: str, reason: str) -> None:
+def test_a_failing_rank_ends_mpirun_with_the_cause(
+    run_cells: RunCells, fault: str, status: str, reason: str
+) -> None:
     limit = {"time_limit_seconds": 12.0} if fault == "hangs" else PATIENT
-    row = run_cells(cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)).trials.iloc[0]
+    row = run_cells(
+        cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)
+    ).trials.iloc[0]
     assert (row["status"], row["launcher"]) == (status, "mpirun")
     assert row["reason"].startswith(reason)
     assert fault != "killed" or "rank 1 with PID" in row["log_tail"]
     assert fault != "hangs" or row["stacks"]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "harness.rank" in (p.info["cmdline"] or [])]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if "harness.rank" in (p.info["cmdline"] or [])
+    ]
 
 
 @pytest.mark.parametrize("fault", ["raises", "killed"])
 def test_a_failing_rank_ends_gloo_with_the_cause(run_cells: RunCells, fault: str) -> None:
     row = run_cells(cell("horovod_faulty", options={"fault": fault})).trials.iloc[0]
     assert row["status"] == "failed"
-    assert row["reason"].startswith("rank 1: ValueError: the planted mistake" if fault == "raises" else "rank 1 was killed by SIGKILL")
+    assert row["reason"].startswith(
+        "rank 1: ValueError: the planted mistake"
+        if fault == "raises"
+        else "rank 1 was killed by SIGKILL"
+    )
 
 
 def test_what_the_build_holds_is_what_it_says_of_itself() -> None:
-    code = "import horovod.torch as hvd; print([bool(x()) for x in (hvd.mpi_built, hvd.gloo_built, hvd.nccl_built)])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert said == str([built(name) for name in (b"MPIController", b"GlooController", b"NCCLAllreduce")])
+    code = (
+        "import horovod.torch as hvd; print([bool(x()) for x in (hvd.mpi_built, hvd.gloo_built,"
+        " hvd.nccl_built)])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert said == str(
+        [built(name) for name in (b"MPIController", b"GlooController", b"NCCLAllreduce")]
+    )
 
 
 def test_places_are_those_of_horovodrun() -> None:
@@ -146,7 +197,9 @@ def test_places_are_those_of_horovodrun() -> None:
 
     assert places(["a", "a", "b", "b"]) == get_host_assignments(parse_hosts("a:2,b:2"), 4)
     assert places(["a", "a", "b"]) == get_host_assignments(parse_hosts("a:2,b:1"), 3)
-    cyclic = [(slot.rank, slot.local_rank, slot.cross_rank) for slot in places(["a", "b", "a", "b"])]
+    cyclic = [
+        (slot.rank, slot.local_rank, slot.cross_rank) for slot in places(["a", "b", "a", "b"])
+    ]
     assert cyclic == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
@@ -157,7 +210,9 @@ def check(strategy: Horovod, **axes: Any) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_horovod, "built", lambda part: False)
-    with pytest.raises(Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev, then make setup"):
+    with pytest.raises(
+        Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev, then make setup"
+    ):
         check(Horovod(controller="mpi"))
     with pytest.raises(Unavailable, match="without Gloo"):
         check(Horovod())

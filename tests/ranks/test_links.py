@@ -29,7 +29,8 @@ def test_a_fit_by_hand() -> None:
 
 
 def test_a_fit_with_an_error_by_hand() -> None:
-    """Times 1 and 3 for one size: of a constant c, (c - 1)^2 + (c/3 - 1)^2 is least at c = 1.2, off by 60 % from the 3."""
+    """Times 1 and 3 for one size: of a constant c, (c - 1)^2 + (c/3 - 1)^2 is least at c = 1.2, off
+    by 60 % from the 3."""
     found = fit([8.0, 8.0, 8.0, 8.0], [1.0, 3.0, 1.0, 3.0])
     assert found.seconds(8.0) == pytest.approx(1.2)
     assert found.largest_deviation == pytest.approx(0.6)
@@ -58,9 +59,14 @@ times = some.lists(some.floats(1e-6, 10.0), min_size=len(SIZES), max_size=len(SI
 
 @settings(deadline=None)
 @given(took=times, factor=some.floats(0.01, 100.0))
-def test_a_fit_is_never_negative_never_beaten_and_keeps_its_unit(took: list[float], factor: float) -> None:
+def test_a_fit_is_never_negative_never_beaten_and_keeps_its_unit(
+    took: list[float], factor: float
+) -> None:
     def error(latency: float, per_byte: float) -> float:
-        return sum(((latency + per_byte * size) / seconds - 1) ** 2 for size, seconds in zip(SIZES, took, strict=True))
+        return sum(
+            ((latency + per_byte * size) / seconds - 1) ** 2
+            for size, seconds in zip(SIZES, took, strict=True)
+        )
 
     found = fit(SIZES, took)
     per_byte = 1 / found.bandwidth_bytes_per_second if found.bandwidth_bytes_per_second else 0.0
@@ -77,16 +83,23 @@ def test_a_fit_is_never_negative_never_beaten_and_keeps_its_unit(took: list[floa
 
 
 def test_timed_without_a_clock() -> None:
-    """Every reading is a second later, so that each repetition takes 1 s; the warm-up does not count."""
+    """Every reading is a second later, so that each repetition takes 1 s; the warm-up does not
+    count."""
     events: list[str] = []
     readings = iter(range(100))
-    took = timed(lambda: events.append("run"), 2, lambda: events.append("wait"), lambda: float(next(readings)))
+    took = timed(
+        lambda: events.append("run"),
+        2,
+        lambda: events.append("wait"),
+        lambda: float(next(readings)),
+    )
     assert took == [1.0, 1.0]
     assert events == ["wait", "run", "wait"] * (WARMUP + 2)
 
 
 def test_messages_between_two_ranks() -> None:
-    """Each operation's result is checked by the ranks themselves. 4096 times the bytes take longer, whatever the machine does."""
+    """Each operation's result is checked by the ranks themselves. 4096 times the bytes take longer,
+    whatever the machine does."""
     found = measure_links("gloo", sizes=(2**12, 2**24))
     assert [link.operation for link in found] == ["all_reduce", "all_gather", "point_to_point"]
     for link in found:
@@ -103,11 +116,14 @@ def test_ranks_that_fail_are_a_reason_and_leave_no_process() -> None:
 
 
 def test_numbers_that_were_not_sent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank does, in this process as the only one of its group: it gets its own number back."""
+    """What a rank does, in this process as the only one of its group: it gets its own number
+    back."""
     import torch
     import torch.distributed as dist
 
     for name in ("all_reduce", "all_gather", "send", "recv"):
         monkeypatch.setattr(dist, name, lambda *_: None)
-    with pytest.raises(RuntimeError, match="rank 0 got other numbers than were sent, in messages of 4096 bytes"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 got other numbers than were sent, in messages of 4096 bytes"
+    ):
         links._operations(0, 4096, torch.device("cpu"))

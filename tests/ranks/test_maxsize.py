@@ -17,13 +17,19 @@ from tests.ranks.conftest import RunCells, Silent, cell
 from tests.unit.test_cli import bench
 
 MIB = 2**20
-# Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads, Python's heap and gloo.
+# Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads,
+# Python's heap and gloo.
 BUDGET = 160 * MIB
 
 
 def searched(strategy: str, **axes: object) -> Cell:
     steps = {"warmup_steps": 1, "timed_steps": 1, "parity_steps": 2}
-    more = {"sequence_length": 16, "global_batch": 2, "memory_limit_bytes": BUDGET, "time_limit_seconds": 120}
+    more = {
+        "sequence_length": 16,
+        "global_batch": 2,
+        "memory_limit_bytes": BUDGET,
+        "time_limit_seconds": 120,
+    }
     return cell(strategy, workload="llama-256x1", **more, **steps, **axes)
 
 
@@ -43,7 +49,9 @@ def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: s
     assert (row.status, row.parity) == ("found", "exact")
     assert row.next_parameters - row.parameters == row.step
     assert row.failed_in in ("forward", "backward", "update")
-    assert 0.4 < row.ratio < 1.0, "the formula has no stacks, heap and gathered blocks: 60 of these 160 MiB"
+    assert 0.4 < row.ratio < 1.0, (
+        "the formula has no stacks, heap and gathered blocks: 60 of these 160 MiB"
+    )
     assert sum(row.kept.values()) < row.peak_memory_bytes < BUDGET
     assert row.setup_peak_memory_bytes < row.peak_memory_bytes
 
@@ -75,19 +83,32 @@ def test_the_command_searches_tells_and_resumes(tmp_path: Path) -> None:
     again = bench("maxsize", "--resume", "--no-report", folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "largest trainable model within 96 MiB per rank" in again.stdout
-    assert sorted((tmp_path / "results" / "trials").rglob("*.parquet")) == files, "nothing is launched twice"
+    assert sorted((tmp_path / "results" / "trials").rglob("*.parquet")) == files, (
+        "nothing is launched twice"
+    )
 
 
 def test_a_model_too_large_to_build_runs_out_in_set_up(run_cells: RunCells) -> None:
-    row = run_cells(searched("fsdp2").model_copy(update={"workload": "llama-256x80"})).trials.iloc[0]
+    row = run_cells(searched("fsdp2").model_copy(update={"workload": "llama-256x80"})).trials.iloc[
+        0
+    ]
     assert (row["status"], row["failed_in"]) == ("out_of_memory", "set-up")
     assert '"parameters": ' in row["failed_holding"]
 
 
-def test_under_a_limit_memory_is_what_tensors_need_not_holes_in_the_heap(run_cells: RunCells) -> None:
-    """glibc keeps what is freed below a bound that it raises itself: without pages of their own, shards need twice the memory."""
+def test_under_a_limit_memory_is_what_tensors_need_not_holes_in_the_heap(
+    run_cells: RunCells,
+) -> None:
+    """glibc keeps what is freed below a bound that it raises itself: without pages of their own,
+    shards need twice the memory."""
     sizes = {"workload": "llama-256x16", "parity_steps": 2}
-    limited, free = (searched("fsdp2").model_copy(update={**sizes, "memory_limit_bytes": limit}) for limit in (2**30, None))
+    limited, free = (
+        searched("fsdp2").model_copy(update={**sizes, "memory_limit_bytes": limit})
+        for limit in (2**30, None)
+    )
     trials = run_cells(limited, free).trials
-    peaks = {bool(row["memory_limit_bytes"] > 0): row["peak_memory_bytes"] for row in trials.to_dict("records")}
+    peaks = {
+        bool(row["memory_limit_bytes"] > 0): row["peak_memory_bytes"]
+        for row in trials.to_dict("records")
+    }
     assert peaks[True] < 0.75 * peaks[False]

@@ -1,4 +1,5 @@
-"""With a library uninstalled, exactly its cells become unavailable and everything else is as it was."""
+"""With a library uninstalled, exactly its cells become unavailable and everything else is as it
+was."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ NEEDED_BY = {
 
 @pytest.fixture(scope="module")
 def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This virtual environment once more, its files shared by hard links: pip can uninstall there and touch nothing here."""
+    """This virtual environment once more, its files shared by hard links: pip can uninstall there
+    and touch nothing here."""
     target = tmp_path_factory.mktemp("environment") / "venv"
-    linked = subprocess.run(["cp", "-al", sys.prefix, str(target)], capture_output=True, check=False)
+    linked = subprocess.run(
+        ["cp", "-al", sys.prefix, str(target)], capture_output=True, check=False
+    )
     if linked.returncode:  # the folder of the tests is on another file system
         subprocess.run(["cp", "-a", sys.prefix, str(target)], check=True)
     return target
@@ -33,24 +37,46 @@ def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(python: Path | str, folder: Path) -> dict[str, tuple[str, str]]:
     """Cell name -> (status, reason) of matrix full; `planned` where it would be launched."""
-    command = [str(python), "-m", "bench", "run", "--matrix", "full", "--dry-run", "--json", "--results", str(folder)]
+    command = [
+        str(python),
+        "-m",
+        "bench",
+        "run",
+        "--matrix",
+        "full",
+        "--dry-run",
+        "--json",
+        "--results",
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     plan: dict[str, Any] = json.loads(done.stdout)
     from harness.cell import Cell
 
     found = {Cell(**one).name: ("planned", "") for one in plan["cells"]}
-    return found | {Cell(**one["cell"]).name: (one["status"], one["reason"]) for one in plan["left_out"]}
+    return found | {
+        Cell(**one["cell"]).name: (one["status"], one["reason"]) for one in plan["left_out"]
+    }
 
 
 @pytest.mark.parametrize("library", NEEDED_BY)
-def test_exactly_its_cells_become_unavailable(other_environment: Path, tmp_path: Path, library: str) -> None:
+def test_exactly_its_cells_become_unavailable(
+    other_environment: Path, tmp_path: Path, library: str
+) -> None:
     python = other_environment / "bin" / "python"
     before = planned(sys.executable, tmp_path)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-python-version-warning"]
-    subprocess.run([*pip, "uninstall", "--yes", "--quiet", library], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "uninstall", "--yes", "--quiet", library], check=True, capture_output=True
+    )
     after = planned(python, tmp_path)
-    # Libraries of earlier parametrisations are gone too: only what changes with this one is looked at.
-    lost = {name for name in before if any(mark in name for mark in NEEDED_BY[library]) and before[name][0] == "planned"}
+    # Libraries of earlier parametrisations are gone too: only what changes with this one is looked
+    # at.
+    lost = {
+        name
+        for name in before
+        if any(mark in name for mark in NEEDED_BY[library]) and before[name][0] == "planned"
+    }
     assert lost
     gone = list(NEEDED_BY)[: list(NEEDED_BY).index(library) + 1]
     for name in before:
@@ -65,10 +91,26 @@ def test_exactly_its_cells_become_unavailable(other_environment: Path, tmp_path:
 
 
 def test_the_rest_still_trains(other_environment: Path, tmp_path: Path) -> None:
-    """Without DeepSpeed and the others: a run of what is left, in the environment that lacks them."""
-    command = [str(other_environment / "bin" / "python"), "-m", "bench", "run", "--matrix", "smoke", "--only", "ddp", "--trials", "1"]
+    """Without DeepSpeed and the others: a run of what is left, in the environment that lacks
+    them."""
+    command = [
+        str(other_environment / "bin" / "python"),
+        "-m",
+        "bench",
+        "run",
+        "--matrix",
+        "smoke",
+        "--only",
+        "ddp",
+        "--trials",
+        "1",
+    ]
     done = subprocess.run(
-        [*command, "--json", "--no-report", "--results", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+        [*command, "--json", "--no-report", "--results", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert {cell["status"] for cell in json.loads(done.stdout)["cells"]} == {"ok"}

@@ -1,4 +1,7 @@
-"""Cells over two nodes: two agents on this machine, over loopback. What holds on one node holds on two."""
+"""Cells over two nodes: two agents on this machine, over loopback.
+
+What holds on one node holds on two.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,26 @@ class Cluster:
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(2):
             self.start(number)
-        self.launcher = NodesLauncher(self.nodes, ["deepspeed", "horovod.torch"], lambda packages: local)
+        self.launcher = NodesLauncher(
+            self.nodes, ["deepspeed", "horovod.torch"], lambda packages: local
+        )
         assert len(self.nodes.ready(2, 60)) == 2
 
     def start(self, number: int) -> None:
         core = sorted(os.sched_getaffinity(0))[number % os.cpu_count()]
-        words = ["harness.agent", str(self.nodes.meeting), "--node", str(number), "--name", f"n{number + 1}", "--interface", "lo"]
-        self.agents[number] = agent = subprocess.Popen(["taskset", "-c", str(core), sys.executable, "-m", *words])
+        words = [
+            "harness.agent",
+            str(self.nodes.meeting),
+            "--node",
+            str(number),
+            "--name",
+            f"n{number + 1}",
+            "--interface",
+            "lo",
+        ]
+        self.agents[number] = agent = subprocess.Popen(
+            ["taskset", "-c", str(core), sys.executable, "-m", *words]
+        )
         self.local.spare(agent.pid)
 
     def begin_anew(self, number: int) -> None:
@@ -61,13 +77,22 @@ class Cluster:
 
     def ranks(self) -> list[psutil.Process]:
         """What runs below the agents' fork servers."""
-        agents = [psutil.Process(agent.pid) for agent in self.agents.values() if agent.poll() is None]
-        return [rank for agent in agents for child in agent.children() for rank in child.children(recursive=True)]
+        agents = [
+            psutil.Process(agent.pid) for agent in self.agents.values() if agent.poll() is None
+        ]
+        return [
+            rank
+            for agent in agents
+            for child in agent.children()
+            for rank in child.children(recursive=True)
+        ]
 
     def run(self, one: Cell) -> Outcome:
         workload = make_workload(one.workload)
         _, layout = admit(one, workload)
-        outcome = self.launcher.run(one, prepare_data(one.data, workload, one.sequence_length), layout.processes)
+        outcome = self.launcher.run(
+            one, prepare_data(one.data, workload, one.sequence_length), layout.processes
+        )
         assert self.ranks() == []
         return outcome
 
@@ -88,7 +113,9 @@ def cluster(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def run_cells(cluster: Cluster, tmp_path: Path) -> Callable[..., Results]:
     def run(*cells: Cell, trials: int = 1) -> Results:
         store = Store(tmp_path / "results")
-        runner = Runner(store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher)
+        runner = Runner(
+            store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher
+        )
         runner.begin()
         assert runner.run(Silent())
         return store.load([runner.plan.run_id])
@@ -111,7 +138,9 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("strategy", "axes"), CELLS, ids=str)
-def test_trains_the_same_on_two_nodes(run_cells: Callable[..., Results], strategy: str, axes: dict[str, Any]) -> None:
+def test_trains_the_same_on_two_nodes(
+    run_cells: Callable[..., Results], strategy: str, axes: dict[str, Any]
+) -> None:
     found = run_cells(cell(strategy, **{"nodes": 2, **axes}))
     trial = found.trials.iloc[0]
     assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
@@ -134,7 +163,11 @@ def test_a_warm_start_is_short(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("raises", "rank 1: ValueError: the planted mistake"), ("killed", "rank 1 was killed by SIGKILL")]
+    ("fault", "said"),
+    [
+        ("raises", "rank 1: ValueError: the planted mistake"),
+        ("killed", "rank 1 was killed by SIGKILL"),
+    ],
 )
 def test_the_first_cause_is_named_over_nodes(cluster: Cluster, fault: str, said: str) -> None:
     outcome = cluster.run(cell("faulty", nodes=2, options={"fault": fault}))
@@ -154,18 +187,23 @@ def test_a_time_limit_holds_on_every_node(cluster: Cluster) -> None:
 def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
-    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30))
+    outcome = cluster.run(
+        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
+    )
     assert outcome.status == "interrupted"
     assert time.monotonic() - begin < 15
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
 def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
-    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are gone; started anew, it serves again."""
+    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are
+    gone; started anew, it serves again."""
     lost = cluster.agents[1]
     below = [*psutil.Process(lost.pid).children(recursive=True)]
     threading.Timer(2, lost.kill).start()
-    outcome = cluster.run(cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30))
+    outcome = cluster.run(
+        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
+    )
     lost.wait()
     assert outcome.status == "failed"
     assert outcome.reason.startswith("node n2 was lost: its agent is gone")
@@ -174,18 +212,24 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
 
     cluster.launcher.patience_seconds = 1.0
     outcome = cluster.run(cell("ddp", nodes=2))
-    assert (outcome.status, outcome.reason[:41]) == ("unavailable", "needs 2 nodes, 1 of 2 is there (n2: its a")
+    assert (outcome.status, outcome.reason[:41]) == (
+        "unavailable",
+        "needs 2 nodes, 1 of 2 is there (n2: its a",
+    )
 
     cluster.begin_anew(1)
 
 
 def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit, then given up."""
+    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit,
+    then given up."""
     monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 2.0)
     stalled = cluster.agents[1]
     threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
     one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
-    outcome = cluster.launcher.run(one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2)
+    outcome = cluster.launcher.run(
+        one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2
+    )
     assert outcome.status == "failed"
     assert "node n2 was lost: did not answer" in outcome.reason
     stalled.kill()

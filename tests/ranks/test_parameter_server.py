@@ -1,4 +1,5 @@
-"""The parameter server: the same training synchronously, a declared other one asynchronously, its bytes, and how it ends."""
+"""The parameter server: the same training synchronously, a declared other one asynchronously, its
+bytes, and how it ends."""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ LONG = {"timed_steps": 10, "parity_steps": 13}
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> None:
-    """Each worker sends its gradients and gets the parameters, P bytes each; nobody but the server keeps optimizer state."""
-    results = run_cells(cell("parameter_server", workers, "llama-micro", options={"transport": "tcp"}))
+    """Each worker sends its gradients and gets the parameters, P bytes each; nobody but the server
+    keeps optimizer state."""
+    results = run_cells(
+        cell("parameter_server", workers, "llama-micro", options={"transport": "tcp"})
+    )
     row = results.trials.iloc[0]
     assert row["parity_verdict"] == "exact", row["reason"]
     assert row["parity_max_loss_deviation"] <= 1e-6
     whole = 4 * row["trained_parameters"]
-    assert list(row["sent_bytes_per_step"]) == pytest.approx([whole] * workers + [workers * whole], rel=0.03)
+    assert list(row["sent_bytes_per_step"]) == pytest.approx(
+        [whole] * workers + [workers * whole], rel=0.03
+    )
     assert row["processes"] == workers + 1
     assert set(row["held_parameters"]) == {row["parameters"]}
     assert list(row["optimizer_bytes"][:-1]) == [0] * workers
@@ -34,7 +40,11 @@ def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> 
     assert steps[steps["rank"] < workers]["loss"].notna().all()
 
 
-@pytest.mark.parametrize("axes", [{"micro_batches": 2}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"micro_batches": 2}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"precision": "fp16"}],
+    ids=str,
+)
 def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
     row = run_cells(cell("parameter_server", **axes)).trials.iloc[0]
     assert (row["status"], row["reason"]) == ("ok", "")
@@ -42,9 +52,19 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
     assert len(row["sent_bytes_per_step"]) == 0  # through shared memory
 
 
-@pytest.mark.parametrize("axes", [{}, {"devices": 4}, {"optimizer": "sgd", "learning_rate": 0.003}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{}, {"devices": 4}, {"optimizer": "sgd", "learning_rate": 0.003}], ids=str
+)
 def test_asynchronous_stays_near(run_cells: RunCells, axes: dict[str, Any]) -> None:
-    row = run_cells(cell("parameter_server", workload="llama-micro", options={"mode": "asynchronous"}, **LONG, **axes)).trials.iloc[0]
+    row = run_cells(
+        cell(
+            "parameter_server",
+            workload="llama-micro",
+            options={"mode": "asynchronous"},
+            **LONG,
+            **axes,
+        )
+    ).trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance"), row["reason"]
     assert row["parity_max_loss_deviation"] > 1e-3
 
@@ -58,16 +78,24 @@ def test_asynchronous_with_one_worker_is_the_same_training(run_cells: RunCells) 
 @pytest.mark.parametrize("trap", ["never_fetches", "deaf_to_one"])
 def test_what_it_declares_hides_no_mistake(run_cells: RunCells, mode: str, trap: str) -> None:
     options = {"mode": mode, "trap": trap}
-    row = run_cells(cell("parameter_server_traps", workload="llama-micro", options=options, **LONG)).trials.iloc[0]
+    row = run_cells(
+        cell("parameter_server_traps", workload="llama-micro", options=options, **LONG)
+    ).trials.iloc[0]
     assert row["status"] == "diverged", row["reason"]
 
 
 @pytest.mark.parametrize("fault", ["raises", "killed"])
 @pytest.mark.parametrize("rank", [0, 2], ids=["worker", "server"])
 def test_one_that_fails_ends_the_trial(run_cells: RunCells, fault: str, rank: int) -> None:
-    row = run_cells(cell("parameter_server_faulty", options={"fault": fault, "rank": rank})).trials.iloc[0]
+    row = run_cells(
+        cell("parameter_server_faulty", options={"fault": fault, "rank": rank})
+    ).trials.iloc[0]
     assert row["status"] == "failed"
-    assert row["reason"].startswith(f"rank {rank}: ValueError: the planted" if fault == "raises" else f"rank {rank} was killed by SIGKILL")
+    assert row["reason"].startswith(
+        f"rank {rank}: ValueError: the planted"
+        if fault == "raises"
+        else f"rank {rank} was killed by SIGKILL"
+    )
     assert row["wall_seconds"] < 30
 
 
@@ -89,7 +117,11 @@ def test_no_worker_is_heard_twice_in_a_step() -> None:
 
 def test_a_server_has_a_core_and_counts_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "allowed_cores", lambda: [0, 1])
-    two, one, data = cell("parameter_server"), cell("data_parallel"), DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)
+    two, one, data = (
+        cell("parameter_server"),
+        cell("data_parallel"),
+        DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4),
+    )
     assert cores.pin(two, TrialSpec(two, data, 3)) == ((0,), (1,), (0,))
     assert cores.pin(one, TrialSpec(one, data, 1)) == ((0, 1),)
     assert cores.oversubscribed(two, 3)

@@ -1,4 +1,5 @@
-"""kill -9 of a whole run at any moment, then --resume: nothing lost, nothing twice, nothing unreadable, nothing left."""
+"""kill -9 of a whole run at any moment, then --resume: nothing lost, nothing twice, nothing
+unreadable, nothing left."""
 
 from __future__ import annotations
 
@@ -26,11 +27,21 @@ cells:
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "bench", "run", "--results", str(folder / "results"), "--no-report", *words]
+    return [
+        sys.executable,
+        "-m",
+        "bench",
+        "run",
+        "--results",
+        str(folder / "results"),
+        "--no-report",
+        *words,
+    ]
 
 
 def ranks_of(marker: str) -> list[psutil.Process]:
-    """Processes of this run, however they were reparented: they carry the marker in their environment."""
+    """Processes of this run, however they were reparented: they carry the marker in their
+    environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -41,7 +52,10 @@ def ranks_of(marker: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(("seed", "more", "seconds"), [(0, (), 9.0), (1, (), 9.0), (2, (), 9.0), (3, ("--by-turns",), 25.0)])
+@pytest.mark.parametrize(
+    ("seed", "more", "seconds"),
+    [(0, (), 9.0), (1, (), 9.0), (2, (), 9.0), (3, ("--by-turns",), 25.0)],
+)
 def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], seconds: float) -> None:
     matrix = tmp_path / "small.yaml"
     matrix.write_text(MATRIX)
@@ -51,7 +65,12 @@ def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], secon
     moment = random.Random(seed)
     for attempt in range(12):
         # setsid: a group of its own, so that only this run is killed
-        process = subprocess.Popen(command(tmp_path, *words), env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(tmp_path, *words),
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+        )
         if attempt < 3:
             try:
                 process.wait(timeout=moment.uniform(1.0, seconds))
@@ -62,7 +81,9 @@ def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], secon
         while ranks_of(marker) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert ranks_of(marker) == []
-        if (tmp_path / "results" / "runs").exists() and list((tmp_path / "results" / "runs").glob("*.parquet")):
+        if (tmp_path / "results" / "runs").exists() and list(
+            (tmp_path / "results" / "runs").glob("*.parquet")
+        ):
             words = ["--matrix", str(matrix), "--resume"]
         if code == 0:
             break
@@ -79,9 +100,13 @@ def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], secon
 
 def test_a_finished_run_is_resumed_by_showing_it(tmp_path: Path) -> None:
     matrix = tmp_path / "small.yaml"
-    matrix.write_text("trials: 1\ndefaults: {workload: llama-nano, timed_steps: 3}\ncells: [{strategy: single}]")
+    matrix.write_text(
+        "trials: 1\ndefaults: {workload: llama-nano, timed_steps: 3}\ncells: [{strategy: single}]"
+    )
     for words in ([], ["--resume"]):
-        done = subprocess.run(command(tmp_path, "--matrix", str(matrix), *words), capture_output=True, text=True)
+        done = subprocess.run(
+            command(tmp_path, "--matrix", str(matrix), *words), capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "ranked by throughput" in done.stdout
     assert len(Store(tmp_path / "results").load().trials) == 1

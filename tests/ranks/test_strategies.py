@@ -1,4 +1,5 @@
-"""Every cell of matrix `full` on this machine, with smaller models: real ranks, verified against the reference."""
+"""Every cell of matrix `full` on this machine, with smaller models: real ranks, verified against
+the reference."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
 
 def cells_of_full() -> list[Cell]:
     cells = expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells
-    # fp16's pure half with AdamW diverges over the 13 steps that the matrix gives it; the others need no more than 6.
-    short = {"sequence_length": 32, "timed_steps": 3, "parity_steps": 6, "warmup_steps": 3, "time_limit_seconds": 60.0}
+    # fp16's pure half with AdamW diverges over the 13 steps that the matrix gives it; the others
+    # need no more than 6.
+    short = {
+        "sequence_length": 32,
+        "timed_steps": 3,
+        "parity_steps": 6,
+        "warmup_steps": 3,
+        "time_limit_seconds": 60.0,
+    }
     found = {}
     for one in cells:
         base, plus, suffixes = one.workload.partition("+")
-        changes = {**short, "workload": SMALL.get(base, base) + plus + suffixes} if one.expect == "ok" else {}
+        changes = (
+            {**short, "workload": SMALL.get(base, base) + plus + suffixes}
+            if one.expect == "ok"
+            else {}
+        )
         small = Cell(**(one.model_dump() | changes))
         found.setdefault(small.id, small)
     return list(found.values())
@@ -46,12 +58,17 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
 
 
 def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
-    """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula (or `within`) where the strategy has one."""
+    """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula (or
+    `within`) where the strategy has one."""
     for kind in ("parameter", "gradient", "optimizer", "library"):
         formula = trial[f"formula_{kind}_bytes"]
         if formula == formula:
-            slack = within * formula + 0.1 * within * sum(trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer"))
-            assert abs(max(trial[f"{kind}_bytes"]) - formula) <= slack, f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
+            slack = within * formula + 0.1 * within * sum(
+                trial[f"formula_{k}_bytes"] for k in ("parameter", "optimizer")
+            )
+            assert abs(max(trial[f"{kind}_bytes"]) - formula) <= slack, (
+                f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
+            )
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -66,7 +83,9 @@ def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
     ],
     ids=str,
 )
-def test_states_between_steps_follow_the_formula(run_cells: RunCells, strategy: str, options: dict[str, object], devices: int) -> None:
+def test_states_between_steps_follow_the_formula(
+    run_cells: RunCells, strategy: str, options: dict[str, object], devices: int
+) -> None:
     trial = run_cells(cell(strategy, devices, "llama-micro", options=options)).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
     assert trial["formula_parameter_bytes"] > 0
@@ -74,7 +93,8 @@ def test_states_between_steps_follow_the_formula(run_cells: RunCells, strategy: 
 
 
 def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None:
-    """A saved model with its own weights, split into stages and over ranks, on a text file; new weights get a new reference."""
+    """A saved model with its own weights, split into stages and over ranks, on a text file; new
+    weights get a new reference."""
     text = tmp_path / "book.txt"
     text.write_bytes(bytes(range(32, 127)) * 50)
     for seed in (5, 6):
@@ -89,7 +109,10 @@ def test_restarts_and_stand_ins_are_recorded(run_cells: RunCells) -> None:
     trials = run_cells(cell("ddp_elastic"), cell("data_parallel")).trials.set_index("strategy")
     assert trials.loc["ddp_elastic", "restarts"] == 1
     assert trials.loc["ddp_elastic", "parity_verdict"] == "exact"
-    assert trials.loc["data_parallel", "stand_in"] == "CPU threads instead of GPUs, the same five steps"
+    assert (
+        trials.loc["data_parallel", "stand_in"]
+        == "CPU threads instead of GPUs, the same five steps"
+    )
     assert trials.loc["data_parallel", "processes"] == 1
 
 
@@ -117,7 +140,9 @@ def test_dtypes_are_recorded(run_cells: RunCells) -> None:
 
 def test_a_pipelines_bubble_is_measured(run_cells: RunCells) -> None:
     """Two stages, one after the other, wait for at least half of the time between them."""
-    trials = run_cells(cell("vertical", workload="llama-micro"), cell("ddp", workload="llama-micro")).trials.set_index("strategy")
+    trials = run_cells(
+        cell("vertical", workload="llama-micro"), cell("ddp", workload="llama-micro")
+    ).trials.set_index("strategy")
     assert 0.4 <= trials.loc["vertical", "bubble_fraction"] <= 0.95
     assert trials["bubble_fraction"].isna().to_dict()["ddp"]
 
@@ -125,7 +150,9 @@ def test_a_pipelines_bubble_is_measured(run_cells: RunCells) -> None:
 def test_the_warm_up_is_marked_and_left_out(run_cells: RunCells) -> None:
     results = run_cells(cell("ddp"))
     steps = results.steps
-    assert steps.groupby(["rank", "phase"]).size().to_dict() == {(r, p): n for r in (0, 1) for p, n in (("warmup", 3), ("timed", 5))}
+    assert steps.groupby(["rank", "phase"]).size().to_dict() == {
+        (r, p): n for r in (0, 1) for p, n in (("warmup", 3), ("timed", 5))
+    }
     slowest = steps[steps["phase"] == "timed"].groupby("step")["step_seconds"].max()
     row = results.trials.iloc[0]
     assert row["step_seconds_p50"] == pytest.approx(slowest.median())
@@ -141,7 +168,8 @@ def test_a_segment_shorter_than_the_run_is_checked_in_the_middle(run_cells: RunC
 
 @pytest.mark.parametrize("tie", ["kept", "broken"])
 def test_tied_embeddings_must_stay_tied_across_stages(run_cells: RunCells, tie: str) -> None:
-    """Without the exchange of their gradients the two copies train apart: `vertical` and `pipeline` would both diverge."""
+    """Without the exchange of their gradients the two copies train apart: `vertical` and `pipeline`
+    would both diverge."""
     axes = {"workload": "gpt2-nano", "micro_batches": 2, "options": {"schedule": "gpipe"}}
     name = "pipeline" if tie == "kept" else "untied_pipeline"
     trial = run_cells(cell(name, **axes)).trials.iloc[0]

@@ -1,4 +1,5 @@
-"""transformers' Trainer around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy is for."""
+"""transformers' Trainer around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy
+is for."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def test_every_engine_trains_the_same(run_cells: RunCells, workload: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("devices", "axes"), [(2, {"workload": "llama-mini", "timed_steps": 10, "parity_steps": 13}), (4, {"workload": "llama-micro"})]
+    ("devices", "axes"),
+    [
+        (2, {"workload": "llama-mini", "timed_steps": 10, "parity_steps": 13}),
+        (4, {"workload": "llama-micro"}),
+    ],
 )
 def test_states_and_bytes_sent(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
     for _, row in run_cells(*engines(*ENGINES, devices=devices, **axes)).trials.iterrows():
@@ -43,7 +48,8 @@ def test_states_and_bytes_sent(run_cells: RunCells, devices: int, axes: dict[str
 
 
 def test_other_axes(run_cells: RunCells) -> None:
-    """One rank, SGD, other kinds of model, precisions: by autocast under DDP, by their own policies under DeepSpeed and FSDP2."""
+    """One rank, SGD, other kinds of model, precisions: by autocast under DDP, by their own policies
+    under DeepSpeed and FSDP2."""
     exact = [
         cell("trainer", devices=1),
         cell("trainer", optimizer="sgd", micro_batches=4),
@@ -55,8 +61,12 @@ def test_other_axes(run_cells: RunCells) -> None:
         cell("trainer", workload="resnet-micro", micro_batches=2),
     ]
     trials = run_cells(*exact, *near).trials.set_index("cell_id")
-    assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 5, list(trials["reason"])
-    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 4, list(trials["reason"])
+    assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 5, list(
+        trials["reason"]
+    )
+    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 4, list(
+        trials["reason"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +76,12 @@ def test_other_axes(run_cells: RunCells) -> None:
         ("clipping", "ddp", "diverged", "loss is off"),
         ("falling_rate", "ddp", "diverged", "loss is off"),
         ("shuffling", "ddp", "failed", "another data order"),
-        ("unused_parameters", "ddp", "failed", "DDP's find_unused_parameters is True, the plain script's is False"),
+        (
+            "unused_parameters",
+            "ddp",
+            "failed",
+            "DDP's find_unused_parameters is True, the plain script's is False",
+        ),
         ("no_cpu", "ddp", "failed", "Accelerate sees 1"),
         ("own_optimizer", "ddp", "diverged", "are off by"),
         ("own_optimizer_without_exemption", "ddp", "ok", ""),
@@ -77,28 +92,50 @@ def test_other_axes(run_cells: RunCells) -> None:
         ("fsdp_on_cpu", "fsdp2", "failed", "would train by DistributedType.MULTI_CPU"),
     ],
 )
-def test_what_goes_wrong_without_a_precaution(run_cells: RunCells, trap: str, engine: str, status: str, reason: str) -> None:
-    """Trainer shuffles, clips and lets the rate fall unless told otherwise; its optimizer is exact but for what it exempts."""
-    ended(run_cells(cell("trainer_traps", options={"trap": trap, "engine": engine})).trials.iloc[0], status, reason)
+def test_what_goes_wrong_without_a_precaution(
+    run_cells: RunCells, trap: str, engine: str, status: str, reason: str
+) -> None:
+    """Trainer shuffles, clips and lets the rate fall unless told otherwise; its optimizer is exact
+    but for what it exempts."""
+    ended(
+        run_cells(cell("trainer_traps", options={"trap": trap, "engine": engine})).trials.iloc[0],
+        status,
+        reason,
+    )
 
 
 def test_which_labels_it_counts(run_cells: RunCells) -> None:
-    """Unshifted labels of a GPT-2 are counted with the first, which nothing predicts; a Llama's are not."""
+    """Unshifted labels of a GPT-2 are counted with the first, which nothing predicts; a Llama's are
+    not."""
     options = [
         ("gpt2-nano", "all_labels"),
         ("gpt2-nano", "first_label_masked"),
         ("llama-nano", "all_labels"),
         ("bert-micro", "count_is_ignored"),
     ]
-    cells = [cell("trainer_traps", workload=workload, options={"trap": trap}) for workload, trap in options]
+    cells = [
+        cell("trainer_traps", workload=workload, options={"trap": trap})
+        for workload, trap in options
+    ]
     trials = run_cells(*cells).trials.set_index("cell_id")
-    assert [trials.loc[c.id, "parity_verdict"] for c in cells] == ["diverged", "exact", "exact", "diverged"]
+    assert [trials.loc[c.id, "parity_verdict"] for c in cells] == [
+        "diverged",
+        "exact",
+        "exact",
+        "diverged",
+    ]
     assert trials.loc[cells[0].id, "parity_max_loss_deviation"] == pytest.approx(1 / 33, rel=0.1)
-    assert trials.loc[cells[3].id, "losses"][0] == pytest.approx(2 * trials.loc[cells[3].id, "reference_losses"][0])
+    assert trials.loc[cells[3].id, "losses"][0] == pytest.approx(
+        2 * trials.loc[cells[3].id, "reference_losses"][0]
+    )
 
 
 @pytest.mark.parametrize(
-    ("trap", "reason"), [("raises", "rank 1: ValueError: the planted mistake"), ("ends", "RuntimeError: the training loop has ended")]
+    ("trap", "reason"),
+    [
+        ("raises", "rank 1: ValueError: the planted mistake"),
+        ("ends", "RuntimeError: the training loop has ended"),
+    ],
 )
 def test_a_loop_that_goes_wrong_ends_the_trial(run_cells: RunCells, trap: str, reason: str) -> None:
     trial = run_cells(cell("trainer_traps", options={"trap": trap})).trials.iloc[0]
@@ -111,7 +148,10 @@ def test_what_it_refuses() -> None:
     with pytest.raises(Unavailable, match="fp16 on CPUs"):
         admit(cell("trainer", precision="fp16"), make_workload("llama-nano"))
     with pytest.raises(Refused, match="image models"):
-        admit(cell("trainer", workload="resnet-micro", options={"engine": "fsdp2"}), make_workload("resnet-micro"))
+        admit(
+            cell("trainer", workload="resnet-micro", options={"engine": "fsdp2"}),
+            make_workload("resnet-micro"),
+        )
     with pytest.raises(Refused, match="unshifted labels"):
         admit(cell("trainer", workload="llama-nano+prompt"), make_workload("llama-nano+prompt"))
 

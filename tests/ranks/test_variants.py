@@ -1,4 +1,5 @@
-"""Few trained parameters and weights of few bits, on real ranks: the same training as the same variant in one process."""
+"""Few trained parameters and weights of few bits, on real ranks: the same training as the same
+variant in one process."""
 
 from __future__ import annotations
 
@@ -20,12 +21,20 @@ EXACT = ("ok", "exact", 1e-5, 1e-3)
 
 
 def verdict(trial: Any) -> tuple[Any, ...]:
-    return trial["status"], trial["parity_verdict"], trial["parity_loss_tolerance"], trial["parity_update_tolerance"]
+    return (
+        trial["status"],
+        trial["parity_verdict"],
+        trial["parity_loss_tolerance"],
+        trial["parity_update_tolerance"],
+    )
 
 
 def holds_what_the_formula_says(trial: Any) -> None:
     for kind in ("parameter", "optimizer", "library"):
-        assert all(held == pytest.approx(trial[f"formula_{kind}_bytes"], rel=0.01) for held in trial[f"{kind}_bytes"]), kind
+        assert all(
+            held == pytest.approx(trial[f"formula_{kind}_bytes"], rel=0.01)
+            for held in trial[f"{kind}_bytes"]
+        ), kind
 
 
 def sent(trial: Any) -> float:
@@ -33,21 +42,35 @@ def sent(trial: Any) -> float:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(run_cells: RunCells, adapter: str) -> None:
-    """At 1 and 2 ranks. Optimizer state, gradient buckets and what is sent shrink with the trained parameters."""
+def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
+    run_cells: RunCells, adapter: str
+) -> None:
+    """At 1 and 2 ranks.
+
+    Optimizer state, gradient buckets and what is sent shrink with the trained parameters.
+    """
     name = f"llama-micro+{adapter}"
-    trials = run_cells(*(cell(s, devices, name) for s, devices in (("single", 1), ("ddp", 2)))).trials.set_index("strategy")
+    trials = run_cells(
+        *(cell(s, devices, name) for s, devices in (("single", 1), ("ddp", 2)))
+    ).trials.set_index("strategy")
     trained = trials.loc["ddp", "trained_parameters"]
     for _, trial in trials.iterrows():
         assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
         holds_what_the_formula_says(trial)
         assert trial["optimizer_bytes"][0] == pytest.approx(8 * trained, rel=0.01)
-    assert sent(trials.loc["ddp"]) == pytest.approx(4 * trained, rel=0.1, abs=1500), "an all-reduce of two sends the gradients once"
-    assert json.loads(trials.loc["ddp", "library_buffers"])["gradient buckets of DDP's reducer"] == 4 * trained
+    assert sent(trials.loc["ddp"]) == pytest.approx(4 * trained, rel=0.1, abs=1500), (
+        "an all-reduce of two sends the gradients once"
+    )
+    assert (
+        json.loads(trials.loc["ddp", "library_buffers"])["gradient buckets of DDP's reducer"]
+        == 4 * trained
+    )
 
 
 def test_lora_saves_against_the_whole_model(run_cells: RunCells) -> None:
-    trials = run_cells(cell("ddp", workload="llama-micro"), cell("ddp", workload="llama-micro+lora")).trials.set_index("workload")
+    trials = run_cells(
+        cell("ddp", workload="llama-micro"), cell("ddp", workload="llama-micro+lora")
+    ).trials.set_index("workload")
     whole, lora = trials.loc["llama-micro"], trials.loc["llama-micro+lora"]
     assert lora["trained_parameters"] == 78_848
     assert whole["trained_parameters"] == 869_504
@@ -57,7 +80,8 @@ def test_lora_saves_against_the_whole_model(run_cells: RunCells) -> None:
 
 
 def test_frozen_parameters_are_those_that_the_reference_does_not_move(run_cells: RunCells) -> None:
-    """Bit for bit: any distance to a tensor that the reference left alone is infinitely more than its update."""
+    """Bit for bit: any distance to a tensor that the reference left alone is infinitely more than
+    its update."""
     one = cell("ddp", workload="gpt2-nano+lora")
     assert verdict(run_cells(one).trials.iloc[0]) == EXACT
     norms = reference_of(one).facts["update_norms"]
@@ -74,17 +98,26 @@ def test_frozen_parameters_are_those_that_the_reference_does_not_move(run_cells:
         ("first_positions", "llama-nano+prompt"),
     ],
 )
-def test_mistakes_about_the_adapter_are_seen(run_cells: RunCells, mistake: str, workload: str) -> None:
-    right, wrong = (cell("variant_astray", workload=workload, options={"mistake": m}) for m in ("none", mistake))
+def test_mistakes_about_the_adapter_are_seen(
+    run_cells: RunCells, mistake: str, workload: str
+) -> None:
+    right, wrong = (
+        cell("variant_astray", workload=workload, options={"mistake": m}) for m in ("none", mistake)
+    )
     trials = run_cells(right, wrong).trials.set_index("options")
     assert verdict(trials.loc[json.dumps(right.options)]) == EXACT
     assert trials.loc[json.dumps(wrong.options), "status"] == "diverged"
 
 
-@pytest.mark.parametrize("workload", ["llama-micro+lora", "llama-micro+prefix", "llama-micro+bf16", "llama-micro+nf4+lora"])
+@pytest.mark.parametrize(
+    "workload",
+    ["llama-micro+lora", "llama-micro+prefix", "llama-micro+bf16", "llama-micro+nf4+lora"],
+)
 def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workload: str) -> None:
     axes: dict[str, Any] = {"workload": workload, "timed_steps": 10, "parity_steps": 13}
-    trials = run_cells(*(cell("broken", options={"mistake": m}, **axes) for m in ("none", "no_synchronization"))).trials
+    trials = run_cells(
+        *(cell("broken", options={"mistake": m}, **axes) for m in ("none", "no_synchronization"))
+    ).trials
     assert sorted(trials["status"]) == ["diverged", "ok"], list(trials["reason"])
 
 
@@ -100,10 +133,17 @@ def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workl
 def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
     run_cells: RunCells, workload: str, axes: dict[str, Any], weights: float
 ) -> None:
-    """On a CPU the matrices are turned back into fp32 for each product, so splitting the batch changes nothing."""
-    trials = run_cells(*(cell(s, devices, workload, **axes) for s, devices in (("single", 1), ("ddp", 2)))).trials
-    matrices = 4 * (4 * 128 * 128 + (3 * 128 * 352 if workload.startswith("llama") else 2 * 128 * 512))
-    in_fp32 = model_facts(make_workload(workload.replace("+int8", "").replace("+nf4", "")), 32).parameter_bytes
+    """On a CPU the matrices are turned back into fp32 for each product, so splitting the batch
+    changes nothing."""
+    trials = run_cells(
+        *(cell(s, devices, workload, **axes) for s, devices in (("single", 1), ("ddp", 2)))
+    ).trials
+    matrices = 4 * (
+        4 * 128 * 128 + (3 * 128 * 352 if workload.startswith("llama") else 2 * 128 * 512)
+    )
+    in_fp32 = model_facts(
+        make_workload(workload.replace("+int8", "").replace("+nf4", "")), 32
+    ).parameter_bytes
     for _, trial in trials.iterrows():
         assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
         holds_what_the_formula_says(trial)
@@ -124,37 +164,63 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
         ("llama-micro+fp16+lora", {}),
     ],
 )
-def test_half_weights_train_the_same_within_what_they_declare(run_cells: RunCells, workload: str, axes: dict[str, Any]) -> None:
-    half, full = cell("ddp", workload=workload, **axes), cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes)
+def test_half_weights_train_the_same_within_what_they_declare(
+    run_cells: RunCells, workload: str, axes: dict[str, Any]
+) -> None:
+    half, full = (
+        cell("ddp", workload=workload, **axes),
+        cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes),
+    )
     trials = run_cells(half, full).trials.set_index("workload")
     trial = trials.loc[half.workload]
-    assert (trial["status"], trial["parity_loss_tolerance"]) == ("ok", 5e-3 if "bf16" in workload else 1e-3), trial["reason"]
+    assert (trial["status"], trial["parity_loss_tolerance"]) == (
+        "ok",
+        5e-3 if "bf16" in workload else 1e-3,
+    ), trial["reason"]
     holds_what_the_formula_says(trial)
-    gaps = [abs(a - b) / b for a, b in zip(trial["losses"], trials.loc[full.workload, "reference_losses"], strict=False)]
+    gaps = [
+        abs(a - b) / b
+        for a, b in zip(
+            trial["losses"], trials.loc[full.workload, "reference_losses"], strict=False
+        )
+    ]
     assert trial["fp32_loss_deviation"] == pytest.approx(max(gaps))
-    assert trials.loc[full.workload, "fp32_loss_deviation"] != trials.loc[full.workload, "fp32_loss_deviation"], "null: it is fp32"
+    assert (
+        trials.loc[full.workload, "fp32_loss_deviation"]
+        != trials.loc[full.workload, "fp32_loss_deviation"]
+    ), "null: it is fp32"
     if "lora" not in workload:
         assert trial["parameter_bytes"][0] == 2 * trial["parameters"]
         assert sent(trial) == pytest.approx(2 * trial["parameters"], rel=0.05)
 
 
 def test_pure_fp16_with_adamw_is_not_even_repeatable(run_cells: RunCells) -> None:
-    """Squared gradients below 6e-8 are zero in fp16, and the step is divided by epsilon alone: rounding decides where it goes."""
-    axes: dict[str, Any] = {"timed_steps": 10, "parity_steps": 13, "sequence_length": 64, "expect": "diverged"}
+    """Squared gradients below 6e-8 are zero in fp16, and the step is divided by epsilon alone:
+    rounding decides where it goes."""
+    axes: dict[str, Any] = {
+        "timed_steps": 10,
+        "parity_steps": 13,
+        "sequence_length": 64,
+        "expect": "diverged",
+    }
     trial = run_cells(cell("ddp", workload="llama-micro+fp16", **axes)).trials.iloc[0]
     assert (trial["status"], trial["expected"]) == ("diverged", True)
     assert trial["fp32_loss_deviation"] > 0.05
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero_redundancy"])
-def test_sharding_strategies_train_frozen_and_trained_parameters_together(run_cells: RunCells, strategy: str) -> None:
+def test_sharding_strategies_train_frozen_and_trained_parameters_together(
+    run_cells: RunCells, strategy: str
+) -> None:
     trial = run_cells(cell(strategy, workload="llama-micro+lora")).trials.iloc[0]
     assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
     share = 1 if strategy == "zero_redundancy" else 2
     assert trial["parameter_bytes"][0] == pytest.approx(4 * trial["parameters"] / share, rel=0.01)
     assert sum(trial["optimizer_bytes"]) == pytest.approx(8 * trial["trained_parameters"], rel=0.01)
     if strategy == "zero_redundancy":
-        assert sent(trial) < 8 * trial["trained_parameters"] + 5000, "frozen parameters are not broadcast"
+        assert sent(trial) < 8 * trial["trained_parameters"] + 5000, (
+            "frozen parameters are not broadcast"
+        )
 
 
 def test_a_model_of_ones_own_takes_suffixes(run_cells: RunCells, tmp_path: Path) -> None:

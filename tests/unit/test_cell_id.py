@@ -1,4 +1,5 @@
-"""A cell's id: the same for the same measurement, another where a default makes it another; older records keep theirs."""
+"""A cell's id: the same for the same measurement, another where a default makes it another; older
+records keep theirs."""
 
 from __future__ import annotations
 
@@ -57,12 +58,18 @@ def test_the_id_of_a_planned_cell_stays() -> None:
     planned = with_defaults(DDP)
     assert planned.id == "9d6eed45cb73"
     assert planned.older_id == DDP.id
-    assert planned.model_copy(update={"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}).id == planned.id
+    assert (
+        planned.model_copy(
+            update={"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}
+        ).id
+        == planned.id
+    )
     assert with_defaults(planned).id == planned.id
 
 
 def test_every_field_of_today_is_in_the_id_or_said_not_to_be() -> None:
-    """A new axis is in neither list: it joins the id where it is not at its default, which must then stay as it is."""
+    """A new axis is in neither list: it joins the id where it is not at its default, which must
+    then stay as it is."""
     assert _ALWAYS_IDENTITY | _NOT_IDENTITY | {"defaults"} == set(Cell.model_fields)
 
 
@@ -74,7 +81,9 @@ def test_another_default_of_an_option_is_another_measurement(release: list[type[
     now = with_defaults(one)
     assert was.older_id == now.older_id
     assert was.id != now.id
-    assert with_defaults(one.model_copy(update={"options": {"bucket_mib": 25}})).id == was.id, "said or left out, it is the same"
+    assert with_defaults(one.model_copy(update={"options": {"bucket_mib": 25}})).id == was.id, (
+        "said or left out, it is the same"
+    )
     assert was.label == now.label == "mine"
 
 
@@ -86,7 +95,8 @@ def test_a_cell_keeps_the_defaults_that_it_was_planned_with(release: list[type[S
 
 
 def test_another_default_of_an_axis_is_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the older rule the cell that has the new default takes the id of the one that had the old one."""
+    """By the older rule the cell that has the new default takes the id of the one that had the old
+    one."""
     planned, older = with_defaults(DDP).id, DDP.older_id
     monkeypatch.setattr(Cell.model_fields["learning_rate"], "default", 3e-4)
     changed = DDP.model_copy(update={"learning_rate": 3e-4})
@@ -96,13 +106,18 @@ def test_another_default_of_an_axis_is_another_measurement(monkeypatch: pytest.M
 
 
 def test_a_matrix_notes_the_defaults_and_cannot_set_them() -> None:
-    (cell,) = expand(Matrix(cells=[{"strategy": "single", "workload": "llama-nano"}]), Host("cpu", 2, 2**34)).cells
+    (cell,) = expand(
+        Matrix(cells=[{"strategy": "single", "workload": "llama-nano"}]), Host("cpu", 2, 2**34)
+    ).cells
     assert cell.defaults == {}
     assert "defaults" not in AXES
 
 
-def test_a_history_goes_on_over_the_change_of_rules(tmp_path: Path, release: list[type[Strategy]]) -> None:
-    """Records of before go with the first ones after; a default that changes later begins a history of its own."""
+def test_a_history_goes_on_over_the_change_of_rules(
+    tmp_path: Path, release: list[type[Strategy]]
+) -> None:
+    """Records of before go with the first ones after; a default that changes later begins a history
+    of its own."""
     one = Cell(strategy="mine", devices=2)
     cells = [one, one, with_defaults(one)]
     release.append(After)
@@ -114,13 +129,18 @@ def test_a_history_goes_on_over_the_change_of_rules(tmp_path: Path, release: lis
         for row in trial_rows(cell, [100.0, 101.0, 102.0]):
             store.write_trial(row | {"run_id": run_id}, [])
     series = histories(measured(store.load(steps=False)), "throughput")
-    assert [(one.cell_id, len(one.points)) for one in series] == [(cells[2].id, 3), (cells[3].id, 1)]
+    assert [(one.cell_id, len(one.points)) for one in series] == [
+        (cells[2].id, 3),
+        (cells[3].id, 1),
+    ]
 
 
 def test_a_comparison_matches_older_records_by_the_older_rule() -> None:
     planned = with_defaults(DDP)
     for was, now in ((DDP, planned), (planned, DDP), (DDP, DDP), (planned, planned)):
-        (line,) = compared(trial_rows(was, [100.0, 100.1, 100.2]), trial_rows(now, [50.0, 50.1, 50.2])).lines
+        (line,) = compared(
+            trial_rows(was, [100.0, 100.1, 100.2]), trial_rows(now, [50.0, 50.1, 50.2])
+        ).lines
         assert line.kind == "slower"
 
 
@@ -129,7 +149,9 @@ def test_a_comparison_does_not_match_other_defaults(release: list[type[Strategy]
     release.append(After)
     now = with_defaults(Cell(strategy="mine", devices=2))
     shared = trial_rows(DDP, [1.0, 1.0, 1.0])
-    found = compared([*trial_rows(was, [100.0] * 3), *shared], [*trial_rows(now, [50.0] * 3), *shared])
+    found = compared(
+        [*trial_rows(was, [100.0] * 3), *shared], [*trial_rows(now, [50.0] * 3), *shared]
+    )
     assert {line.kind for line in found.lines} == {"missing", "added", "no difference seen"}
 
 

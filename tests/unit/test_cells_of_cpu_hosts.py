@@ -1,4 +1,5 @@
-"""CPU hosts go on measuring the same cells, compared with the same references, whatever is done for GPUs."""
+"""CPU hosts go on measuring the same cells, compared with the same references, whatever is done for
+GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MATRICES = ("full", "quick", "smoke", "precision", "scaling", "links")
 
 
 def cells_of(matrix: str) -> list[list[str]]:
-    """Id of each cell, and of the run that it is compared with, in the matrix's order; of those that are left out too."""
+    """Id of each cell, and of the run that it is compared with, in the matrix's order; of those
+    that are left out too."""
     expanded = expand(read_matrix(matrix), CPU, name=matrix)
     everything = (*expanded.cells, *(left.cell for left in expanded.left_out))
     return sorted([cell.id, cell.reference().id, cell.name] for cell in everything)
@@ -28,7 +30,10 @@ def cells_of(matrix: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str) -> None:
-    """Histories are joined by ids. A change here, by UPDATE_GOLDEN=1, begins the history of those cells anew."""
+    """Histories are joined by ids.
+
+    A change here, by UPDATE_GOLDEN=1, begins the history of those cells anew.
+    """
     if os.environ.get("UPDATE_GOLDEN"):
         known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
         GOLDEN.write_text(json.dumps(known | {matrix: cells_of(matrix)}, indent=1) + "\n")
@@ -36,7 +41,8 @@ def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str) -> None:
 
 
 def test_the_time_of_a_kept_run_is_predicted_within_a_quarter() -> None:
-    """The inputs of harness/expected.py for CPUs are those of real trials: `full` on two cores, all 423 of them."""
+    """The inputs of harness/expected.py for CPUs are those of real trials: `full` on two cores, all
+    423 of them."""
     trials = Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False).trials
     trials = trials[trials["wall_seconds"].notna()]
     predicted = sum(trial_seconds(Cell(**json.loads(cell)), 2) for cell in trials["cell"])

@@ -17,7 +17,13 @@ GOLDEN = str(ROOT / "tests" / "golden" / "v2")
 
 def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.run([sys.executable, "-m", "bench", *words], capture_output=True, text=True, cwd=folder, env=environment)
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,11 +42,20 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "full", "--by-turns"], ["--by-turns", "2 to 8 cells", "--only"]),
         (["run", "--matrix", "smoke", "--only", "single", "--by-turns"], ["--by-turns", "not 1"]),
         (["run", "--matrix", "smoke", "--host", "8 x h100-80gb"], ["--host", "--dry-run"]),
-        (["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"], ["'8 x abacus'", "8 x h100-80gb", "rtx-4090"]),
+        (
+            ["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"],
+            ["'8 x abacus'", "8 x h100-80gb", "rtx-4090"],
+        ),
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
-        (["run", "--matrix", "smoke", "--results", "file/results"], ["'file/results' cannot be written"]),
+        (
+            ["run", "--matrix", "smoke", "--results", "file/results"],
+            ["'file/results' cannot be written"],
+        ),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
-        (["report", "--section", "verdit", "--results", GOLDEN], ["'verdit' is no section", "verdict"]),
+        (
+            ["report", "--section", "verdit", "--results", GOLDEN],
+            ["'verdit' is no section", "verdict"],
+        ),
         (["report", "--format", "pdf", "--results", GOLDEN], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["two runs or folders, not of 0", "latest~1 latest"]),
@@ -48,13 +63,19 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["compare", "run-1", "run-2", "--results", GOLDEN], ["no run 'run-2'", "run-1"]),
         (["compare", "run-1", "latest", "--results", GOLDEN], ["are the same run"]),
         (["compare", "run-1", "empty", "--results", GOLDEN], ["no runs in results folder 'empty'"]),
-        (["compare", "run-1", "--cells", "dpp", "ddp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
+        (
+            ["compare", "run-1", "--cells", "dpp", "ddp", "--results", GOLDEN],
+            ["'dpp' is no label", "ddp"],
+        ),
         (["compare", "latest~1", "latest", "--fail-on", "slowness"], ["--fail-on", "regression"]),
         (["history"], ["no runs", "results"]),
         (["show", "ddp"], ["no runs", "results"]),
         (["show", "dpp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
         (["publish", "wandb", "folder"], ["wandb", "tensorboard"]),
-        (["publish", "prometheus", "folder", "nope", "--results", GOLDEN], ["no run 'nope'", "run-1"]),
+        (
+            ["publish", "prometheus", "folder", "nope", "--results", GOLDEN],
+            ["no run 'nope'", "run-1"],
+        ),
         (["history", "dpp", "--results", GOLDEN], ["'dpp' is no label", "ddp"]),
         (["profile", "dpp"], ["'dpp' is no strategy", "ddp"]),
         (["profile", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
@@ -63,7 +84,9 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Path, words: list[str], said: list[str]) -> None:
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+    tmp_path: Path, words: list[str], said: list[str]
+) -> None:
     (tmp_path / "typo.yaml").write_text("cells: [{stratgy: ddp}]")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
@@ -77,7 +100,9 @@ def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Pat
 
 
 def test_a_batch_that_does_not_divide_is_refused_in_the_plan(tmp_path: Path) -> None:
-    done = bench("run", "--matrix", "smoke", "--set", "batch=3", "--dry-run", "--json", folder=tmp_path)
+    done = bench(
+        "run", "--matrix", "smoke", "--set", "batch=3", "--dry-run", "--json", folder=tmp_path
+    )
     assert done.returncode == 0
     plan = json.loads(done.stdout)
     refused = {x["cell"]["strategy"]: x["reason"] for x in plan["left_out"]}
@@ -87,7 +112,16 @@ def test_a_batch_that_does_not_divide_is_refused_in_the_plan(tmp_path: Path) -> 
 
 
 def test_a_dry_run_plans_for_another_host(tmp_path: Path) -> None:
-    done = bench("run", "--matrix", "smoke", "--dry-run", "--host", "8 x h100-80gb", "--json", folder=tmp_path)
+    done = bench(
+        "run",
+        "--matrix",
+        "smoke",
+        "--dry-run",
+        "--host",
+        "8 x h100-80gb",
+        "--json",
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert {cell["device"] for cell in plan["cells"]} == {"cuda"}
@@ -116,27 +150,49 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(bench("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
     assert found["strategies"]["ddp"] == "ready"
-    for package, part in (("horovod", "Horovod's controller gloo"), ("deepspeed", "DeepSpeed's cpu_adam")):
+    for package, part in (
+        ("horovod", "Horovod's controller gloo"),
+        ("deepspeed", "DeepSpeed's cpu_adam"),
+    ):
         if find_spec(package):
             assert found["compiled_ops"][part] == "built"
-    assert "stand-in" in found["strategies"]["data_parallel"] or found["devices"]["used by cells"] == "cuda"
+    assert (
+        "stand-in" in found["strategies"]["data_parallel"]
+        or found["devices"]["used by cells"] == "cuda"
+    )
     assert bench("doctor").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["run", "list", "doctor", "report", "show", "publish", "compare", "history"])
+@pytest.mark.parametrize(
+    "command", ["run", "list", "doctor", "report", "show", "publish", "compare", "history"]
+)
 def test_help_has_an_example(command: str) -> None:
     assert "python -m bench" in bench(command, "--help").stdout
 
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = {"torch", "pandas", "numpy", "matplotlib", "transformers"}
-    code = f"import sys; import bench.cli; bad = {heavy} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    code = (
+        f"import sys; import bench.cli; bad = {heavy} & set(sys.modules); sys.exit(str(bad) if bad"
+        " else 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
-    words = ["--matrix", "smoke", "--only", "single", "--only", "ddp", "--set", "workload=llama-nano", "--set", "timed_steps=3"]
+    words = [
+        "--matrix",
+        "smoke",
+        "--only",
+        "single",
+        "--only",
+        "ddp",
+        "--set",
+        "workload=llama-nano",
+        "--set",
+        "timed_steps=3",
+    ]
     done = bench("run", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranked by throughput" in done.stdout
@@ -150,11 +206,14 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
 
 def test_a_divergence_is_exit_code_1_and_an_expected_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text(
-        "trials: 1\ndefaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells: [{strategy: broken, options: {mistake: clipping}}]"
+        "trials: 1\ndefaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells:"
+        " [{strategy: broken, options: {mistake: clipping}}]"
     )
     done = bench("run", "--matrix", "bad.yaml", "--no-report", "--json", folder=tmp_path)
     assert done.returncode == 1
     assert json.loads(done.stdout)["cells"][0]["status"] == "diverged"
-    expected = bench("run", "--matrix", "bad.yaml", "--no-report", "--set", "expect=diverged", folder=tmp_path)
+    expected = bench(
+        "run", "--matrix", "bad.yaml", "--no-report", "--set", "expect=diverged", folder=tmp_path
+    )
     assert expected.returncode == 0
     assert "as expected" in expected.stdout

@@ -1,4 +1,7 @@
-"""What a site file becomes: the batch script, its directives, and the sentences for mistakes. Runs no job."""
+"""What a site file becomes: the batch script, its directives, and the sentences for mistakes.
+
+Runs no job.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ SCRIPTS = [*sorted((ROOT / "slurm").glob("*.s*")), *sorted((ROOT / "scripts").gl
 
 
 def script(site: Site, **more: object) -> str:
-    return batch_script(site, Job(**{"matrix": "smoke", "run_id": "run-1", "results": Path("/shared/results"), **more}))  # type: ignore[arg-type]
+    return batch_script(
+        site,
+        Job(**{"matrix": "smoke", "run_id": "run-1", "results": Path("/shared/results"), **more}),
+    )  # type: ignore[arg-type]
 
 
 def directives(text: str) -> list[str]:
@@ -55,33 +61,67 @@ def test_every_value_of_a_site_is_in_its_script() -> None:
         requeues=5,
     )
     text = script(site, options=("--set", "batch=16"), tasks=4)
-    wanted = """--partition=p1 --account=a1 --qos=q1 --constraint=c1 --reservation=r1 --time=01:00:00 --nodes=3 --gres=gpu:h100:4
-        --cpus-per-task=48 --mem=64G --switches=1@10:00 --mail-type=FAIL --exclusive --signal=B:USR1@77 --requeue --no-kill
+    wanted = """--partition=p1 --account=a1 --qos=q1 --constraint=c1 --reservation=r1
+        --time=01:00:00 --nodes=3 --gres=gpu:h100:4
+        --cpus-per-task=48 --mem=64G --switches=1@10:00 --mail-type=FAIL --exclusive
+        --signal=B:USR1@77 --requeue --no-kill
         --array=0-3 --output=/shared/results/slurm/run-1/slurm-%A_%a.log"""
     for line in wanted.split():
         assert line in directives(text)
-    for said in ("module load cuda/13.0", "ulimit -l unlimited", "BENCH_INTERFACE=ib0", "BENCH_REQUEUES=5", "BENCH_PYTHON=python3"):
+    for said in (
+        "module load cuda/13.0",
+        "ulimit -l unlimited",
+        "BENCH_INTERFACE=ib0",
+        "BENCH_REQUEUES=5",
+        "BENCH_PYTHON=python3",
+    ):
         assert said in text.splitlines() or f"export {said}" in text.splitlines()
     shown = subprocess.run(
-        ["bash", "-c", text.split("cd ")[0].replace("module load", ":") + 'echo "$BENCH_CONTAINER|$BENCH_OPTIONS|$BENCH_SRUN"'],
+        [
+            "bash",
+            "-c",
+            text.split("cd ")[0].replace("module load", ":")
+            + 'echo "$BENCH_CONTAINER|$BENCH_OPTIONS|$BENCH_SRUN"',
+        ],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert shown.stdout.strip() == "apptainer exec --nv 'my image.sif'|--set batch=16|--export=ALL --label"
+    assert (
+        shown.stdout.strip()
+        == "apptainer exec --nv 'my image.sif'|--set batch=16|--export=ALL --label"
+    )
 
 
 def test_what_a_site_does_not_say_is_left_to_slurm() -> None:
     text = script(Site(exclusive=False))
     named = {line.split("=")[0] for line in directives(text)}
-    assert named == {"--job-name", "--output", "--open-mode", "--requeue", "--no-kill", "--ntasks-per-node", "--signal", "--nodes"}
+    assert named == {
+        "--job-name",
+        "--output",
+        "--open-mode",
+        "--requeue",
+        "--no-kill",
+        "--ntasks-per-node",
+        "--signal",
+        "--nodes",
+    }
 
 
 def test_a_night_knows_whom_to_tell() -> None:
     notify = Notify(mail="me@example.org", webhook="https://example.org/hook?a=b&c=d")
-    text = script(Site(nightly=Nightly(baseline="release", again="tomorrow", notify=notify)), nightly=True, run_id="")
+    text = script(
+        Site(nightly=Nightly(baseline="release", again="tomorrow", notify=notify)),
+        nightly=True,
+        run_id="",
+    )
     assert "exec bash slurm/nightly.sbatch" in text
-    for line in ("BENCH_BASELINE=release", "BENCH_AGAIN=tomorrow", "BENCH_NOTIFY_MAIL=me@example.org", "BENCH_RUN=''"):
+    for line in (
+        "BENCH_BASELINE=release",
+        "BENCH_AGAIN=tomorrow",
+        "BENCH_NOTIFY_MAIL=me@example.org",
+        "BENCH_RUN=''",
+    ):
         assert f"export {line}" in text.splitlines()
     assert "export BENCH_NOTIFY_WEBHOOK='https://example.org/hook?a=b&c=d'" in text
 
@@ -90,7 +130,9 @@ def test_a_night_knows_whom_to_tell() -> None:
 def test_the_examples_are_read_and_use_their_own_keys(file: Path) -> None:
     site = read_site(file)
     assert set(yaml.safe_load(file.read_text())) <= site.model_fields_set
-    assert subprocess.run(["bash", "-n"], input=script(site), text=True, check=False).returncode == 0
+    assert (
+        subprocess.run(["bash", "-n"], input=script(site), text=True, check=False).returncode == 0
+    )
 
 
 def test_options_take_the_place_of_the_files_values(tmp_path: Path) -> None:
@@ -126,20 +168,31 @@ def test_a_site_file_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_slurms_own_lines_are_read() -> None:
     line = (
-        "JobId=12 ArrayJobId=11 ArrayTaskId=3 JobName=bench Requeue=1 Restarts=2 JobState=PENDING Reason=BeginTime"
-        " RunTime=00:00:07 TimeLimit=01:00:00 NodeList=(null) Comment=a b"
+        "JobId=12 ArrayJobId=11 ArrayTaskId=3 JobName=bench Requeue=1 Restarts=2 JobState=PENDING"
+        " Reason=BeginTime RunTime=00:00:07 TimeLimit=01:00:00 NodeList=(null) Comment=a b"
     )
     job = parse(line)
-    assert (job.job_id, job.state, job.reason, job.nodes, job.restarts, job.elapsed) == ("11_3", "PENDING", "BeginTime", "", 2, "00:00:07")
+    assert (job.job_id, job.state, job.reason, job.nodes, job.restarts, job.elapsed) == (
+        "11_3",
+        "PENDING",
+        "BeginTime",
+        "",
+        2,
+        "00:00:07",
+    )
 
 
 def test_nothing_of_a_site_is_in_the_scripts() -> None:
     for file in SCRIPTS:
-        assert not re.search(r"#SBATCH --(partition|account|qos|constraint|reservation|time)|module load", file.read_text()), file
+        assert not re.search(
+            r"#SBATCH --(partition|account|qos|constraint|reservation|time)|module load",
+            file.read_text(),
+        ), file
 
 
 @pytest.mark.skipif(
-    shutil.which("shellcheck") is None, reason="shellcheck is missing: install Debian's package shellcheck, or run make setup as root"
+    shutil.which("shellcheck") is None,
+    reason="shellcheck is missing: install Debian's package shellcheck, or run make setup as root",
 )
 def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
     rendered = []
@@ -147,12 +200,37 @@ def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
         for nightly in (False, True):
             rendered.append(tmp_path / f"{file.stem}-{nightly}.sh")
             rendered[-1].write_text(script(read_site(file), nightly=nightly))
-    done = subprocess.run(["shellcheck", "-x", *map(str, [*SCRIPTS, *rendered])], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", "-x", *map(str, [*SCRIPTS, *rendered])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "bench", "submit", "--matrix", "smoke", "--nodes", "2", "--results", str(tmp_path / "r"), "--dry-run"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, "PATH": "/usr/bin:/bin"})
+    words = [
+        sys.executable,
+        "-m",
+        "bench",
+        "submit",
+        "--matrix",
+        "smoke",
+        "--nodes",
+        "2",
+        "--results",
+        str(tmp_path / "r"),
+        "--dry-run",
+    ]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": "/usr/bin:/bin"},
+    )
     assert "#SBATCH --nodes=2" in done.stdout
     assert list(tmp_path.iterdir()) == []

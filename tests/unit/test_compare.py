@@ -41,16 +41,23 @@ def frames(rows: Sequence[dict[str, Any]], run_id: str = OLD, **changes: Any) ->
     tables = []
     for columns, found in ((RUNS, [run]), (TRIALS, [row | {"run_id": run_id} for row in rows])):
         names = [name for name, _, _ in columns]
-        tables.append(pd.DataFrame([{name: row.get(name) for name in names} for row in found], columns=names))
+        tables.append(
+            pd.DataFrame([{name: row.get(name) for name in names} for row in found], columns=names)
+        )
     return Results(*tables, pd.DataFrame())
 
 
 def together(*results: Results) -> Results:
-    runs, trials = (pd.concat([getattr(one, name) for one in results], ignore_index=True) for name in ("runs", "trials"))
+    runs, trials = (
+        pd.concat([getattr(one, name) for one in results], ignore_index=True)
+        for name in ("runs", "trials")
+    )
     return Results(runs, trials, pd.DataFrame())
 
 
-def compared(was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any) -> Compared:
+def compared(
+    was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any
+) -> Compared:
     """B (with changes to its run's row) against A."""
     return compare_sides(side("old", frames(was)), side("new", frames(now, NEW, **changes)))
 
@@ -62,7 +69,10 @@ def only(was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes
 
 def test_the_ratio_is_b_over_a() -> None:
     """Geometric means of 100 and of 50: a ratio of a half; the other way round 2."""
-    fast, slow = trial_rows(CELL, [99.0, 100.0, 10000 / 99]), trial_rows(CELL, [50.0, 50.1, 2500 / 50.1])
+    fast, slow = (
+        trial_rows(CELL, [99.0, 100.0, 10000 / 99]),
+        trial_rows(CELL, [50.0, 50.1, 2500 / 50.1]),
+    )
     line = only(fast, slow)
     assert line.kind == "slower"
     assert line.regression
@@ -81,7 +91,10 @@ speeds = some.lists(some.floats(1, 1e4), min_size=2, max_size=5)
 @settings(max_examples=20, deadline=None)
 @given(one=speeds, two=speeds)
 def test_there_and_back_are_each_others_inverse(one: list[float], two: list[float]) -> None:
-    there, back = only(trial_rows(CELL, one), trial_rows(CELL, two)), only(trial_rows(CELL, two), trial_rows(CELL, one))
+    there, back = (
+        only(trial_rows(CELL, one), trial_rows(CELL, two)),
+        only(trial_rows(CELL, two), trial_rows(CELL, one)),
+    )
     assert there.throughput is not None
     assert back.throughput is not None
     assert there.throughput.ratio * back.throughput.ratio == pytest.approx(1)
@@ -101,7 +114,9 @@ def state(name: str) -> list[dict[str, Any]]:
     if name == "ok":
         return good
     if name == "unverified":
-        return trial_rows(CELL, [50.0, 51.0], parity_verdict="unknown", parity_reason="no reference")
+        return trial_rows(
+            CELL, [50.0, 51.0], parity_verdict="unknown", parity_reason="no reference"
+        )
     if name == "diverged":
         return diverged_rows(CELL)
     if name in ("refused", "unavailable", "interrupted"):
@@ -153,11 +168,26 @@ def test_what_became_of_a_cell(was: str, now: str, kind: str) -> None:
 def test_findings_come_first_and_the_headline_counts_them() -> None:
     cells = [Cell(strategy=name) for name in ("a", "b", "c", "d")]
     was = [row for cell in cells[:3] for row in trial_rows(cell, [10.0, 10.0])]
-    now = trial_rows(cells[0], [10.0, 10.0]) + trial_rows(cells[1], [9.0, 9.0]) + trial_rows(cells[3], [1.0, 1.0])
+    now = (
+        trial_rows(cells[0], [10.0, 10.0])
+        + trial_rows(cells[1], [9.0, 9.0])
+        + trial_rows(cells[3], [1.0, 1.0])
+    )
     found = compared(was, now)
-    assert [line.kind for line in found.lines] == ["slower", "missing", "added", "no difference seen"]
-    assert found.headline == "2 regressions: slower 1, missing 1. Besides: added 1, no difference seen 1"
-    assert (found.comparisons, len(found.regressions)) == (4, 2), "throughput and memory of two cells"
+    assert [line.kind for line in found.lines] == [
+        "slower",
+        "missing",
+        "added",
+        "no difference seen",
+    ]
+    assert (
+        found.headline
+        == "2 regressions: slower 1, missing 1. Besides: added 1, no difference seen 1"
+    )
+    assert (found.comparisons, len(found.regressions)) == (
+        4,
+        2,
+    ), "throughput and memory of two cells"
     assert "4 were made here, so up to 0.02 are" in found.method["False alarms"]
 
 
@@ -172,7 +202,11 @@ def test_findings_come_first_and_the_headline_counts_them() -> None:
         ({"cpu_model": None}, "cpu", "other CPU: Example CPU, then unknown"),
         ({"cpu_cores": 4}, "cpu", "other number of CPU cores: 2, then 4"),
         ({"memory_bytes": 2**32}, "cpu", "other memory: 8.0 GiB, then 4.0 GiB"),
-        ({"gpus": ["A GPU", "A GPU"], "gpu_memory_bytes": 2**34}, "cuda", "other GPUs: none, then 2 x A GPU"),
+        (
+            {"gpus": ["A GPU", "A GPU"], "gpu_memory_bytes": 2**34},
+            "cuda",
+            "other GPUs: none, then 2 x A GPU",
+        ),
     ],
 )
 def test_only_equal_hardware_is_compared(changes: dict[str, Any], device: str, said: str) -> None:
@@ -185,22 +219,40 @@ def test_only_equal_hardware_is_compared(changes: dict[str, Any], device: str, s
 
 def test_gpus_of_another_size_are_other_hardware() -> None:
     rows = trial_rows(CELL.model_copy(update={"device": "cuda"}), [10.0, 10.1])
-    one, two = (frames(rows, run, gpus=["A GPU"], gpu_memory_bytes=size) for run, size in ((OLD, 2**34), (NEW, 2**35)))
+    one, two = (
+        frames(rows, run, gpus=["A GPU"], gpu_memory_bytes=size)
+        for run, size in ((OLD, 2**34), (NEW, 2**35))
+    )
     (line,) = compare_sides(side("old", one), side("new", two)).lines
     assert line.said == "other GPU memory: 16.0 GiB, then 32.0 GiB"
 
 
-@pytest.mark.parametrize(("host", "kind"), [("bench-host", "no difference seen"), ("another", "not compared")])
+@pytest.mark.parametrize(
+    ("host", "kind"), [("bench-host", "no difference seen"), ("another", "not compared")]
+)
 def test_unknown_processors_are_equal_on_one_host_only(host: str, kind: str) -> None:
     rows = trial_rows(CELL, [10.0, 10.1])
-    was, now = side("old", frames(rows, cpu_model=None)), side("new", frames(rows, NEW, cpu_model=None, host=host))
+    was, now = (
+        side("old", frames(rows, cpu_model=None)),
+        side("new", frames(rows, NEW, cpu_model=None, host=host)),
+    )
     assert compare_sides(was, now).lines[0].kind == kind
 
 
 def test_other_software_is_compared_and_said() -> None:
     rows = trial_rows(CELL, [10.0, 10.1])
-    found = compared(rows, rows, torch_version="2.14.0", libraries=json.dumps({"numpy": "2.4.6", "peft": "0.21"}), git_commit=None)
-    assert found.differences == ("torch 2.13.0 → 2.14.0", "commit of the suite 0123abc → unknown", "peft none → 0.21")
+    found = compared(
+        rows,
+        rows,
+        torch_version="2.14.0",
+        libraries=json.dumps({"numpy": "2.4.6", "peft": "0.21"}),
+        git_commit=None,
+    )
+    assert found.differences == (
+        "torch 2.13.0 → 2.14.0",
+        "commit of the suite 0123abc → unknown",
+        "peft none → 0.21",
+    )
     assert found.lines[0].kind == "no difference seen"
 
 
@@ -215,9 +267,14 @@ def test_other_software_is_compared_and_said() -> None:
         ([100], [200], "no difference seen"),
     ],
 )
-def test_memory_has_a_threshold_of_its_own(was: list[float], now: list[float], verdict: str) -> None:
+def test_memory_has_a_threshold_of_its_own(
+    was: list[float], now: list[float], verdict: str
+) -> None:
     sides = [
-        [row | {"peak_memory_bytes": int(peak * MIB)} for row, peak in zip(trial_rows(CELL, [10.0] * len(peaks)), peaks, strict=True)]
+        [
+            row | {"peak_memory_bytes": int(peak * MIB)}
+            for row, peak in zip(trial_rows(CELL, [10.0] * len(peaks)), peaks, strict=True)
+        ]
         for peaks in (was, now)
     ]
     line = only(*sides)
@@ -232,7 +289,9 @@ def test_memory_has_a_threshold_of_its_own(was: list[float], now: list[float], v
 
 def test_only_the_last_attempt_counts() -> None:
     now = trial_rows(CELL, [10.0, 10.1])
-    again = [left_out(CELL, "interrupted", "stopped")[0] | {"attempt": 1}] + [row | {"attempt": 2} for row in now]
+    again = [left_out(CELL, "interrupted", "stopped")[0] | {"attempt": 1}] + [
+        row | {"attempt": 2} for row in now
+    ]
     assert only(now, again).kind == "no difference seen"
 
 
@@ -257,16 +316,24 @@ def test_disturbed_trials_are_named_in_every_format() -> None:
 
 
 def test_a_folder_stands_for_the_newest_run_of_each_cell() -> None:
-    old, new = frames(trial_rows(CELL, [10.0, 10.1]) + trial_rows(OTHER, [5.0, 5.1])), frames(trial_rows(CELL, [20.0, 20.1]), NEW)
+    old, new = (
+        frames(trial_rows(CELL, [10.0, 10.1]) + trial_rows(OTHER, [5.0, 5.1])),
+        frames(trial_rows(CELL, [20.0, 20.1]), NEW),
+    )
     both = side("folder", together(old, new))
     assert {(one.label, one.run_id) for one in both.cells} == {("ddp", NEW), ("fsdp2", OLD)}
     elsewhere = frames(trial_rows(CELL, [1.0, 1.1]), "20260103T000000-cccc", cpu_cores=64)
     many = side("folder", together(old, new, elsewhere))
-    assert [line.kind for line in compare_sides(many, side("new", new)).lines] == ["missing", "no difference seen"], "of equal hardware"
+    assert [line.kind for line in compare_sides(many, side("new", new)).lines] == [
+        "missing",
+        "no difference seen",
+    ], "of equal hardware"
 
 
 def test_a_search_for_the_largest_model_is_no_measurement() -> None:
-    search = json.dumps({"cells": [], "trials": 1, "order_seed": 0, "left_out": [], "search": {"budget": 1}})
+    search = json.dumps(
+        {"cells": [], "trials": 1, "order_seed": 0, "left_out": [], "search": {"budget": 1}}
+    )
     assert measured(frames(trial_rows(CELL, [10.0]), plan=search)) == []
 
 
@@ -287,17 +354,25 @@ def test_two_cells_of_a_run_are_compared_within_its_rounds() -> None:
     assert line.throughput.ratio == pytest.approx(0.97)
     assert found.headline == "slower 1"
     assert (found.test, line.cell_name) == (COMPARISON_METHOD, f"{OTHER.name} against ddp")
-    between = compare_sides(side("a", frames(trial_rows(CELL, drift))), side("b", frames(trial_rows(CELL, [0.97 * s for s in drift]), NEW)))
+    between = compare_sides(
+        side("a", frames(trial_rows(CELL, drift))),
+        side("b", frames(trial_rows(CELL, [0.97 * s for s in drift]), NEW)),
+    )
     assert between.lines[0].kind == "no difference seen", "two runs have no rounds in common"
     failed = replace(second, state="failed", reason="the reason")
-    assert compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].said == "fsdp2 failed: the reason"
+    assert (
+        compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].said
+        == "fsdp2 failed: the reason"
+    )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three runs: OLD, NEW (slower, one cell missing), and a search after them."""
     store = Store(tmp_path / "results")
-    search = json.dumps({"cells": [], "trials": 1, "order_seed": 0, "left_out": [], "search": {"budget": 1}})
+    search = json.dumps(
+        {"cells": [], "trials": 1, "order_seed": 0, "left_out": [], "search": {"budget": 1}}
+    )
     slower = trial_rows(CELL, [90.0, 90.1, 90.2])
     for run_id, rows, plan in (
         (OLD, trial_rows(CELL, [100.0, 100.1, 100.2]) + trial_rows(OTHER, [50.0, 50.1, 50.2]), {}),
@@ -312,7 +387,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
     store = Store(folder)
-    assert [find_run(store, word) for word in (OLD, "20260101", "latest", "latest~0", "latest~1")] == [OLD, OLD, NEW, NEW, OLD]
+    assert [
+        find_run(store, word) for word in (OLD, "20260101", "latest", "latest~0", "latest~1")
+    ] == [OLD, OLD, NEW, NEW, OLD]
     for word, said in (
         ("2026", "is not clear"),
         ("x", "no run 'x'"),
@@ -334,7 +411,9 @@ def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
         (OLD, "EMPTY", "no runs in results folder"),
     ],
 )
-def test_sides_that_cannot_be_compared(folder: Path, tmp_path: Path, first: str, second: str, said: str) -> None:
+def test_sides_that_cannot_be_compared(
+    folder: Path, tmp_path: Path, first: str, second: str, said: str
+) -> None:
     (tmp_path / "empty").mkdir()
     names = {"RESULTS": str(folder), "EMPTY": str(tmp_path / "empty")}
     with pytest.raises(Mistake, match=said):
@@ -378,7 +457,9 @@ def test_json_has_the_numbers(folder: Path) -> None:
 
 def test_exit_codes_for_scripts(folder: Path) -> None:
     assert ask(folder, "latest~1", "latest", "--fail-on", "regression")[0] == 1
-    assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, "faster and added are news"
+    assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (
+        "faster and added are news"
+    )
     assert ask(folder, "--baseline", "20260101", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest~1", "latest")[0] == 0
 
@@ -405,7 +486,9 @@ def test_a_named_baseline_is_a_folder_below_the_results(folder: Path) -> None:
 
 def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
     """A label means the cell of this label, not all cells of the strategy of this name."""
-    for row in trial_rows(Cell(strategy="ddp", devices=2, options={"static_graph": True}), [1.0, 1.1]):
+    for row in trial_rows(
+        Cell(strategy="ddp", devices=2, options={"static_graph": True}), [1.0, 1.1]
+    ):
         Store(folder).write_trial(row | {"run_id": OLD}, [])
     assert len(json.loads(ask(folder, OLD, "--cells", "ddp*", "fsdp2", "--json")[1])["cells"]) == 2
     code, told = ask(folder, OLD, "--cells", "ddp", "fsdp*", "--json")
@@ -429,7 +512,12 @@ def test_a_files_name_tells_its_format(folder: Path, tmp_path: Path, name: str) 
     path = tmp_path / name
     assert ask(folder, "latest~1", "latest", "--out", str(path)) == (0, f"{path}\n")
     text = path.read_text()
-    begins = {"page.html": "<!DOCTYPE html>", "comment.md": "### ", "numbers.json": "{", "table.txt": "A: "}[name]
+    begins = {
+        "page.html": "<!DOCTYPE html>",
+        "comment.md": "### ",
+        "numbers.json": "{",
+        "table.txt": "A: ",
+    }[name]
     assert text.lstrip().startswith(begins)
     assert "\x1b" not in text
     with pytest.raises(Mistake, match="cannot be written"):
@@ -443,7 +531,11 @@ def test_the_page_loads_nothing_and_allows_its_own_script_only() -> None:
     assert "unsafe" not in policy
     for tag in ("style", "script"):
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
+        assert (
+            f"{tag}-src"
+            f" 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+            in policy
+        )
     assert not re.findall(r"(?:src|href)=\"(?!#)", text)
 
 
@@ -465,7 +557,9 @@ def test_hostile_text_is_only_text(text: str) -> None:
 
 def test_markdown_keeps_its_table_whole() -> None:
     odd = trial_rows(CELL, [10.0, 10.1], cell_name="a|b `c` @someone\n**d**")
-    text = markdown(compared(odd, [row | {"samples_per_second": row["samples_per_second"] / 2} for row in odd]))
+    text = markdown(
+        compared(odd, [row | {"samples_per_second": row["samples_per_second"] / 2} for row in odd])
+    )
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {8}
     assert "@" not in text

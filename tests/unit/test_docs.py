@@ -38,14 +38,20 @@ def schema_table() -> list[str]:
     for table, columns in TABLES.items():
         rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
         rows += [
-            f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} | {said} |" for name, kind, said in columns
+            f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} |"
+            f" {said} |"
+            for name, kind, said in columns
         ]
         rows.append("")
     return rows[:-1]
 
 
 def matrix_table() -> list[str]:
-    return ["| matrix | what it runs |", "|---|---|", *(f"| `{name}` | {read_matrix(name).description} |" for name in matrix_names())]
+    return [
+        "| matrix | what it runs |",
+        "|---|---|",
+        *(f"| `{name}` | {read_matrix(name).description} |" for name in matrix_names()),
+    ]
 
 
 def site_table() -> list[str]:
@@ -55,25 +61,42 @@ def site_table() -> list[str]:
             if name in ("nightly", "notify"):
                 continue
             default = json.dumps(field.get_default(call_default_factory=True))
-            said = " ".join((field.description or f"`--{name}` of sbatch.").split()).replace("|", "\\|")
+            said = " ".join((field.description or f"`--{name}` of sbatch.").split()).replace(
+                "|", "\\|"
+            )
             rows.append(f"| `{prefix}{name}` | `{default}` | {said} |")
     return rows
 
 
 def gpu_table() -> list[str]:
-    rows = ["| `--host` | memory (GiB) | `full` trains | fp32 peak (TFLOP/s) | bf16 peak (TFLOP/s) |", "|---|---|---|---|---|"]
+    rows = [
+        "| `--host` | memory (GiB) | `full` trains | fp32 peak (TFLOP/s) | bf16 peak (TFLOP/s) |",
+        "|---|---|---|---|---|",
+    ]
     full = read_matrix("full")
     for name, model in gpu_models().items():
         host = Host("cuda", 1, model.memory_bytes)
         main = next(rule for rule in full.hosts if rule.fits(host)).workloads["main"]
-        peaks = [f"{peak / 1e12:g}" if (peak := model.peak_flops_per_second(p)) else "unknown" for p in ("fp32", "bf16")]
-        rows.append(f"| `{name}` | {model.memory_bytes / 2**30:.1f} | `{main}` | {' | '.join(peaks)} |")
+        peaks = [
+            f"{peak / 1e12:g}" if (peak := model.peak_flops_per_second(p)) else "unknown"
+            for p in ("fp32", "bf16")
+        ]
+        rows.append(
+            f"| `{name}` | {model.memory_bytes / 2**30:.1f} | `{main}` | {' | '.join(peaks)} |"
+        )
     return rows
 
 
 def input_table() -> list[str]:
-    cpu, gpu = asdict(CPU), asdict(GPU) | {"context_seconds": CONTEXT_SECONDS, "nvlink_share": NVLINK_SHARE}
-    return ["| input | CPUs | GPUs |", "|---|---|---|", *(f"| `{name}` | {cpu.get(name, 0):g} | {gpu[name]:g} |" for name in gpu)]
+    cpu, gpu = (
+        asdict(CPU),
+        asdict(GPU) | {"context_seconds": CONTEXT_SECONDS, "nvlink_share": NVLINK_SHARE},
+    )
+    return [
+        "| input | CPUs | GPUs |",
+        "|---|---|---|",
+        *(f"| `{name}` | {cpu.get(name, 0):g} | {gpu[name]:g} |" for name in gpu),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +130,11 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [
+        ROOT / "README.md",
+        ROOT / "slurm" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 

@@ -27,7 +27,9 @@ from harness.strategy import Exposed
 from tests.unit.test_store import run_row
 
 
-def parts(*events: Event, end: float = 10.0, pipeline: bool = False, alone: bool = False) -> dict[str, float]:
+def parts(
+    *events: Event, end: float = 10.0, pipeline: bool = False, alone: bool = False
+) -> dict[str, float]:
     """What is not zero of a step of ten seconds on thread 1."""
     found = breakdown(events, 1, 0.0, end, pipeline=pipeline, alone=alone)
     assert sum(found[name] for name in COMPONENTS) == pytest.approx(end)
@@ -46,19 +48,23 @@ def test_pieces_have_no_holes_and_the_innermost_comes_last() -> None:
 
 
 def test_an_event_that_ends_a_tick_late_ends_with_the_outer_one() -> None:
-    pieces = stacks([Event("optimizer", 1, 0, 4), Event("operator", 1, 1, 4.5), Event("wait", 1, 5, 6)], 0, 8)
+    pieces = stacks(
+        [Event("optimizer", 1, 0, 4), Event("operator", 1, 1, 4.5), Event("wait", 1, 5, 6)], 0, 8
+    )
     assert [(a, b) for a, b, _ in pieces] == [(0, 1), (1, 4), (4, 5), (5, 6), (6, 8)]
     assert pieces[2][2] == ()
 
 
 def test_operators_overlap_communication_and_gaps_expose_it() -> None:
-    """A collective from 2 to 8; operators until 5 and from 7; the gap from 5 to 7 is exposed, the rest of it overlapped."""
+    """A collective from 2 to 8; operators until 5 and from 7; the gap from 5 to 7 is exposed, the
+    rest of it overlapped."""
     found = parts(Event("operator", 1, 0, 5), Event("flight", 2, 2, 8), Event("operator", 1, 7, 10))
     assert found == {"compute": 8.0, "communication": 2.0, "overlapped": 4.0, "operators": 8.0}
 
 
 def test_each_component_by_hand() -> None:
-    """data 0-1, compute 1-4 (a gap of the interpreter in it), a wait 4-6, offload 6-7, the optimizer 7-10 with a wait of 1 in it."""
+    """data 0-1, compute 1-4 (a gap of the interpreter in it), a wait 4-6, offload 6-7, the
+    optimizer 7-10 with a wait of 1 in it."""
     events = [
         Event("data", 1, 0, 1),
         Event("operator", 1, 1, 2),
@@ -69,7 +75,14 @@ def test_each_component_by_hand() -> None:
         Event("operator", 1, 7, 8),
         Event("wait", 1, 8, 9),
     ]
-    assert parts(*events) == {"data": 1.0, "compute": 3.0, "communication": 3.0, "offload": 1.0, "optimizer": 2.0, "operators": 3.0}
+    assert parts(*events) == {
+        "data": 1.0,
+        "compute": 3.0,
+        "communication": 3.0,
+        "offload": 1.0,
+        "optimizer": 2.0,
+        "operators": 3.0,
+    }
 
 
 def test_waiting_for_a_neighbour_is_the_bubble_and_only_in_a_pipeline() -> None:
@@ -86,7 +99,8 @@ def test_gradient_hooks_are_communication_where_there_are_others() -> None:
 
 
 def test_a_device_decides_where_it_is_busy() -> None:
-    """The host waits all the time for kernels: compute 0-4, a collective 2-6 of which 4-6 is exposed, a copy 7-8."""
+    """The host waits all the time for kernels: compute 0-4, a collective 2-6 of which 4-6 is
+    exposed, a copy 7-8."""
     events = [
         Event("device compute", 7, 0, 4),
         Event("device communication", 8, 2, 6),
@@ -94,13 +108,22 @@ def test_a_device_decides_where_it_is_busy() -> None:
         Event("operator", 1, 0, 1),
     ]
     found = parts(*events)
-    assert found == {"compute": 7.0, "communication": 2.0, "offload": 1.0, "overlapped": 2.0, "operators": 4.0}
+    assert found == {
+        "compute": 7.0,
+        "communication": 2.0,
+        "offload": 1.0,
+        "overlapped": 2.0,
+        "operators": 4.0,
+    }
 
 
 def test_own_time_leaves_waiting_out_and_names_the_straggler() -> None:
     step = dict.fromkeys(COMPONENTS, 1.0)
     assert own_seconds(step) == len(COMPONENTS) - 2
-    assert straggler([[1.0, 1.0, 1.2, 1.0], [1.0, 1.0, 1.3, 1.0], [2.0, 2.0, 3.0, 1.0]]) == (2, pytest.approx(0.3))
+    assert straggler([[1.0, 1.0, 1.2, 1.0], [1.0, 1.0, 1.3, 1.0], [2.0, 2.0, 3.0, 1.0]]) == (
+        2,
+        pytest.approx(0.3),
+    )
     assert straggler([[1.0, 1.1], [1.0, 1.1]]) is None
     assert straggler([[1.0, 2.0], [2.0, 1.0]]) is None, "once each is noise"
     assert straggler([[1.0], [1.0]]) is None
@@ -120,10 +143,18 @@ def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any
 
 
 def test_the_end_of_backward_is_a_hook() -> None:
-    """From the last operator's end, 60, to the end of backward, 90: there wrappers wait for what is in flight."""
+    """From the last operator's end, 60, to the end of backward, 90: there wrappers wait for what is
+    in flight."""
     node = "autograd::engine::evaluate_function: AddmmBackward0"
     found = events_of(
-        [raw("bench:backward", 10, 90), raw(node, 20, 40), raw(node, 40, 60), raw(node, 50, 80, thread=2), raw("python", 0, 9)], 10
+        [
+            raw("bench:backward", 10, 90),
+            raw(node, 20, 40),
+            raw(node, 40, 60),
+            raw(node, 50, 80, thread=2),
+            raw("python", 0, 9),
+        ],
+        10,
     )
     assert found == [Event("hook", 1, pytest.approx(50e-9), pytest.approx(80e-9))]
 
@@ -156,7 +187,10 @@ def test_annotations_and_the_engine_compute_nothing() -> None:
 
 
 def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
-    """Thread 2 computes; the calling thread's batches go with it. Threads that share the work change nothing."""
+    """Thread 2 computes; the calling thread's batches go with it.
+
+    Threads that share the work change nothing.
+    """
     events = [Event("data", 1, 0, 1), Event("operator", 2, 1, 9), Event("operator", 1, 0, 0.1)]
     assert training_thread(events, 1) == 2
     assert Event("data", 2, 0, 1) in events
@@ -164,7 +198,8 @@ def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
 
 
 def test_bytes_of_collectives_by_hand() -> None:
-    """1200 bytes over 4 ranks: an all-reduce 2 x 3/4, a reduce-scatter or an all-gather 3/4; gloo reduces all to scatter."""
+    """1200 bytes over 4 ranks: an all-reduce 2 x 3/4, a reduce-scatter or an all-gather 3/4; gloo
+    reduces all to scatter."""
     cases = {
         "all_reduce": (1800, 1800, 1800),
         "reduce_scatter": (900, 1800, 900),
@@ -173,16 +208,32 @@ def test_bytes_of_collectives_by_hand() -> None:
     }
     for operation, expected in cases.items():
         calls = [(Call(operation, 1200, 4), 1.0)]
-        assert (logical_bytes(calls), algorithm_bytes(calls, "gloo"), algorithm_bytes(calls, "ring")) == expected
-    assert logical_bytes([(Call("send", 100, 2), 3.0), (Call("receive", 100, 2), 3.0), (Call("all_reduce", 8, 1), 1.0)]) == 300
+        assert (
+            logical_bytes(calls),
+            algorithm_bytes(calls, "gloo"),
+            algorithm_bytes(calls, "ring"),
+        ) == expected
+    assert (
+        logical_bytes(
+            [
+                (Call("send", 100, 2), 3.0),
+                (Call("receive", 100, 2), 3.0),
+                (Call("all_reduce", 8, 1), 1.0),
+            ]
+        )
+        == 300
+    )
 
 
 def test_zero_moves_what_its_paper_says() -> None:
-    """ZeRO, section 7, in elements for P parameters and many ranks: 2P for stages 1 and 2, 3P for stage 3."""
+    """ZeRO, section 7, in elements for P parameters and many ranks: 2P for stages 1 and 2, 3P for
+    stage 3."""
     p, n = 4_000_000, 1000
     stage_2 = [(Call("reduce_scatter", p, n), 1.0), (Call("all_gather", p, n), 1.0)]
     assert logical_bytes(stage_2) == pytest.approx(2 * p, rel=2 / n)
-    assert logical_bytes([*stage_2, (Call("all_gather", p, n), 1.0)]) == pytest.approx(3 * p, rel=2 / n)
+    assert logical_bytes([*stage_2, (Call("all_gather", p, n), 1.0)]) == pytest.approx(
+        3 * p, rel=2 / n
+    )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # libraries call the old names
@@ -201,7 +252,9 @@ def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
             dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(8))
             dist.broadcast(torch.zeros(3, dtype=torch.bfloat16), 0)
             dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
-            torch.distributed._functional_collectives.all_gather_tensor(torch.zeros(2), 0, dist.group.WORLD).wait()
+            torch.distributed._functional_collectives.all_gather_tensor(
+                torch.zeros(2), 0, dist.group.WORLD
+            ).wait()
             torch.zeros(3) + 1
     finally:
         dist.destroy_process_group()
@@ -216,8 +269,11 @@ def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
 
 
 def test_the_peak_of_a_step_by_hand() -> None:
-    """Linear layers of 64 x 64 without bias: parameters 16 KiB each, two AdamW moments of each, gradients, and a bucket of a kilobyte."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False))
+    """Linear layers of 64 x 64 without bias: parameters 16 KiB each, two AdamW moments of each,
+    gradients, and a bucket of a kilobyte."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = torch.randn(32, 64)
 
@@ -228,14 +284,21 @@ def test_the_peak_of_a_step_by_hand() -> None:
 
     step()
     bucket = torch.zeros(256)
-    shown = Exposed(model, [optimizer], library=lambda: iter([("library", "bucket", bucket), ("library", "in C++", 500)]))
+    shown = Exposed(
+        model,
+        [optimizer],
+        library=lambda: iter([("library", "bucket", bucket), ("library", "in C++", 500)]),
+    )
     split = peak_split(shown, "cpu", step)
     assert split["parameters"] == 2 * 64 * 64 * 4
     assert split["gradients"] == 2 * 64 * 64 * 4
     assert split["optimizer"] >= 4 * 64 * 64 * 4
     assert split["library"] == 1024 + 500
     assert split["unseen"] == {"in C++": 500}
-    assert split["peak"] == sum(split[kind] for kind in ("parameters", "gradients", "optimizer", "activations", "library", "other"))
+    assert split["peak"] == sum(
+        split[kind]
+        for kind in ("parameters", "gradients", "optimizer", "activations", "library", "other")
+    )
 
 
 def test_what_was_replaced_comes_back() -> None:
@@ -244,7 +307,10 @@ def test_what_was_replaced_comes_back() -> None:
             return "own"
 
     one = Owner()
-    with replaced(one, "say", lambda method: lambda: method() + " wrapped"), replaced(Owner, "say", lambda method: lambda self: "class"):
+    with (
+        replaced(one, "say", lambda method: lambda: method() + " wrapped"),
+        replaced(Owner, "say", lambda method: lambda self: "class"),
+    ):
         assert (one.say(), Owner().say()) == ("own wrapped", "class")
     assert vars(one) == {}
     assert Owner().say() == "own"
@@ -253,7 +319,13 @@ def test_what_was_replaced_comes_back() -> None:
 def answer(rank: int, own: float, wait: float) -> dict[str, Any]:
     def step(scale: float) -> dict[str, float]:
         zero = dict.fromkeys((*COMPONENTS, "overlapped", "operators"), 0.0)
-        return {**zero, "step": (own + wait) * scale, "compute": own * scale, "communication": wait * scale, "operators": own * scale}
+        return {
+            **zero,
+            "step": (own + wait) * scale,
+            "compute": own * scale,
+            "communication": wait * scale,
+            "operators": own * scale,
+        }
 
     return {
         "rank": rank,
@@ -262,14 +334,24 @@ def answer(rank: int, own: float, wait: float) -> dict[str, Any]:
         "calls": [["all_reduce", 100, 2, 3]],
         "wire": "gloo",
         "sent_bytes_per_step": 310.0,
-        "memory": {"parameters": 1, "gradients": 2, "optimizer": 3, "activations": 4, "library": 5, "other": 6, "peak": 21, "unseen": {}},
+        "memory": {
+            "parameters": 1,
+            "gradients": 2,
+            "optimizer": 3,
+            "activations": 4,
+            "library": 5,
+            "other": 6,
+            "peak": 21,
+            "unseen": {},
+        },
         "memory_reason": "",
         "private_bytes": 30,
     }
 
 
 def test_a_row_by_hand(tmp_path: Path) -> None:
-    """Three profiled steps of 2, 4 and 18 s: the one of 4 s is broken down; rank 1 works 1.5 s of 2 s, rank 0 waits for it."""
+    """Three profiled steps of 2, 4 and 18 s: the one of 4 s is broken down; rank 1 works 1.5 s of 2
+    s, rank 0 waits for it."""
     outcome = Outcome("ok", "", 0.0, 1.0, answers=[answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)])
     row = explained_row("run-1", Cell(strategy="ddp", devices=2), 1, outcome, 301.0, None, 7.0)
     assert (row["profiled_step_seconds"], row["plain_step_seconds"]) == (4.0, 1.0)
@@ -287,14 +369,29 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_failed_is_a_row_with_its_reason() -> None:
-    row = explained_row("run-1", Cell(strategy="ddp"), 2, Outcome("timeout", "too long", 0.0, 1.0), 3.0, None, None)
-    assert (row["status"], row["reason"], row["attempt"], row["compute_seconds"]) == ("timeout", "too long", 2, [])
+    row = explained_row(
+        "run-1", Cell(strategy="ddp"), 2, Outcome("timeout", "too long", 0.0, 1.0), 3.0, None, None
+    )
+    assert (row["status"], row["reason"], row["attempt"], row["compute_seconds"]) == (
+        "timeout",
+        "too long",
+        2,
+        [],
+    )
 
 
 def test_what_cannot_be_seen_is_unknown() -> None:
     """RPC's messages are no collectives; a library's own thread is not the tracker's."""
-    blind = {**answer(0, 1.0, 1.0), "calls": None, "memory": None, "memory_reason": "why", "sent_bytes_per_step": None}
-    row = explained_row("r", Cell(strategy="x"), 1, Outcome("ok", "", 0.0, 1.0, answers=[blind]), None, None, None)
+    blind = {
+        **answer(0, 1.0, 1.0),
+        "calls": None,
+        "memory": None,
+        "memory_reason": "why",
+        "sent_bytes_per_step": None,
+    }
+    row = explained_row(
+        "r", Cell(strategy="x"), 1, Outcome("ok", "", 0.0, 1.0, answers=[blind]), None, None, None
+    )
     assert (row["logical_bytes"], row["sent_bytes"], row["peak_tracked_bytes"]) == ([], [], [])
     assert row["memory_reason"] == "why"
 
@@ -315,7 +412,11 @@ def trace(pid: int) -> bytes:
 def test_ranks_are_named_in_traces_and_shown_together(tmp_path: Path) -> None:
     for rank, pid in ((0, 70), (1, 60)):
         (tmp_path / f"rank{rank}.json.gz").write_bytes(trace(pid))
-    assert [file.name for file in name_ranks(tmp_path)] == ["rank0.json.gz", "rank1.json.gz", "all.json.gz"]
+    assert [file.name for file in name_ranks(tmp_path)] == [
+        "rank0.json.gz",
+        "rank1.json.gz",
+        "all.json.gz",
+    ]
     together = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in together if e["name"] == "process_name"}
     assert names == {70: "rank 0", 60: "rank 1"}
@@ -352,7 +453,9 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     for row in trial_rows(cell, [10.0, 11.0]):
         store.write_trial(row, [])
     bare = write_report(store.load(), tmp_path / "bare.html").read_text()
-    store.write_explained(explained_row("20260101T000000-abcd", cell, 1, outcome, 400.0, None, None))
+    store.write_explained(
+        explained_row("20260101T000000-abcd", cell, 1, outcome, 400.0, None, None)
+    )
     results: Results = store.load()
     page = write_report(results, tmp_path / "page.html").read_text()
     assert "Where the time goes" not in bare

@@ -31,7 +31,15 @@ ALLOWED = {"torch", "numpy", "transformers", "accelerate", "deepspeed", *sys.std
 
 
 def small(strategy: str, **axes: Any) -> Cell:
-    return Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", "sequence_length": 32, **axes})
+    return Cell(
+        **{
+            "strategy": strategy,
+            "devices": 2,
+            "workload": "llama-nano",
+            "sequence_length": 32,
+            **axes,
+        }
+    )
 
 
 def pairs() -> list[tuple[Cell, str]]:
@@ -68,26 +76,44 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         assert imported <= ALLOWED, (cell.name, to)
         for name in ("run.sh", "job.sbatch"):
             if name in files and (cell.strategy, to) not in seen:
-                done = subprocess.run(["bash", "-n"], input=files[name], text=True, capture_output=True)
+                done = subprocess.run(
+                    ["bash", "-n"], input=files[name], text=True, capture_output=True
+                )
                 assert done.returncode == 0, done.stderr
         json.loads(files["model.json"])
         if to == "accelerate":
             config = yaml.safe_load(files["accelerate_config.yaml"])
-            assert (config["num_processes"], config["use_cpu"]) == (cell.devices, cell.device == "cpu")
+            assert (config["num_processes"], config["use_cpu"]) == (
+                cell.devices,
+                cell.device == "cpu",
+            )
         if "ds_config.json" in files:
             assert json.loads(files["ds_config.json"])["gradient_clipping"] == 0.0
         if to == "slurm":
             assert files["job.sbatch"].startswith("#!/usr/bin/env bash\n# Your site's")
             assert ("--gpus-per-node" in files["job.sbatch"]) == (cell.device == "cuda")
         seen.add((cell.strategy, to))
-    torch_only = {(s, t) for s in ("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed") for t in ("torchrun", "slurm")}
-    assert torch_only | {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")} | {("deepspeed", "deepspeed")} == seen
+    torch_only = {
+        (s, t)
+        for s in ("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed")
+        for t in ("torchrun", "slurm")
+    }
+    assert (
+        torch_only
+        | {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")}
+        | {("deepspeed", "deepspeed")}
+        == seen
+    )
 
 
 def test_what_the_document_says_is_so() -> None:
     """The table of docs/export.md."""
     text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-    said = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in text.splitlines() if row.startswith("| `")}
+    said = {
+        row.split("|")[1].strip(" `"): row.split("|")[3].strip()
+        for row in text.splitlines()
+        if row.startswith("| `")
+    }
     said["slurm"] = said["torchrun"]
     for to in TARGETS:
         assert set(said[to].split(", ")) == set(taken_by(to))
@@ -96,7 +122,10 @@ def test_what_the_document_says_is_so() -> None:
 def test_a_pair_without_export_says_what_there_is() -> None:
     with pytest.raises(Mistake) as no:
         export_files(small("fsdp1"), "deepspeed")
-    said = "fsdp1 in fp32 on cpu has no export to deepspeed; it has one to torchrun, slurm, and deepspeed takes deepspeed"
+    said = (
+        "fsdp1 in fp32 on cpu has no export to deepspeed; it has one to torchrun, slurm, and"
+        " deepspeed takes deepspeed"
+    )
     assert str(no.value) == said
     with pytest.raises(Mistake, match="it has none to any launcher, and torchrun takes"):
         export_files(small("pipeline", micro_batches=2), "torchrun")
@@ -150,13 +179,28 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
-    words = ["export", "ddp", "--to", "torchrun", "--matrix", "smoke", "--set", "workload=llama-nano", "--out", str(tmp_path / "set")]
+    words = [
+        "export",
+        "ddp",
+        "--to",
+        "torchrun",
+        "--matrix",
+        "smoke",
+        "--set",
+        "workload=llama-nano",
+        "--out",
+        str(tmp_path / "set"),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert f"bash {tmp_path}/set/run.sh" in done.stdout
     told = json.loads(CliRunner().invoke(app, [*words[:-2], "--json"]).stdout)
     assert told["files"] == {path.name: path.read_text() for path in (tmp_path / "set").iterdir()}
-    assert (told["cell_name"], told["folder"], told["note"]) == ("ddp llama-nano x2 fp32 batch 8", None, None)
+    assert (told["cell_name"], told["folder"], told["note"]) == (
+        "ddp llama-nano x2 fp32 batch 8",
+        None,
+        None,
+    )
 
 
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:

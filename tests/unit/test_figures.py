@@ -1,6 +1,7 @@
 """The data of every figure of the full run under results/reference, against a golden file.
 
-GOLDEN=write pytest tests/unit/test_figures.py   writes the file anew; its difference is then to be looked at like any other.
+GOLDEN=write pytest tests/unit/test_figures.py   writes the file anew; its difference is then to be
+looked at like any other.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ def test_the_data_of_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     make_view(load(ROOT / "results" / "reference"))
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(
-            "\n".join(["{", ",\n".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in asked.items()), "}\n"])
+            "\n".join(
+                [
+                    "{",
+                    ",\n".join(
+                        f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}"
+                        for k, v in asked.items()
+                    ),
+                    "}\n",
+                ]
+            )
         )
     kept = json.loads(GOLDEN.read_text())
     assert list(asked) == list(kept)

@@ -26,7 +26,19 @@ from reports.page import render
 from reports.ran import Ran, ran
 from reports.sections import chosen, for_print, known
 from tests import commands
-from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, searched, states, stored, trial_rows, typical
+from tests.unit.test_report import (
+    HOSTILE,
+    MIB,
+    Page,
+    diverged_rows,
+    left_out,
+    run_row,
+    searched,
+    states,
+    stored,
+    trial_rows,
+    typical,
+)
 
 RUN_ID = "20260101T000000-abcd"
 
@@ -64,10 +76,20 @@ def test_json_has_the_frames_own_numbers(results: Results, one: Ran) -> None:
             if name in frame.columns and name not in (*LISTS, "by_round"):
                 assert same(value, row[name]), (cell["cell_name"], name, value, row[name])
                 compared += value is not None
-        assert cell["samples_per_second_by_trial"] == {str(trial): speed for trial, speed in row["by_round"].items()}
+        assert cell["samples_per_second_by_trial"] == {
+            str(trial): speed for trial, speed in row["by_round"].items()
+        }
     assert compared > 300
-    fast, near = (next(c for c in told["cells"] if (c["label"], c["devices"]) == (label, 2)) for label in ("fast", "near"))
-    assert (fast["label"], fast["place"], fast["same_as_above"], fast["ranked"]) == ("fast", 1, False, True)
+    fast, near = (
+        next(c for c in told["cells"] if (c["label"], c["devices"]) == (label, 2))
+        for label in ("fast", "near")
+    )
+    assert (fast["label"], fast["place"], fast["same_as_above"], fast["ranked"]) == (
+        "fast",
+        1,
+        False,
+        True,
+    )
     assert (near["place"], near["same_as_above"]) == (2, True)
     assert isinstance(fast["peak_memory_bytes"], int)
 
@@ -91,10 +113,24 @@ def test_csv_has_the_same_records(one: Ran) -> None:
 
 
 def test_names_carry_their_unit() -> None:
-    """Every column of the schema that the record takes over keeps its name, and no name is told twice."""
+    """Every column of the schema that the record takes over keeps its name, and no name is told
+    twice."""
     schema = {name for columns in (RUNS, TRIALS) for name, _, _ in columns}
-    own = {"ranked", "place", "same_as_above", "trials", "disturbed_trials", "efficiency_own", "efficiency_single", "peak_memory_bytes_low"}
-    own |= {f"{name}_{end}" for name in ("samples_per_second", "tokens_per_second") for end in ("low", "high")}
+    own = {
+        "ranked",
+        "place",
+        "same_as_above",
+        "trials",
+        "disturbed_trials",
+        "efficiency_own",
+        "efficiency_single",
+        "peak_memory_bytes_low",
+    }
+    own |= {
+        f"{name}_{end}"
+        for name in ("samples_per_second", "tokens_per_second")
+        for end in ("low", "high")
+    }
     own |= {"state_bytes", "formula_bytes", "formula_deviation"}
     assert {*IDENTITY, *FIGURES} - own <= schema
     assert len({*IDENTITY, *FIGURES}) == len(IDENTITY) + len(FIGURES)
@@ -103,13 +139,21 @@ def test_names_carry_their_unit() -> None:
 def test_markdown_has_verdict_ranking_and_failures(one: Ran) -> None:
     text, absent = markdown(one)
     assert absent == []
-    assert [line[3:] for line in text.splitlines() if line.startswith("## ")][:2] == ["Verdict", "Throughput"]
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")][:2] == [
+        "Verdict",
+        "Throughput",
+    ]
     assert "**Fastest: fast**, 4,544 tokens/s (95 % interval" in text
     assert "Cannot be told apart from near." in text
     assert re.search(r"\| 2 ≈ 1 \| near \|", text)
     assert re.search(r"\| 4 ≈ 3 \| once† \| 1,280 \| 1 trial: no interval \|", text)
     assert "† a stand-in ran instead" in text
-    for words in ("**failed** broken", "rank 1: it broke; mend it", "**trained something else, as expected** known", "pip install absent"):
+    for words in (
+        "**failed** broken",
+        "rank 1: it broke; mend it",
+        "**trained something else, as expected** known",
+        "pip install absent",
+    ):
         assert words in text, words
     assert not {"nan", "None", "inf"} & set(re.split(r"[^A-Za-z]+", text))
 
@@ -123,7 +167,10 @@ def test_markdown_of_a_search_and_of_nothing(tmp_path: Path) -> None:
 
 def test_sections_of_markdown(one: Ran) -> None:
     text, absent = markdown(one, ["failures", "verdict"])
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## Verdict", "## What failed, diverged or did not run"]
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## Verdict",
+        "## What failed, diverged or did not run",
+    ]
     assert absent == []
 
 
@@ -134,12 +181,16 @@ def test_sections_of_the_page(html: str) -> None:
     assert shown.headings == ["verdict", "cells"]
     assert {f"cell-{Cell(strategy='fast', devices=2).id}"} <= set(shown.rows)
     whole = Page(html)
-    assert known("report.html.j2") == sorted(known("report.html.j2"), key=known("report.html.j2").index)
+    assert known("report.html.j2") == sorted(
+        known("report.html.j2"), key=known("report.html.j2").index
+    )
     assert set(whole.headings) <= set(known("report.html.j2"))
     only, _ = chosen(html, ["parity"])
     cut = Page(only)
     ids = {a["id"] for _, a in cut.tags if a.get("id")}
-    assert all(str(a["href"])[1:] in ids for tag, a in cut.tags if tag == "a" and a.get("href")), "no link leads nowhere"
+    assert all(str(a["href"])[1:] in ids for tag, a in cut.tags if tag == "a" and a.get("href")), (
+        "no link leads nowhere"
+    )
     with pytest.raises(Mistake, match="no data for it; it has verdict"):
         chosen(html, ["parts"])
 
@@ -160,23 +211,64 @@ def test_the_page_for_print_is_light_open_and_without_script(html: str) -> None:
     assert "prefers-color-scheme: dark" not in style
     assert "@page" in style
     assert ("meta", {"name": "color-scheme", "content": "light"}) in page.tags
-    assert page.text.split("Which parallelism")[1] == Page(html).text.split("Which parallelism")[1], "the same words"
+    assert (
+        page.text.split("Which parallelism")[1] == Page(html).text.split("Which parallelism")[1]
+    ), "the same words"
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, "", "=1+1", "`code` *bold* [link](javascript:alert(1)) | pipe\n# heading", "@everyone"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *HOSTILE,
+        "",
+        "=1+1",
+        "`code` *bold* [link](javascript:alert(1)) | pipe\n# heading",
+        "@everyone",
+    ],
+)
 def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text)
-    odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {"sent_bytes_per_step": [1.0, math.nan], "system": text}
-    rows = trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1], **odd, stand_in=text, parity_verdict="within tolerance")
-    rows += trial_rows(Cell(strategy="b", devices=2), [2.0, 2.1], **odd, peak_memory_bytes=None, mfu=math.nan)
+    odd: dict[str, Any] = dict.fromkeys(
+        ("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text
+    )
+    odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {
+        "sent_bytes_per_step": [1.0, math.nan],
+        "system": text,
+    }
+    rows = trial_rows(
+        Cell(strategy="a", devices=2),
+        [3.0, 3.1],
+        **odd,
+        stand_in=text,
+        parity_verdict="within tolerance",
+    )
+    rows += trial_rows(
+        Cell(strategy="b", devices=2), [2.0, 2.1], **odd, peak_memory_bytes=None, mfu=math.nan
+    )
     rows += diverged_rows(Cell(strategy="c", devices=2), **odd, reason=text)
-    rows += left_out(Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text)
-    found = stored(tmp_path, rows, host=text, matrix=text, cpu_model=text, libraries=text, plan=text, git_commit=text)
+    rows += left_out(
+        Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text
+    )
+    found = stored(
+        tmp_path,
+        rows,
+        host=text,
+        matrix=text,
+        cpu_model=text,
+        libraries=text,
+        plan=text,
+        git_commit=text,
+    )
     one = ran(found)
-    (record,) = [cell for cell in json.loads(as_json([one]), parse_constant=pytest.fail)["cells"] if cell["status"] == "failed"]
+    (record,) = [
+        cell
+        for cell in json.loads(as_json([one]), parse_constant=pytest.fail)["cells"]
+        if cell["status"] == "failed"
+    ]
     assert (record["label"], record["reason"]) == (text, text), "JSON keeps it as it is"
     lines = list(csv.DictReader(io.StringIO(as_csv([one]))))
-    assert {line["label"] for line in lines} == {f"'{text}" if text.startswith(("=", "@")) else text}
+    assert {line["label"] for line in lines} == {
+        f"'{text}" if text.startswith(("=", "@")) else text
+    }
     assert not [value for line in lines for value in line.values() if value[:1] in tuple("=+@")]
     assert not {"nan", "None", "inf"} & {value for line in lines for value in line.values()}
     told, _ = markdown(one)
@@ -185,9 +277,19 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
     assert "\u202e" not in told
     assert not re.search(r"(?<!\\)\]\(", told)
     assert "@everyone" not in told
-    assert not [line for line in told.splitlines() if line.startswith("#") and line.split("# ")[-1].strip() == "heading"]
+    assert not [
+        line
+        for line in told.splitlines()
+        if line.startswith("#") and line.split("# ")[-1].strip() == "heading"
+    ]
     tables = [line for line in told.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} <= {4, 5, 6, 7, 8}, "no pipe opens a column"
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} <= {
+        4,
+        5,
+        6,
+        7,
+        8,
+    }, "no pipe opens a column"
     for page in (for_print(render(found)), chosen(render(found), ["verdict"])[0]):
         tags = [tag for tag, _ in Page(page).tags]
         assert not {"img", "iframe", "object"} & set(tags)
@@ -196,7 +298,10 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
 
 def test_the_document_names_every_format() -> None:
     document = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", document, re.MULTILINE)) == {*get_args(Format), "--format"}
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", document, re.MULTILINE)) == {
+        *get_args(Format),
+        "--format",
+    }
 
 
 def ask(*words: str) -> tuple[int, str]:
@@ -219,8 +324,14 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--section", "verdit"], f"'verdit' is no section .* {', '.join(known('report.html.j2')[:2])}"),
-        (["--section", "cells", "--format", "md"], f"'cells' is no section .* {', '.join(SECTIONS)}"),
+        (
+            ["--section", "verdit"],
+            f"'verdit' is no section .* {', '.join(known('report.html.j2')[:2])}",
+        ),
+        (
+            ["--section", "cells", "--format", "md"],
+            f"'cells' is no section .* {', '.join(SECTIONS)}",
+        ),
         (["--section", "verdict", "--format", "csv"], "leave --section out"),
         (["--format", "md", "--json"], "name a file with --out"),
         (["--format", "csv", "--open"], "--open shows a file"),
@@ -232,7 +343,9 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--all"], "comparing takes two runs"),
     ],
 )
-def test_command_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+def test_command_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
     stored(tmp_path / "results", typical()[:3])
     monkeypatch.chdir(tmp_path)
     if words == ["--all"]:

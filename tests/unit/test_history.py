@@ -30,12 +30,17 @@ ALTERNATING = [100.0, 101.0] * 6
 
 def noisy(rng: random.Random, runs: int, noise: float, outlying: float = 0.0) -> list[float]:
     """Throughputs around 100; one in 1/`outlying` runs is 40 % slower."""
-    return [100 * math.exp(rng.gauss(0, noise)) * (0.6 if rng.random() < outlying else 1) for _ in range(runs)]
+    return [
+        100 * math.exp(rng.gauss(0, noise)) * (0.6 if rng.random() < outlying else 1)
+        for _ in range(runs)
+    ]
 
 
 def test_a_step_by_hand() -> None:
     assert change_points([*ALTERNATING, *(0.9 * v for v in ALTERNATING)], 0.01) == [12]
-    assert change_points([*ALTERNATING, *(1.2 * v for v in ALTERNATING), *(0.9 * v for v in ALTERNATING)], 0.01) == [12, 24]
+    assert change_points(
+        [*ALTERNATING, *(1.2 * v for v in ALTERNATING), *(0.9 * v for v in ALTERNATING)], 0.01
+    ) == [12, 24]
 
 
 def test_a_passing_change_has_a_beginning_and_an_end() -> None:
@@ -73,17 +78,29 @@ def test_equal_runs_have_no_change(value: float) -> None:
 
 
 def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None:
-    """Lengths from the shortest on, noise of 1 and 5 %, with and without outlying runs: 2000 series in all."""
+    """Lengths from the shortest on, noise of 1 and 5 %, with and without outlying runs: 2000 series
+    in all."""
     rng = random.Random(7)
-    settings = [(runs, noise, outlying) for runs in (6, 9, 15, 30, 60) for noise in (0.01, 0.05) for outlying in (0.0, 0.1)]
-    alarms = {setting: sum(bool(change_points(noisy(rng, *setting), 0.01)) for _ in range(100)) for setting in settings}
+    settings = [
+        (runs, noise, outlying)
+        for runs in (6, 9, 15, 30, 60)
+        for noise in (0.01, 0.05)
+        for outlying in (0.0, 0.1)
+    ]
+    alarms = {
+        setting: sum(bool(change_points(noisy(rng, *setting), 0.01)) for _ in range(100))
+        for setting in settings
+    }
     assert sum(alarms.values()) <= FALSE_ALARM_RATE * 100 * len(settings), alarms
     assert max(alarms.values()) <= 5, alarms
 
 
 @pytest.mark.parametrize(("outlying", "after", "least"), [(0.0, 8, 90), (0.05, 12, 80)])
-def test_a_step_of_3_percent_in_noise_of_1_percent_is_found(outlying: float, after: int, least: int) -> None:
-    """After 20 runs before it, 8 runs later (12 where one in twenty is outlying), and within a run of its place."""
+def test_a_step_of_3_percent_in_noise_of_1_percent_is_found(
+    outlying: float, after: int, least: int
+) -> None:
+    """After 20 runs before it, 8 runs later (12 where one in twenty is outlying), and within a run
+    of its place."""
     rng = random.Random(11)
     found = 0
     for _ in range(100):
@@ -109,7 +126,9 @@ def test_a_series_is_of_equal_hardware_and_verified_runs(tmp_path: Path) -> None
     store = stored(tmp_path, [100.0] * 7 + [90.0] * 7)
     stored(tmp_path, [500.0] * 2, cpu_cores=64)
     store.write_run(run_row(run_id="20260201T000000-bad0"))
-    store.write_trial(left_out(CELL, "failed", "the reason")[0] | {"run_id": "20260201T000000-bad0"}, [])
+    store.write_trial(
+        left_out(CELL, "failed", "the reason")[0] | {"run_id": "20260201T000000-bad0"}, []
+    )
     (series,) = histories(measured(store.load(steps=False)), "throughput")
     assert [point.value.value for point in series.points] == [100.0] * 7 + [90.0] * 7
     assert (series.elsewhere, series.failed) == (2, 1)

@@ -1,4 +1,5 @@
-"""A run of which nothing is known, or of which every number is no number, through every format, page and tool."""
+"""A run of which nothing is known, or of which every number is no number, through every format,
+page and tool."""
 
 from __future__ import annotations
 
@@ -33,17 +34,41 @@ NAME = '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd ' + "n" * 500
 
 def without(columns: tuple[tuple[str, str, str], ...], number: float | None) -> dict[str, Any]:
     """Every column that may be unknown, unknown; numbers as `number`."""
-    return {name: number if kind == "double?" else None for name, kind, _ in columns if kind.endswith("?")}
+    return {
+        name: number if kind == "double?" else None
+        for name, kind, _ in columns
+        if kind.endswith("?")
+    }
 
 
 @pytest.fixture(params=[None, math.nan], ids=["null", "nan"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Two runs: a cell in full, one that is said to be ok and of which nothing is known, one that was refused, with odd names."""
+    """Two runs: a cell in full, one that is said to be ok and of which nothing is known, one that
+    was refused, with odd names."""
     found = Store(tmp_path / "results")
     for run_id in (OLD, NEW):
-        found.write_run(run_row(run_id=run_id) | without(RUNS, None) | {"run_id": run_id, "host": NAME, "matrix": NAME})
-        bare = left_out_row(run_id, BARE, "ok", "") | without(TRIALS, request.param) | {"label": NAME, "cell_name": NAME}
-        refused = left_out_row(run_id, OTHER, "refused", NAME) | {"label": "", "cell_name": "", "workload": ""}
+        found.write_run(
+            run_row(run_id=run_id)
+            | without(RUNS, None)
+            | {
+                "run_id": run_id,
+                "host": NAME,
+                "matrix": NAME,
+            }
+        )
+        bare = (
+            left_out_row(run_id, BARE, "ok", "")
+            | without(TRIALS, request.param)
+            | {
+                "label": NAME,
+                "cell_name": NAME,
+            }
+        )
+        refused = left_out_row(run_id, OTHER, "refused", NAME) | {
+            "label": "",
+            "cell_name": "",
+            "workload": "",
+        }
         for row in [*trial_rows(FULL, [10.0, 11.0]), bare, refused]:
             found.write_trial(row | {"run_id": run_id}, [])
     return found
@@ -60,7 +85,13 @@ def test_pages(store: Store, tmp_path: Path) -> None:
     whole = store.load(steps=False)
     newest = render(store.load([NEW], steps=False))
     compared = runs.page(runs.compare_all(whole))
-    for text in (newest, for_print(newest), compared, for_print(compared), overview.page(store, tmp_path)):
+    for text in (
+        newest,
+        for_print(newest),
+        compared,
+        for_print(compared),
+        overview.page(store, tmp_path),
+    ):
         harmless(Page(text))
         assert "&lt;script&gt;alert(" in text.replace("<wbr>", "")
 
@@ -72,10 +103,15 @@ def test_text_and_data(store: Store) -> None:
         assert "<script>" not in text
         assert "\u202e" not in text
         assert not re.search(r"\b(nan|NaT|None|inf)\b", text)
-    told = json.loads(as_json(ran, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail)
+    told = json.loads(
+        as_json(ran, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail
+    )
     bare = next(cell for cell in told["cells"] if cell["cell_id"] == BARE.id)
     assert bare["label"] == NAME
-    assert {bare[name] for name in ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")} == {None}
+    assert {
+        bare[name]
+        for name in ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")
+    } == {None}
     assert not bare["ranked"]
     lines = list(csv.DictReader(io.StringIO(as_csv(ran))))
     assert len(lines) == 6

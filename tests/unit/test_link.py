@@ -66,11 +66,15 @@ def test_what_a_link_says_is_read_again(rate: int, delay: int) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_link_is_a_mistake_with_file_and_key(tmp_path: Path, written: Any, said: str) -> None:
+def test_what_is_no_link_is_a_mistake_with_file_and_key(
+    tmp_path: Path, written: Any, said: str
+) -> None:
     import json
 
     file = tmp_path / "my.yaml"
-    file.write_text(json.dumps({"cells": [{"strategy": "ddp", "devices": 2, "nodes": 2, "links": [written]}]}))
+    file.write_text(
+        json.dumps({"cells": [{"strategy": "ddp", "devices": 2, "nodes": 2, "links": [written]}]})
+    )
     with pytest.raises(Mistake, match=rf"my\.yaml, cells\[0\]: links: .*{said}"):
         expand(read_matrix(str(file)), HOST, name=str(file))
 
@@ -81,13 +85,26 @@ def test_a_link_makes_another_measurement_of_the_same_training() -> None:
     assert plain.id != over.id
     assert plain.id == Cell(strategy="ddp", devices=2, nodes=2, links="").id
     assert over.name == "ddp llama-mini x2 on 2 nodes over 1gbit (emulated) fp32 batch 8"
-    assert "over unshaped links (emulated)" in Cell(strategy="ddp", devices=2, nodes=2, links="none").name
+    assert (
+        "over unshaped links (emulated)"
+        in Cell(strategy="ddp", devices=2, nodes=2, links="none").name
+    )
     assert over.reference() == plain.reference()
 
 
-def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("harness.links.emulated.lacking", lambda: "")
-    cells = [{"strategy": "ddp", "devices": 2, "workload": "llama-nano", "links": ["1gbit"], "nodes": [1, 2, "many"]}]
+    cells = [
+        {
+            "strategy": "ddp",
+            "devices": 2,
+            "workload": "llama-nano",
+            "links": ["1gbit"],
+            "nodes": [1, 2, "many"],
+        }
+    ]
     found = expand(Matrix(cells=cells), HOST)
     assert [(cell.nodes, cell.devices) for cell in found.cells] == [(2, 2)]
     assert [(left.status, left.reason) for left in found.left_out] == [
@@ -96,14 +113,21 @@ def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(monkeypatch: pyt
 
 
 def test_a_host_without_namespaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.links.emulated.lacking", lambda: "emulated links need tc: apt-get install iproute2")
-    cells = [{"strategy": "ddp", "devices": 2, "nodes": 2, "workload": "llama-nano", "links": "1gbit"}]
+    monkeypatch.setattr(
+        "harness.links.emulated.lacking", lambda: "emulated links need tc: apt-get install iproute2"
+    )
+    cells = [
+        {"strategy": "ddp", "devices": 2, "nodes": 2, "workload": "llama-nano", "links": "1gbit"}
+    ]
     found = expand(Matrix(cells=cells), HOST)
-    assert [(left.status, left.reason) for left in found.left_out] == [("unavailable", "emulated links need tc: apt-get install iproute2")]
+    assert [(left.status, left.reason) for left in found.left_out] == [
+        ("unavailable", "emulated links need tc: apt-get install iproute2")
+    ]
 
 
 def test_a_rate_by_hand() -> None:
-    """A megabyte every 0.1 s: the first three are not counted, nor the one at which counting begins."""
+    """A megabyte every 0.1 s: the first three are not counted, nor the one at which counting
+    begins."""
 
     class Stream:
         def recv_into(self, buffer: bytearray) -> int:
@@ -121,13 +145,21 @@ def test_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.links.emulated._cards", list)
     monkeypatch.setattr("harness.links.emulated.allowed_cores", lambda: [0, 2, 1, 3, 5])
     assert shares(2) == [([0, 2], None), ([1, 3], None)]
-    assert shares(6) == [([0], None), ([2], None), ([1], None), ([3], None), ([5], None), ([0], None)]
+    assert shares(6) == [
+        ([0], None),
+        ([2], None),
+        ([1], None),
+        ([3], None),
+        ([5], None),
+        ([0], None),
+    ]
     monkeypatch.setattr("harness.links.emulated._cards", lambda: ["0", "1", "2", "3"])
     assert [gpus for _, gpus in shares(2)] == ["0,1", "2,3"]
 
 
 def test_emulated_links_are_said_to_be_such() -> None:
     nodes = [{"machine": "a"}, {"machine": "a"}]
-    assert shared_machine(nodes, "network namespaces, tbf") == (
-        "2 nodes on 1 machine: emulated links between them (network namespaces, tbf)"
+    assert (
+        shared_machine(nodes, "network namespaces, tbf")
+        == "2 nodes on 1 machine: emulated links between them (network namespaces, tbf)"
     )

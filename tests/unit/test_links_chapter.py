@@ -29,14 +29,22 @@ BATCH = 8
 
 def seconds(compute: float, sent_mib: float, messages: int, link: str) -> float:
     """A step that computes, sends and waits for the link's latency, one after the other."""
-    return compute + sent_mib * MIB * 8 / BANDWIDTHS[link] + messages * (1e-3 if link.endswith("ms") else 3e-5)
+    return (
+        compute
+        + sent_mib * MIB * 8 / BANDWIDTHS[link]
+        + messages * (1e-3 if link.endswith("ms") else 3e-5)
+    )
 
 
 STRATEGIES = {"chatty": (0.010, 8.0, 2), "frugal": (0.040, 1.0, 2), "talker": (0.030, 0.5, 60)}
 """Seconds of compute, MiB sent, messages: crossovers can be worked out by hand."""
 
 
-def run_over_links(folder: Path, strategies: Mapping[str, tuple[float, float, int]] = STRATEGIES, noise: float = 0.002) -> Results:
+def run_over_links(
+    folder: Path,
+    strategies: Mapping[str, tuple[float, float, int]] = STRATEGIES,
+    noise: float = 0.002,
+) -> Results:
     rows: list[dict[str, Any]] = []
     for turn, (strategy, (compute, sent, messages)) in enumerate(strategies.items()):
         wobbles = [(-1.0, 0.2, 0.8)[(turn + trial) % 3] for trial in range(3)]
@@ -75,18 +83,37 @@ def chapter(results: Results) -> Chapter:
 
 def test_the_data_of_the_figure_is_the_golden(chapter: Chapter) -> None:
     """GOLDEN=write pytest tests/unit/test_links_chapter.py   writes the file anew."""
-    told = json.loads(json.dumps(rounded(dataclasses.asdict(chapter.chart) if chapter.chart else None)))
+    told = json.loads(
+        json.dumps(rounded(dataclasses.asdict(chapter.chart) if chapter.chart else None))
+    )
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     assert told == json.loads(GOLDEN.read_text())
 
 
-def test_links_are_in_the_order_of_what_was_measured_and_delayed_ones_are_not_drawn(chapter: Chapter) -> None:
-    assert [one.words for one in chapter.links] == ["100mbit", "1gbit", "10gbit", "unshaped", "1gbit 1ms"]
+def test_links_are_in_the_order_of_what_was_measured_and_delayed_ones_are_not_drawn(
+    chapter: Chapter,
+) -> None:
+    assert [one.words for one in chapter.links] == [
+        "100mbit",
+        "1gbit",
+        "10gbit",
+        "unshaped",
+        "1gbit 1ms",
+    ]
     assert (chapter.links[0].rate, chapter.links[0].latency) == ("95 Mbit/s", "0.030 ms")
     assert chapter.chart is not None
-    assert chapter.chart.links == ((95e6, "100mbit"), (950e6, "1gbit"), (9.4e9, "10gbit"), (30e9, "unshaped"))
-    assert [line.label for line in chapter.chart.lines] == ["talker", "frugal", "chatty"], "by throughput on the slowest link"
+    assert chapter.chart.links == (
+        (95e6, "100mbit"),
+        (950e6, "1gbit"),
+        (9.4e9, "10gbit"),
+        (30e9, "unshaped"),
+    )
+    assert [line.label for line in chapter.chart.lines] == [
+        "talker",
+        "frugal",
+        "chatty",
+    ], "by throughput on the slowest link"
     for line in chapter.chart.lines:
         compute = STRATEGIES[line.label]
         assert line.values[1] == pytest.approx(BATCH * 64 / seconds(*compute, "1gbit"), rel=0.001)
@@ -99,54 +126,88 @@ def test_links_are_in_the_order_of_what_was_measured_and_delayed_ones_are_not_dr
 def test_a_crossover_is_named_where_intervals_say_so_at_both_ends(chapter: Chapter) -> None:
     """Of 1gbit and 10gbit: chatty takes 0.0807 and 0.0172 s, frugal 0.0489 and 0.0410 s."""
     (said,) = [words for words in chapter.crossovers if "chatty" in words and "frugal" in words]
-    lead = [math.log(seconds(*STRATEGIES["chatty"], link) / seconds(*STRATEGIES["frugal"], link)) for link in ("1gbit", "10gbit")]
+    lead = [
+        math.log(seconds(*STRATEGIES["chatty"], link) / seconds(*STRATEGIES["frugal"], link))
+        for link in ("1gbit", "10gbit")
+    ]
     share = lead[0] / (lead[0] - lead[1])
     place = math.exp(math.log(950e6) + share * math.log(9.4e9 / 950e6))
-    assert said == (f"Below about {bits(place, 2)} frugal is faster than chatty, above it slower (measured at 950 Mbit/s and 9.4 Gbit/s).")
-    assert not [words for words in chapter.crossovers if "Below" in words and "talker" in words and "frugal" in words], "never turns"
+    assert (
+        said
+        == f"Below about {bits(place, 2)} frugal is faster than chatty, above it slower (measured"
+        " at 950 Mbit/s and 9.4 Gbit/s)."
+    )
+    assert not [
+        words
+        for words in chapter.crossovers
+        if "Below" in words and "talker" in words and "frugal" in words
+    ], "never turns"
 
 
 def test_latency_turns_strategies_around_too(chapter: Chapter) -> None:
-    """At 1 Gbit/s talker takes 0.036 s and frugal 0.049; 1 ms away talker sends 60 messages and frugal 2."""
-    assert "Latency turns two around: over 1gbit talker is faster than frugal, over 1gbit 1ms slower." in chapter.crossovers
+    """At 1 Gbit/s talker takes 0.036 s and frugal 0.049; 1 ms away talker sends 60 messages and
+    frugal 2."""
+    assert (
+        "Latency turns two around: over 1gbit talker is faster than frugal, over 1gbit 1ms slower."
+        in chapter.crossovers
+    )
 
 
 def test_what_noise_does_not_tell_apart_has_no_crossover(tmp_path: Path) -> None:
     (one,) = chapters(run_over_links(tmp_path, noise=0.5))
     assert one.crossovers == ()
-    assert "No two strategies can be told apart" in page_of(run_over_links(tmp_path / "page", noise=0.5), tmp_path).text
+    assert (
+        "No two strategies can be told apart"
+        in page_of(run_over_links(tmp_path / "page", noise=0.5), tmp_path).text
+    )
 
 
-def test_an_undecided_link_between_two_decided_ones_does_not_hide_a_crossover(tmp_path: Path) -> None:
+def test_an_undecided_link_between_two_decided_ones_does_not_hide_a_crossover(
+    tmp_path: Path,
+) -> None:
     """Equal at 1gbit, so the place is there."""
     sent = 8.0
     compute = 0.010 + (sent - 1.0) * MIB * 8 / BANDWIDTHS["1gbit"]
-    (one,) = chapters(run_over_links(tmp_path, {"chatty": (0.010, sent, 2), "frugal": (compute, 1.0, 2)}))
+    (one,) = chapters(
+        run_over_links(tmp_path, {"chatty": (0.010, sent, 2), "frugal": (compute, 1.0, 2)})
+    )
     (said,) = [words for words in one.crossovers if words.startswith("Below")]
     assert said.startswith("Below about 950 Mbit/s frugal")
     assert "(measured at 95 Mbit/s and 9.4 Gbit/s" in said
 
 
 def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: Path) -> None:
-    assert chapter.by_bytes == (
-        "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order of the bytes sent, fewest first,"
-        " in all 3 pairs that can be told apart."
+    assert (
+        chapter.by_bytes
+        == "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order"
+        " of the bytes sent, fewest first, in all 3 pairs that can be told apart."
     )
     sent = {row.row["label"]: row.row["sent"] / MIB for row in chapter.grid.rows}
     assert sent == {"chatty": 8.0, "frugal": 1.0, "talker": 0.5}
     (one,) = chapters(run_over_links(tmp_path, {"slow": (0.9, 0.5, 2), "quick": (0.010, 2.0, 2)}))
-    assert one.by_bytes.endswith("in 0 of 1 pair that can be told apart; not so: quick (2.00 MiB) is faster than slow (0.500 MiB).")
+    assert one.by_bytes.endswith(
+        "in 0 of 1 pair that can be told apart; not so: quick (2.00 MiB) is faster than slow (0.500"
+        " MiB)."
+    )
 
 
 def test_bytes_of_an_explained_cell_go_before_those_of_its_trials() -> None:
-    explained = pd.DataFrame({"cell_id": ["a", "b"], "status": ["ok", "failed"], "sent_bytes": [[3.0, 5.0], [7.0]]})
+    explained = pd.DataFrame(
+        {"cell_id": ["a", "b"], "status": ["ok", "failed"], "sent_bytes": [[3.0, 5.0], [7.0]]}
+    )
     assert links._wire(explained) == {"a": 5.0}
 
 
-def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emulated(results: Results, tmp_path: Path) -> None:
+def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emulated(
+    results: Results, tmp_path: Path
+) -> None:
     page, frame = page_of(results, tmp_path), ran(results)
     assert "links" in page.headings
-    section = page.text[page.text.index("What a slow interconnect does") : page.text.index("Parity: is it the same training?")]
+    section = page.text[
+        page.text.index("What a slow interconnect does") : page.text.index(
+            "Parity: is it the same training?"
+        )
+    ]
     for words in (
         "The links are emulated",
         "Below about",
@@ -156,9 +217,15 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
         "network namespaces and tbf",
     ):
         assert words in section
-    values = {float(value) for _, field, value in page.grids if field == "tokens_per_second" and value}
+    values = {
+        float(value) for _, field, value in page.grids if field == "tokens_per_second" and value
+    }
     assert {row["tokens_per_second"] for row in frame.cells} <= values
-    (summary,) = [str(a["aria-label"]) for tag, a in page.tags if tag == "svg" and "bandwidth" in str(a["aria-label"])]
+    (summary,) = [
+        str(a["aria-label"])
+        for tag, a in page.tags
+        if tag == "svg" and "bandwidth" in str(a["aria-label"])
+    ]
     assert "emulated" in summary
 
 
@@ -172,7 +239,9 @@ def test_it_is_in_the_text_too(results: Results) -> None:
 
 
 def test_it_is_left_out_where_no_links_were_emulated(tmp_path: Path) -> None:
-    rows = trial_rows(Cell(strategy="a", devices=2, nodes=2), [2.0, 2.1]) + trial_rows(Cell(strategy="b", devices=2, nodes=2), [1.0, 1.1])
+    rows = trial_rows(Cell(strategy="a", devices=2, nodes=2), [2.0, 2.1]) + trial_rows(
+        Cell(strategy="b", devices=2, nodes=2), [1.0, 1.1]
+    )
     plain = stored(tmp_path / "plain", rows)
     assert chapters(plain) == []
     assert "links" not in page_of(plain, tmp_path).headings
@@ -182,6 +251,9 @@ def test_it_is_left_out_where_no_links_were_emulated(tmp_path: Path) -> None:
     assert links.chapters(older, frame, plain.explained) == []
 
 
-@pytest.mark.parametrize(("value", "said"), [(9.4e9, "9.4 Gbit/s"), (948.3e6, "948 Mbit/s"), (1e6, "1 Mbit/s"), (999.0, "999 bit/s")])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(9.4e9, "9.4 Gbit/s"), (948.3e6, "948 Mbit/s"), (1e6, "1 Mbit/s"), (999.0, "999 bit/s")],
+)
 def test_bits(value: float, said: str) -> None:
     assert bits(value) == said

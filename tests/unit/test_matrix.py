@@ -23,23 +23,36 @@ def written(tmp_path: Path, text: str):
 
 
 def test_lists_are_combined(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp, devices: [1, 2], precision: [fp32, bf16]}]")
+    matrix = written(
+        tmp_path,
+        "defaults: {workload: llama-nano}\ncells: [{strategy: ddp, devices: [1, 2], precision:"
+        " [fp32, bf16]}]",
+    )
     cells = expand(matrix, CPU).cells
-    assert [(c.devices, c.precision) for c in cells] == [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")]
+    assert [(c.devices, c.precision) for c in cells] == [
+        (1, "fp32"),
+        (1, "bf16"),
+        (2, "fp32"),
+        (2, "bf16"),
+    ]
     assert {c.global_batch for c in cells} == {8}
     assert {c.parity_steps for c in cells} == {13}
 
 
 def test_weak_scaling_multiplies_the_batch(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "cells: [{strategy: ddp, workload: llama-nano, batch: 4, devices: [1, 2], regime: weak}]")
+    matrix = written(
+        tmp_path,
+        "cells: [{strategy: ddp, workload: llama-nano, batch: 4, devices: [1, 2], regime: weak}]",
+    )
     assert [c.global_batch for c in expand(matrix, CPU).cells] == [4, 8]
 
 
 def test_the_host_chooses_sizes(tmp_path: Path) -> None:
     matrix = written(
         tmp_path,
-        "workloads: {main: llama-nano}\ndefaults: {workload: main}\n"
-        "hosts: [{device: cuda, memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}]\ncells: [{strategy: single}]",
+        "workloads: {main: llama-nano}\ndefaults: {workload: main}\nhosts: [{device: cuda,"
+        " memory_at_least: 60GiB, workloads: {main: llama-1b}, defaults: {batch: 32}}]\ncells:"
+        " [{strategy: single}]",
     )
     on_cpu, on_gpu = expand(matrix, CPU).cells[0], expand(matrix, GPU).cells[0]
     assert (on_cpu.workload, on_cpu.device, on_cpu.global_batch) == ("llama-nano", "cpu", 8)
@@ -48,7 +61,9 @@ def test_the_host_chooses_sizes(tmp_path: Path) -> None:
 
 def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> None:
     matrix = written(
-        tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp], devices: 2}, {strategy: ddp, devices: 3}]"
+        tmp_path,
+        "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp], devices: 2},"
+        " {strategy: ddp, devices: 3}]",
     )
     expanded = expand(matrix, CPU)
     assert [c.label for c in expanded.cells] == ["ddp"]
@@ -56,23 +71,35 @@ def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> N
     assert reasons["single", 2] == ("refused", "single runs on 1 device, not on 2")
     assert reasons["ddp", 3][0] == "refused"
     assert "use a multiple of 3" in reasons["ddp", 3][1]
-    assert "host has 1" in expand(matrix, GPU).left_out[0].reason or "single" in expand(matrix, GPU).left_out[0].reason
+    assert (
+        "host has 1" in expand(matrix, GPU).left_out[0].reason
+        or "single" in expand(matrix, GPU).left_out[0].reason
+    )
 
 
 def test_many_devices_are_what_the_host_has(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp, devices: [1, many]}]")
+    matrix = written(
+        tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp, devices: [1, many]}]"
+    )
     assert [c.devices for c in expand(matrix, CPU).cells] == [1, 2]
     assert [c.devices for c in expand(matrix, GPU).cells] == [1]
     assert [c.devices for c in expand(matrix, Host("cuda", 6, 2**34)).cells] == [1, 4]
 
 
 def test_equal_cells_are_run_once(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp}, {strategy: [ddp, single]}]")
+    matrix = written(
+        tmp_path,
+        "defaults: {workload: llama-nano}\ncells: [{strategy: ddp}, {strategy: [ddp, single]}]",
+    )
     assert len(expand(matrix, CPU).cells) == 2
 
 
 def test_only_and_skip(tmp_path: Path) -> None:
-    matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp]}, {strategy: ddp, devices: 2}]")
+    matrix = written(
+        tmp_path,
+        "defaults: {workload: llama-nano}\ncells: [{strategy: [single, ddp]}, {strategy: ddp,"
+        " devices: 2}]",
+    )
     assert len(expand(matrix, CPU, only=["ddp"]).cells) == 2
     assert [c.strategy for c in expand(matrix, CPU, skip=["ddp"]).cells] == ["single"]
     assert [c.devices for c in expand(matrix, CPU, only=["ddp*x2*"]).cells] == [2]
@@ -88,22 +115,52 @@ def test_set_changes_all_cells(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("cells: [{strategy: dpp, workload: llama-nano}]", ["unknown strategy 'dpp'", "ddp"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, options: {bucket: 1}}]", ["no option 'bucket'", "bucket_cap_mb"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, options: {bucket_cap_mb: big}}]", ["bucket_cap_mb", "number", "'big'"]),
-        ("cells: [{strategi: ddp}]", ["cells[0]", "unknown key 'strategi'", "did you mean 'strategy'"]),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, options: {bucket: 1}}]",
+            ["no option 'bucket'", "bucket_cap_mb"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, options: {bucket_cap_mb: big}}]",
+            ["bucket_cap_mb", "number", "'big'"],
+        ),
+        (
+            "cells: [{strategi: ddp}]",
+            ["cells[0]", "unknown key 'strategi'", "did you mean 'strategy'"],
+        ),
         ("cels: []", ["unknown key 'cels'", "did you mean 'cells'"]),
         ("cells: [{strategy: ddp, workload: gpt3}]", ["unknown workload 'gpt3'", "gpt2-mini"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, precision: fp8}]", ["cells[0]", "precision", "'fp8'"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, devices: two}]", ["whole numbers", "'two'"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, data: 'text:/no/such'}]", ["no file '/no/such'"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, data: 'novel'}]", ["unknown data 'novel'", "stdlib"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, sequence_length: 5000}]", ["5000", "positions"]),
-        ("cells: [{strategy: ddp, workload: llama-nano, memory_limit_bytes: lots}]", ["'lots'", "2GiB"]),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, precision: fp8}]",
+            ["cells[0]", "precision", "'fp8'"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, devices: two}]",
+            ["whole numbers", "'two'"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, data: 'text:/no/such'}]",
+            ["no file '/no/such'"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, data: 'novel'}]",
+            ["unknown data 'novel'", "stdlib"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, sequence_length: 5000}]",
+            ["5000", "positions"],
+        ),
+        (
+            "cells: [{strategy: ddp, workload: llama-nano, memory_limit_bytes: lots}]",
+            ["'lots'", "2GiB"],
+        ),
         ("cells: [", ["not readable as YAML"]),
         ("[]", ["mapping"]),
         ("cells: []", ["cells"]),
         ("trials: 0\ncells: [{strategy: single}]", ["trials"]),
-        ("defaults: {wrokload: x}\ncells: [{strategy: single}]", ["defaults", "'wrokload'", "'workload'"]),
+        (
+            "defaults: {wrokload: x}\ncells: [{strategy: single}]",
+            ["defaults", "'wrokload'", "'workload'"],
+        ),
         ("hosts: [{device: tpu}]\ncells: [{strategy: single}]", ["hosts.0.device"]),
     ],
 )
@@ -131,8 +188,15 @@ def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("name", matrix_names())
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.links.emulated.lacking", lambda: "")  # hosts that may make namespaces
-    for host in (CPU, Host("cuda", 8, 80 * 2**30), Host("cuda", 1, 16 * 2**30), Host("cuda", 1, 8 * 2**30)):
+    monkeypatch.setattr(
+        "harness.links.emulated.lacking", lambda: ""
+    )  # hosts that may make namespaces
+    for host in (
+        CPU,
+        Host("cuda", 8, 80 * 2**30),
+        Host("cuda", 1, 16 * 2**30),
+        Host("cuda", 1, 8 * 2**30),
+    ):
         expanded = expand(read_matrix(name), host, name=name)
         assert expanded.cells
         assert all(left.reason for left in expanded.left_out)
@@ -143,7 +207,9 @@ def test_full_names_every_strategy_of_the_suite() -> None:
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}
-    assert {c.strategy for c in (*expanded.cells, *(left.cell for left in expanded.left_out))} == ours
+    assert {
+        c.strategy for c in (*expanded.cells, *(left.cell for left in expanded.left_out))
+    } == ours
 
 
 # What the suite has to cover; a change here is a change of scope.

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from harness.cell import Cell
 from harness.found import Found, found, limits, order_notes
-from harness.maxsize import Search, family, formula, hidden_size, largest, parameters_of, plan_of, predict, sized, wide_size
+from harness.maxsize import (
+    Search,
+    family,
+    formula,
+    hidden_size,
+    largest,
+    parameters_of,
+    plan_of,
+    predict,
+    sized,
+    wide_size,
+)
 from harness.measure.activations import activation_bytes
 from harness.measure.memory import MemoryMeter
 from harness.measure.shortage import phase, shortage
@@ -34,8 +45,23 @@ BUDGET = 2**27
 
 
 def base(strategy: str = "ddp", **axes: Any) -> Cell:
-    more = {"devices": 2, "workload": "llama-64x1", "sequence_length": 16, "global_batch": 2, "memory_limit_bytes": BUDGET}
-    return Cell(**{"strategy": strategy, **more, "warmup_steps": 1, "timed_steps": 1, "parity_steps": 2, **axes})
+    more = {
+        "devices": 2,
+        "workload": "llama-64x1",
+        "sequence_length": 16,
+        "global_batch": 2,
+        "memory_limit_bytes": BUDGET,
+    }
+    return Cell(
+        **{
+            "strategy": strategy,
+            **more,
+            "warmup_steps": 1,
+            "timed_steps": 1,
+            "parity_steps": 2,
+            **axes,
+        }
+    )
 
 
 @given(true=st.integers(0, 300), guess=st.integers(-5, 600))
@@ -98,7 +124,9 @@ def test_the_formula_of_ddp_by_hand() -> None:
     assert said.blocks is not None
     per_parameter = 20
     assert per_parameter * parameters_of(sized(cell, said.blocks)) <= BUDGET
-    assert per_parameter * parameters_of(sized(cell, said.blocks + 1)) > BUDGET - 1000  # model buffers
+    assert (
+        per_parameter * parameters_of(sized(cell, said.blocks + 1)) > BUDGET - 1000
+    )  # model buffers
     assert said.step == parameters_of(sized(cell, 2)) - parameters_of(cell)
     needed = formula(sized(cell, 7), said.activations)
     assert needed is not None
@@ -111,11 +139,16 @@ def test_activations_count_where_they_are_more_than_gradients() -> None:
     needed = formula(sized(long, 4), said.activations)
     assert needed is not None
     assert needed["activations"] > needed["transient"]
-    assert needed["total"] == sum(needed[k] for k in ("parameters", "gradients", "optimizer", "library", "activations"))
+    assert needed["total"] == sum(
+        needed[k] for k in ("parameters", "gradients", "optimizer", "library", "activations")
+    )
 
 
 def test_theory_puts_sharding_above_replication() -> None:
-    reach = {strategy: predict(base(strategy), BUDGET).parameters for strategy in ("ddp", "zero_redundancy", "fsdp2")}
+    reach = {
+        strategy: predict(base(strategy), BUDGET).parameters
+        for strategy in ("ddp", "zero_redundancy", "fsdp2")
+    }
     assert reach["ddp"] < reach["zero_redundancy"] < reach["fsdp2"]  # type: ignore[operator]
 
 
@@ -130,23 +163,41 @@ class Runs(Runner):
     def start(self, cells: Any) -> Any:
         return None
 
-    def one(self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any) -> dict[str, Any]:
+    def one(
+        self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any
+    ) -> dict[str, Any]:
         blocks = int(cell.workload.rpartition("x")[2])
-        self.asked = [*getattr(self, "asked", []), (blocks, key.trial, cell.memory_limit_bytes is None)]
+        self.asked = [
+            *getattr(self, "asked", []),
+            (blocks, key.trial, cell.memory_limit_bytes is None),
+        ]
         status = "ok" if blocks <= self.most or cell.memory_limit_bytes is None else "out_of_memory"
         if cell.memory_limit_bytes:
             status = self.oddly.get(blocks, status)
         if len(self.asked) > self.stop_after:
             status = "interrupted"
         row = left_out_row(self.plan.run_id, cell, status, f"said {status}")
-        row |= {"trial": key.trial, "attempt": key.attempt, "position": position, "parameters": parameters_of(cell), "wall_seconds": 1.0}
+        row |= {
+            "trial": key.trial,
+            "attempt": key.attempt,
+            "position": position,
+            "parameters": parameters_of(cell),
+            "wall_seconds": 1.0,
+        }
         if status == "out_of_memory":
-            held = {"parameters": 2**25, "gradients": 2**24, "optimizer": 2**25, "library": 2**25, "buffers": {"a bucket": 2**25}}
+            held = {
+                "parameters": 2**25,
+                "gradients": 2**24,
+                "optimizer": 2**25,
+                "library": 2**25,
+                "buffers": {"a bucket": 2**25},
+            }
             held |= {"other": 0, "largest": {}, "stacks": 0, "in_use": BUDGET - 2**22}
             row |= {"failed_in": "update", "failed_holding": json.dumps(held)}
-            row |= {f"formula_{k}_bytes": 2.0**25 for k in ("parameter", "optimizer", "library", "transient")} | {
-                "formula_gradient_bytes": 0.0
-            }
+            row |= {
+                f"formula_{k}_bytes": 2.0**25
+                for k in ("parameter", "optimizer", "library", "transient")
+            } | {"formula_gradient_bytes": 0.0}
         elif status == "ok":
             row |= {
                 "peak_memory_bytes": BUDGET - 100,
@@ -185,7 +236,12 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     finished, runner, store = searched(tmp_path)
     assert finished
     [row] = found(store.load())
-    assert (row.label, row.status, row.workload, row.parity) == ("ddp", "found", "llama-64x20", "exact")
+    assert (row.label, row.status, row.workload, row.parity) == (
+        "ddp",
+        "found",
+        "llama-64x20",
+        "exact",
+    )
     assert row.parameters == parameters_of(sized(base(), 20))
     assert row.next_parameters == parameters_of(sized(base(), 21))
     assert row.next_parameters - row.parameters == row.step
@@ -209,7 +265,9 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not set(first.asked[:-1]) & set(second.asked)
     assert found(store.load())[0].workload == "llama-64x20"
     trials = store.load().trials
-    assert sorted(trials[trials["attempt"] == 2]["status"]) == ["out_of_memory"] or set(trials[trials["attempt"] == 2]["status"]) == {"ok"}
+    assert sorted(trials[trials["attempt"] == 2]["status"]) == ["out_of_memory"] or set(
+        trials[trials["attempt"] == 2]["status"]
+    ) == {"ok"}
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
@@ -225,7 +283,9 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
 
     class Broken(Runs):
         def one(self, launcher: Any, cell: Cell, *rest: Any) -> dict[str, Any]:
-            return super().one(launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest)
+            return super().one(
+                launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest
+            )
 
     store = Store(tmp_path / "results")
     runner = Broken(store, plan_of([base()], [], BUDGET, []))
@@ -254,7 +314,13 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 
 def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
-    held = {"parameters": 40 * 2**20, "buffers": {"fp32 master partition": 30 * 2**20}, "in_use": 100 * 2**20, "other": 0, "largest": {}}
+    held = {
+        "parameters": 40 * 2**20,
+        "buffers": {"fp32 master partition": 30 * 2**20},
+        "in_use": 100 * 2**20,
+        "other": 0,
+        "largest": {},
+    }
     known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
     one = Found("stage 1", parameters=50, **known)  # type: ignore[arg-type]
     two = Found("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]
@@ -298,10 +364,21 @@ def test_what_a_rank_held_is_counted_by_kind() -> None:
     model(torch.ones(1, 1000)).sum().backward()
     stray = torch.zeros(12345)
     meter = MemoryMeter(torch.device("cpu"), None)
-    said = shortage(MemoryError(), meter, Exposed(model, [torch.optim.SGD(model.parameters())], library=lambda: [("library", "pool", 77)]))
+    said = shortage(
+        MemoryError(),
+        meter,
+        Exposed(
+            model, [torch.optim.SGD(model.parameters())], library=lambda: [("library", "pool", 77)]
+        ),
+    )
     holding = said["holding"]
     assert said["failed_in"] == "set-up"
-    assert (holding["parameters"], holding["gradients"], holding["library"], holding["buffers"]) == (400000, 400000, 77, {"pool": 77})
+    assert (
+        holding["parameters"],
+        holding["gradients"],
+        holding["library"],
+        holding["buffers"],
+    ) == (400000, 400000, 77, {"pool": 77})
     assert holding["other"] >= stray.nbytes
     unknown = shortage(MemoryError(), meter, None)["holding"]
     assert unknown["parameters"] >= 400000, "in set-up parameters are told by their class"
@@ -325,7 +402,10 @@ def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:
 
 
 def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
-    log_file(tmp_path, 1).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    log_file(tmp_path, 1).write_text(
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what(): "
+        " std::bad_alloc\n"
+    )
     said = ended(tmp_path)
     assert said["status"] == "out_of_memory"
     assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said["reason"])
@@ -354,7 +434,9 @@ def ended(scratch: Path) -> dict[str, Any]:
     ],
     ids=lambda value: "-".join(value),
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, words: list[str], said: list[str]) -> None:
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, words: list[str], said: list[str]
+) -> None:
     done = bench("maxsize", *words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     for word in said:

@@ -14,7 +14,16 @@ from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.energy import Energy, package_joules
 from harness.measure.flops import mfu, peak_flops_per_second
-from harness.measure.load import FRESH_SECONDS, WINDOW_SECONDS, Idle, Load, cpu_seconds, disturbed, foreign_load, idle_share
+from harness.measure.load import (
+    FRESH_SECONDS,
+    WINDOW_SECONDS,
+    Idle,
+    Load,
+    cpu_seconds,
+    disturbed,
+    foreign_load,
+    idle_share,
+)
 from harness.measure.memory import imbalance
 from harness.record import figures, mean_losses
 from harness.stats import efficiency, over_cycles, percentile, slowest, trend
@@ -33,7 +42,10 @@ class Clock:
 
 
 def test_turns_of_a_trial_by_hand() -> None:
-    """Steps 1 and 2 are a turn, 4 and 5 another; step 3 settled. Of a cycle of two a turn has one mean; the first turn began at 7 s."""
+    """Steps 1 and 2 are a turn, 4 and 5 another; step 3 settled.
+
+    Of a cycle of two a turn has one mean; the first turn began at 7 s.
+    """
     told = answer(0, [1.0, 3.0, 50.0, 2.0, 2.0], turns=[(1, 7.0), (3, 9.5)])
     told["steps"][3]["phase"] = "settling"
     for cycle in (1, 2):
@@ -63,7 +75,9 @@ def test_a_step_is_timed_between_two_synchronisations() -> None:
     assert events == ["synchronize", "now", "fetch", "now", "step batch", "synchronize", "now"]
 
 
-def answer(rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any) -> dict[str, Any]:
+def answer(
+    rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any
+) -> dict[str, Any]:
     """A rank's answer with one warm-up step of 9 s, which must count nowhere."""
     times = [9.0, *step_seconds]
     phases = ["warmup"] + ["timed"] * len(step_seconds)
@@ -84,7 +98,13 @@ def answer(rank: int, step_seconds: list[float], losses: list[float | None] | No
         "parameter_dtypes": ["float32"],
         "gradient_dtypes": ["float32"],
         "optimizer_state_dtypes": ["float32"],
-        "state_bytes": {"parameters": 20, "gradients": 0, "optimizer": 40, "library": 20, "host": 0},
+        "state_bytes": {
+            "parameters": 20,
+            "gradients": 0,
+            "optimizer": 40,
+            "library": 20,
+            "host": 0,
+        },
         "library_buffers": {"buckets": 20},
         "sent_bytes_per_step": 20.0,
         "offload": None,
@@ -99,10 +119,15 @@ FACTS = ModelFacts(("w",), 5, flops_per_sample=1000, sizes=(5,))
 
 
 def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
-    """Steps of 1, 2, 4 s on rank 0 and 2, 1, 4 s on rank 1: the trial's are 2, 2, 4, the median 2, and 8 / 2 = 4."""
-    row = figures(CELL, [answer(0, [1.0, 2.0, 4.0]), answer(1, [2.0, 1.0, 4.0])], FACTS, peak_flops=None)
+    """Steps of 1, 2, 4 s on rank 0 and 2, 1, 4 s on rank 1: the trial's are 2, 2, 4, the median 2,
+    and 8 / 2 = 4."""
+    row = figures(
+        CELL, [answer(0, [1.0, 2.0, 4.0]), answer(1, [2.0, 1.0, 4.0])], FACTS, peak_flops=None
+    )
     assert row["step_seconds_p50"] == 2.0
-    assert row["samples_per_second"] == 4.0, "the global batch, which is the sum over ranks, not their mean"
+    assert row["samples_per_second"] == 4.0, (
+        "the global batch, which is the sum over ranks, not their mean"
+    )
     assert row["tokens_per_second"] == 256.0
     assert row["step_seconds_mean"] == pytest.approx(8 / 3)
     assert row["step_seconds_p95"] == pytest.approx(3.8)
@@ -121,10 +146,16 @@ def test_peaks_and_imbalance() -> None:
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row["peak_memory_bytes"] == 200
     assert row["memory_imbalance"] == pytest.approx(200 / 150)
-    unknown = figures(CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None)
+    unknown = figures(
+        CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None
+    )
     assert unknown["peak_memory_bytes"] is None
     server = answer(2, [1.0], peak_memory_bytes=10**6, memory_method="another")
-    assert list(figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)["peak_memory_bytes_by_rank"]) == [100, 200]
+    assert list(
+        figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)[
+            "peak_memory_bytes_by_rank"
+        ]
+    ) == [100, 200]
     assert imbalance([]) is None
 
 
@@ -158,11 +189,16 @@ def test_percentiles_interpolate() -> None:
 def test_percentile_is_numpys(values: list[float], share: float) -> None:
     import numpy as np
 
-    assert percentile(values, share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-6)
+    assert percentile(values, share) == pytest.approx(
+        float(np.quantile(values, share)), rel=1e-9, abs=1e-6
+    )
 
 
 def test_whole_cycles_hold_the_steps_that_communicate() -> None:
-    """Every fourth step takes 5 s, the others 1 s: 2 s a step, wherever one begins. The median step is one of 1 s."""
+    """Every fourth step takes 5 s, the others 1 s: 2 s a step, wherever one begins.
+
+    The median step is one of 1 s.
+    """
     steps = [3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
     values = [5.0 if step % 4 == 3 else 1.0 for step in steps]
     assert over_cycles(values, steps, 4) == [2.0] * 4, "10 is missing: what spans it is no cycle"
@@ -198,20 +234,39 @@ def test_busy_share_and_bubble() -> None:
 
     stage = Stage()
     clock = Clock(0.0, 1.0, 2.0, 2.5, 3.5, 4.0)
-    share = busy_fraction(lambda: (stage.forward(), stage.forward(), None)[2], [(stage, "forward")], lambda: None, 1, clock)
+    share = busy_fraction(
+        lambda: (stage.forward(), stage.forward(), None)[2],
+        [(stage, "forward")],
+        lambda: None,
+        1,
+        clock,
+    )
     assert share == 0.5
     assert "forward" not in vars(stage), "the pass leaves the method as it was"
     assert bubble_fraction([0.5, 0.9]) == pytest.approx(0.3)
 
 
 def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
-    """In 2 s all cores were busy for 3.5 s, the ranks for 1.5 s each: 0.25 cores did something else."""
+    """In 2 s all cores were busy for 3.5 s, the ranks for 1.5 s each: 0.25 cores did something
+    else."""
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row["foreign_load_cores"] == 0.25
     unknown = {"seconds": 2.0, "own": 1.5, "busy": None}
-    assert figures(CELL, [answer(0, [1.0], load=unknown), answer(1, [1.0])], FACTS, None)["foreign_load_cores"] is None
-    assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, "ticks are coarser than the ranks' own clocks"
-    assert [disturbed(0.3, 1.0, 1.0), disturbed(0.2, 1.0, 0.5), disturbed(0.2, 0.9, 0.9), disturbed(None, None, None)] == [
+    assert (
+        figures(CELL, [answer(0, [1.0], load=unknown), answer(1, [1.0])], FACTS, None)[
+            "foreign_load_cores"
+        ]
+        is None
+    )
+    assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, (
+        "ticks are coarser than the ranks' own clocks"
+    )
+    assert [
+        disturbed(0.3, 1.0, 1.0),
+        disturbed(0.2, 1.0, 0.5),
+        disturbed(0.2, 0.9, 0.9),
+        disturbed(None, None, None),
+    ] == [
         True,
         True,
         False,
@@ -239,7 +294,9 @@ def test_idle_share_by_hand() -> None:
     assert idle_share(slept.append, lambda: None) is None
 
 
-def test_cpu_seconds_count_stolen_time_as_busy_and_waiting_for_a_disk_as_idle(tmp_path: Path) -> None:
+def test_cpu_seconds_count_stolen_time_as_busy_and_waiting_for_a_disk_as_idle(
+    tmp_path: Path,
+) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 50 1000 30 5 5 40 0 0\ncpu0 1 2\n")
     assert cpu_seconds(stat) == (2.0, 10.3)
@@ -249,8 +306,15 @@ def test_cpu_seconds_count_stolen_time_as_busy_and_waiting_for_a_disk_as_idle(tm
 def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Path) -> None:
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row["energy_joules_per_sample"] == 8.0 / 8
-    assert figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)["energy_joules_per_sample"] is None
-    readings = iter([{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None])
+    assert (
+        figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)[
+            "energy_joules_per_sample"
+        ]
+        is None
+    )
+    readings = iter(
+        [{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None]
+    )
     energy = Energy(lambda: next(readings))
     energy.stop()
     energy.start()

@@ -42,17 +42,35 @@ def test_one_node_is_the_measurement_it_always_was() -> None:
 @pytest.mark.parametrize(
     ("axes", "status", "said"),
     [
-        ({"strategy": "ddp", "devices": 3, "nodes": 2}, "refused", "3 devices do not divide into 2 nodes; use a multiple of 2"),
-        ({"strategy": "ddp", "nodes": 3, "devices": 3, "batch": 6}, "unavailable", "needs 3 nodes, this run has 2"),
+        (
+            {"strategy": "ddp", "devices": 3, "nodes": 2},
+            "refused",
+            "3 devices do not divide into 2 nodes; use a multiple of 2",
+        ),
+        (
+            {"strategy": "ddp", "nodes": 3, "devices": 3, "batch": 6},
+            "unavailable",
+            "needs 3 nodes, this run has 2",
+        ),
         ({"strategy": "ddp", "nodes": 2, "launcher": "spawn"}, "refused", "on one node only"),
         ({"strategy": "data_parallel", "nodes": 2}, "refused", "from one process"),
         ({"strategy": "ddp_elastic", "nodes": 2}, "refused", "restarted by the agent of one node"),
-        ({"strategy": "horovod", "nodes": 2, "options": {"controller": "mpi"}}, "refused", "mpirun starts ranks on one node only"),
-        ({"strategy": "accelerate", "nodes": 2, "options": {"config_file": True}}, "refused", "accelerate launch starts ranks on one node"),
+        (
+            {"strategy": "horovod", "nodes": 2, "options": {"controller": "mpi"}},
+            "refused",
+            "mpirun starts ranks on one node only",
+        ),
+        (
+            {"strategy": "accelerate", "nodes": 2, "options": {"config_file": True}},
+            "refused",
+            "accelerate launch starts ranks on one node",
+        ),
     ],
     ids=str,
 )
-def test_cells_that_nodes_cannot_run_are_left_out_in_one_sentence(axes: dict[str, object], status: str, said: str) -> None:
+def test_cells_that_nodes_cannot_run_are_left_out_in_one_sentence(
+    axes: dict[str, object], status: str, said: str
+) -> None:
     cells, left_out = plan(2, **axes)
     assert cells == []
     assert left_out[0][0] == status
@@ -101,7 +119,9 @@ def test_interfaces_have_addresses() -> None:
     assert "127.0.0.1" in addresses_of("lo")
     assert interface_of("127.0.0.1") == "lo"
     assert addresses_of()[-1].startswith("127.")
-    with pytest.raises(Mistake, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"):
+    with pytest.raises(
+        Mistake, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"
+    ):
         addresses_of("nosuch")
 
 
@@ -117,8 +137,21 @@ def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
 
 def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
     cell = Cell(strategy="ddp", devices=2, nodes=2)
-    left = Left(answers={0: {"rank": 0, "status": "failed", "reason": "connection closed by peer", "failed_at": 1.0, "consequence": True}})
-    assert judge(cell, 2, left, "node n2 was lost: its agent is gone")["reason"] == "node n2 was lost: its agent is gone"
+    left = Left(
+        answers={
+            0: {
+                "rank": 0,
+                "status": "failed",
+                "reason": "connection closed by peer",
+                "failed_at": 1.0,
+                "consequence": True,
+            }
+        }
+    )
+    assert (
+        judge(cell, 2, left, "node n2 was lost: its agent is gone")["reason"]
+        == "node n2 was lost: its agent is gone"
+    )
     left.add(Left(interrupted=True))
     assert judge(cell, 2, left, "node n2 was lost")["status"] == "interrupted"
 
@@ -128,13 +161,18 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
     left = Left()
     left.add(Left(exit_codes={1: -9}))
     left.add(Left(exit_codes={0: -15}))
-    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith("rank 1 was killed by SIGKILL")
+    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith(
+        "rank 1 was killed by SIGKILL"
+    )
 
 
 def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     """The first node is still busy: it is given up, the others were told nothing and are kept."""
     pairs = [multiprocessing.Pipe() for _ in range(2)]
-    nodes = [Node(Line(near, ""), {"number": i, "name": f"n{i}", "machine": "m"}) for i, (near, _) in enumerate(pairs)]
+    nodes = [
+        Node(Line(near, ""), {"number": i, "name": f"n{i}", "machine": "m"})
+        for i, (near, _) in enumerate(pairs)
+    ]
     specs = [TrialSpec(Cell(strategy="ddp", devices=2, nodes=2), DATA, 2, node=i) for i in range(2)]
     lost: list[str] = []
 

@@ -1,4 +1,5 @@
-"""The code of docs/notebook.md runs as it stands, in order, in a folder with results, and says what the store has."""
+"""The code of docs/notebook.md runs as it stands, in order, in a folder with results, and says what
+the store has."""
 
 from __future__ import annotations
 
@@ -29,14 +30,29 @@ def folder(tmp_path: Path) -> Path:
         store.write_run(run_row(run_id=run_id))
         for cell, speeds in SPEEDS:
             for row in trial_rows(cell, speeds):
-                same = {"run_id": run_id, "cell_id": cell.id, "trial": row["trial"], "attempt": 1, "data_seconds": 0.0, "loss": None}
+                same = {
+                    "run_id": run_id,
+                    "cell_id": cell.id,
+                    "trial": row["trial"],
+                    "attempt": 1,
+                    "data_seconds": 0.0,
+                    "loss": None,
+                }
                 steps = [
-                    same | {"rank": rank, "step": step, "phase": "timed", "step_seconds": 0.08 + 0.01 * rank}
+                    same
+                    | {
+                        "rank": rank,
+                        "step": step,
+                        "phase": "timed",
+                        "step_seconds": 0.08 + 0.01 * rank,
+                    }
                     for rank in range(2)
                     for step in range(3)
                 ]
                 store.write_trial(row | {"run_id": run_id}, steps)
-        for row in left_out(Cell(strategy="absent"), "unavailable", "package absent is not installed"):
+        for row in left_out(
+            Cell(strategy="absent"), "unavailable", "package absent is not installed"
+        ):
             store.write_trial(row | {"run_id": run_id}, [])
     return tmp_path
 

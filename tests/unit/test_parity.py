@@ -22,7 +22,9 @@ def test_equal_is_exact() -> None:
     assert verdict([2.0 + 1.9e-5, 1.0]).verdict == "exact"
 
 
-def test_a_small_deviation_is_diverged_for_an_exact_strategy_and_tolerated_for_a_loose_one() -> None:
+def test_a_small_deviation_is_diverged_for_an_exact_strategy_and_tolerated_for_a_loose_one() -> (
+    None
+):
     strict = verdict([2.0, 1.0 + 2e-5])
     assert strict.verdict == "diverged"
     assert "step 1" in strict.reason
@@ -70,4 +72,7 @@ def test_reasons_to_deviate_add_up() -> None:
 
 def test_wrappers_are_taken_off_names() -> None:
     assert plain_name("module.model.layers.0.weight") == "model.layers.0.weight"
-    assert plain_name("_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.weight") == "model.layers.0.weight"
+    assert (
+        plain_name("_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.weight")
+        == "model.layers.0.weight"
+    )

@@ -34,8 +34,20 @@ SPEEDS = [100.0, 104.5, 96.25]
 
 
 def steps(run_id: str, cell_id: str, trial: int) -> list[dict[str, Any]]:
-    same = {"run_id": run_id, "cell_id": cell_id, "trial": trial, "attempt": 1, "data_seconds": 0.001, "loss": None, "phase": "timed"}
-    return [same | {"rank": rank, "step": step, "step_seconds": 0.1 + 0.01 * step + 0.001 * rank} for rank in range(2) for step in range(3)]
+    same = {
+        "run_id": run_id,
+        "cell_id": cell_id,
+        "trial": trial,
+        "attempt": 1,
+        "data_seconds": 0.001,
+        "loss": None,
+        "phase": "timed",
+    }
+    return [
+        same | {"rank": rank, "step": step, "step_seconds": 0.1 + 0.01 * step + 0.001 * rank}
+        for rank in range(2)
+        for step in range(3)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +56,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     for run_id in (OLD, NEW):
         found.write_run(run_row(run_id=run_id))
         rows = trial_rows(DDP, SPEEDS) + trial_rows(FSDP, [50.0], peak_memory_bytes=None)
-        for row in rows + diverged_rows(WRONG) + left_out(ABSENT, "unavailable", "package absent is not installed"):
+        for row in (
+            rows
+            + diverged_rows(WRONG)
+            + left_out(ABSENT, "unavailable", "package absent is not installed")
+        ):
             found.write_trial(row | {"run_id": run_id}, steps(run_id, row["cell_id"], row["trial"]))
     return found
 
@@ -56,11 +72,18 @@ def results(store: Store) -> Results:
 
 def known(row: Any) -> dict[str, float]:
     """The published figures of a cell's row of the frame, as the parquet has them."""
-    return {name: float(row[name]) for name in FIGURES if row[name] is not None and math.isfinite(row[name])}
+    return {
+        name: float(row[name])
+        for name in FIGURES
+        if row[name] is not None and math.isfinite(row[name])
+    }
 
 
 def frame(results: Results) -> dict[str, Any]:
-    return {str(cell_id): row for cell_id, row in summarise(results.trials).set_index("cell_id", drop=False).iterrows()}
+    return {
+        str(cell_id): row
+        for cell_id, row in summarise(results.trials).set_index("cell_id", drop=False).iterrows()
+    }
 
 
 def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
@@ -76,14 +99,24 @@ def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Pat
         for name, value in known(row).items():
             (point,) = events.Scalars(f"cell/{name}")
             assert point.value == np.float32(value), "TensorBoard keeps 32 bits"
-        assert {tag for tag in tags if tag.startswith("cell/")} == {f"cell/{name}" for name in known(row)}
-        trials = results.trials[(results.trials["cell_id"] == cell_id) & (results.trials["status"] == "ok")]
+        assert {tag for tag in tags if tag.startswith("cell/")} == {
+            f"cell/{name}" for name in known(row)
+        }
+        trials = results.trials[
+            (results.trials["cell_id"] == cell_id) & (results.trials["status"] == "ok")
+        ]
         if len(trials):
             points = events.Scalars("trials/samples_per_second")
-            assert [(p.step, p.value) for p in points] == [(i, np.float32(v)) for i, v in enumerate(trials["samples_per_second"])]
+            assert [(p.step, p.value) for p in points] == [
+                (i, np.float32(v)) for i, v in enumerate(trials["samples_per_second"])
+            ]
             first = events.Scalars("step_seconds/trial_0")
-            assert [p.value for p in first] == [np.float32(0.101 + 0.01 * step) for step in range(3)], "the slowest rank's"
-            assert [p.value for p in events.Scalars("loss")] == [np.float32(loss * (1 + 1e-7)) for loss in REFERENCE]
+            assert [p.value for p in first] == [
+                np.float32(0.101 + 0.01 * step) for step in range(3)
+            ], "the slowest rank's"
+            assert [p.value for p in events.Scalars("loss")] == [
+                np.float32(loss * (1 + 1e-7)) for loss in REFERENCE
+            ]
         status = events.Tensors("status/text_summary")[0].tensor_proto.string_val[0].decode()
         assert status.startswith(row["status"])
     assert not list((tmp_path / "tb").glob(".*"))
@@ -100,17 +133,26 @@ def test_mlflow_reads_what_the_parquet_says(results: Results, tmp_path: Path) ->
         client = MlflowClient(tracking_uri=(tmp_path / "ml runs").as_uri())
         experiment = client.get_experiment_by_name(EXPERIMENT)
         assert experiment is not None
-        runs = {run.data.tags[CELL_TAG]: run for run in client.search_runs([experiment.experiment_id])}
+        runs = {
+            run.data.tags[CELL_TAG]: run for run in client.search_runs([experiment.experiment_id])
+        }
         rows = frame(results)
         assert set(runs) == set(rows)
         for cell_id, row in rows.items():
             run = runs[cell_id]
-            own = {key: value for key, value in run.data.metrics.items() if key != "loss" and not key.startswith("trial_")}
+            own = {
+                key: value
+                for key, value in run.data.metrics.items()
+                if key != "loss" and not key.startswith("trial_")
+            }
             assert own == known(row), "64 bits, exactly"
             assert run.info.run_name == row["cell_name"]
             assert run.info.status == ("FINISHED" if row["status"] == "ok" else "FAILED")
             assert (run.data.tags[RUN_TAG], run.data.tags["bench.status"]) == (NEW, row["status"])
-            assert (run.data.params["strategy"], run.data.params["devices"]) == (row["strategy"], "2")
+            assert (run.data.params["strategy"], run.data.params["devices"]) == (
+                row["strategy"],
+                "2",
+            )
         history = client.get_metric_history(runs[DDP.id].info.run_id, "trial_samples_per_second")
         assert [(point.step, point.value) for point in history] == list(enumerate(SPEEDS))
         losses = client.get_metric_history(runs[DDP.id].info.run_id, "loss")
@@ -124,18 +166,33 @@ def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path
 
     done = write("prometheus", results, tmp_path)
     assert done.path == tmp_path / FILE
-    samples = [one for family in text_string_to_metric_families(done.path.read_text()) for one in family.samples]
+    samples = [
+        one
+        for family in text_string_to_metric_families(done.path.read_text())
+        for one in family.samples
+    ]
     found: dict[str, dict[str, float]] = {}
     for one in samples:
         if one.name.startswith(f"{PREFIX}cell_"):
-            found.setdefault(one.labels["cell_id"], {})[one.name.removeprefix(f"{PREFIX}cell_")] = one.value
+            found.setdefault(one.labels["cell_id"], {})[one.name.removeprefix(f"{PREFIX}cell_")] = (
+                one.value
+            )
     rows = frame(results)
-    assert found == {cell_id: known(row) | {"ok": float(row["ranked"])} for cell_id, row in rows.items()}
+    assert found == {
+        cell_id: known(row) | {"ok": float(row["ranked"])} for cell_id, row in rows.items()
+    }
     about = {one.name: one.value for one in samples if "cell_id" not in one.labels}
     assert about[f"{PREFIX}run_cells"] == 4
     assert about[f"{PREFIX}run_failures"] == 1
-    assert about[f"{PREFIX}run_started_timestamp_seconds"] == results.runs["started_at"].iloc[0].timestamp()
-    (one,) = [one for one in samples if one.name == f"{PREFIX}cell_samples_per_second" and one.labels["cell_id"] == DDP.id]
+    assert (
+        about[f"{PREFIX}run_started_timestamp_seconds"]
+        == results.runs["started_at"].iloc[0].timestamp()
+    )
+    (one,) = [
+        one
+        for one in samples
+        if one.name == f"{PREFIX}cell_samples_per_second" and one.labels["cell_id"] == DDP.id
+    ]
     assert one.labels == {
         "cell_id": DDP.id,
         "cell": DDP.name,
@@ -148,8 +205,12 @@ def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path
         "matrix": "full",
         "host": "bench-host",
     }
-    units = re.compile(r"(seconds|bytes|per_second|ratio|deviation|_ok|mfu|joules_per_sample|efficiency_\w+|bytes_per_step)(_\w+)?$")
-    assert not [one.name for one in samples if not units.search(one.name) and "_run_" not in one.name], "units are in the names"
+    units = re.compile(
+        r"(seconds|bytes|per_second|ratio|deviation|_ok|mfu|joules_per_sample|efficiency_\w+|bytes_per_step)(_\w+)?$"
+    )
+    assert not [
+        one.name for one in samples if not units.search(one.name) and "_run_" not in one.name
+    ], "units are in the names"
 
 
 def ask(*words: str) -> str:
@@ -158,10 +219,21 @@ def ask(*words: str) -> str:
 
 def test_command(store: Store, tmp_path: Path) -> None:
     folder = ("--results", str(store.folder))
-    assert ask("tensorboard", str(tmp_path / "tb"), *folder) == f"{tmp_path / 'tb'}: 4 cells written\n"
-    assert ask("tensorboard", str(tmp_path / "tb"), "--all", *folder) == f"{tmp_path / 'tb'}: 4 cells written, 4 were there already\n"
+    assert (
+        ask("tensorboard", str(tmp_path / "tb"), *folder) == f"{tmp_path / 'tb'}: 4 cells written\n"
+    )
+    assert (
+        ask("tensorboard", str(tmp_path / "tb"), "--all", *folder)
+        == f"{tmp_path / 'tb'}: 4 cells written, 4 were there already\n"
+    )
     told = json.loads(ask("prometheus", str(tmp_path / "prom"), "latest~1", "--json", *folder))
-    assert told == {"target": "prometheus", "path": str(tmp_path / "prom" / FILE), "runs": [OLD], "cells": 4, "already_there": 0}
+    assert told == {
+        "target": "prometheus",
+        "path": str(tmp_path / "prom" / FILE),
+        "runs": [OLD],
+        "cells": 4,
+        "already_there": 0,
+    }
     (tmp_path / "file").write_text("")
     for words, said in (
         (["prometheus", str(tmp_path / "prom"), "--all"], "figures of one run, not of 2"),
@@ -179,7 +251,10 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(
 ) -> None:
     library = LIBRARIES[target]
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(Mistake, match=rf"needs the package {library}, .*pip install 'parallelism-bench\[{target}\]'"):
+    with pytest.raises(
+        Mistake,
+        match=rf"needs the package {library}, .*pip install 'parallelism-bench\[{target}\]'",
+    ):
         write(target, results, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
@@ -193,10 +268,14 @@ def test_the_environment_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("text", [*HOSTILE, "", "../../escaped", "a/b\\c\nd"])
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "parity_reason", "workload", "memory_method"), text)
+    odd: dict[str, Any] = dict.fromkeys(
+        ("label", "cell_name", "parity_reason", "workload", "memory_method"), text
+    )
     store = Store(tmp_path / "results")
     store.write_run(run_row(run_id=NEW, host=text, matrix=text, cpu_model=text, git_commit=text))
-    rows = trial_rows(DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan})
+    rows = trial_rows(
+        DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
+    )
     for row in rows + left_out(ABSENT, "failed", text, **odd):
         store.write_trial(row | {"run_id": NEW}, steps(NEW, row["cell_id"], row["trial"]))
     results = store.load()
@@ -206,11 +285,17 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "results"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(LIBRARIES)
     folders = [path.name for path in (tmp_path / "out" / "tensorboard" / NEW).iterdir()]
-    assert sorted(folders) == sorted(cell_folder({"cell_name": text, "cell_id": cell.id}) for cell in (DDP, ABSENT))
+    assert sorted(folders) == sorted(
+        cell_folder({"cell_name": text, "cell_id": cell.id}) for cell in (DDP, ABSENT)
+    )
     assert all(re.fullmatch(r"[A-Za-z0-9._=-]{1,110}", name) for name in folders)
     from prometheus_client.parser import text_string_to_metric_families
 
     told = (tmp_path / "out" / "prometheus" / FILE).read_text()
-    labels = {one.labels.get("cell", text) for family in text_string_to_metric_families(told) for one in family.samples}
+    labels = {
+        one.labels.get("cell", text)
+        for family in text_string_to_metric_families(told)
+        for one in family.samples
+    }
     assert labels == {text}
     assert time.time() - before < 60

@@ -1,4 +1,5 @@
-"""The report: what it shows equals what was recorded, and nothing that was recorded can do harm in it."""
+"""The report: what it shows equals what was recorded, and nothing that was recorded can do harm in
+it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def run_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def trial_rows(cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any) -> list[dict[str, Any]]:
+def trial_rows(
+    cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any
+) -> list[dict[str, Any]]:
     """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
     rows = []
     for trial, speed in enumerate(speeds):
@@ -149,7 +152,9 @@ class Page(HTMLParser):
         if tag == "tr":
             self._row, self._line = found.get("id") or "", found.get("data-cell") or ""
         if self._row and found.get("data-field"):
-            self.rows.setdefault(self._row, {})[str(found["data-field"])] = found["data-value"] or ""
+            self.rows.setdefault(self._row, {})[str(found["data-field"])] = (
+                found["data-value"] or ""
+            )
         if self._line and found.get("data-field"):
             self.grids.append((self._line, str(found["data-field"]), found["data-value"] or ""))
         self._skipping = tag in ("script", "style")
@@ -182,52 +187,115 @@ STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes
 BUCKETS = "gradient buckets"
 
 
-def states(*sizes: Sequence[int], formula: Sequence[float] | None = None, **more: Any) -> dict[str, Any]:
+def states(
+    *sizes: Sequence[int], formula: Sequence[float] | None = None, **more: Any
+) -> dict[str, Any]:
     """Columns of what each rank keeps (parameters, gradients, optimizer, library), in MiB."""
-    columns: dict[str, Any] = {name: [rank[kind] * MIB for rank in sizes] for kind, name in enumerate(STATES)}
-    columns |= {f"formula_{name}": value * MIB for name, value in zip(STATES, formula or (), strict=False)}
-    columns |= {"host_state_bytes": [0] * len(sizes), "library_buffers": json.dumps({BUCKETS: sizes[0][3] * MIB, "tiny": 8})}
+    columns: dict[str, Any] = {
+        name: [rank[kind] * MIB for rank in sizes] for kind, name in enumerate(STATES)
+    }
+    columns |= {
+        f"formula_{name}": value * MIB for name, value in zip(STATES, formula or (), strict=False)
+    }
+    columns |= {
+        "host_state_bytes": [0] * len(sizes),
+        "library_buffers": json.dumps({BUCKETS: sizes[0][3] * MIB, "tiny": 8}),
+    }
     return columns | more
 
 
 def sharded() -> list[dict[str, Any]]:
-    """Cells with states, traffic, wrappers, variants and a disk; systems of which all, some and no cells ran."""
+    """Cells with states, traffic, wrappers, variants and a disk; systems of which all, some and no
+    cells ran."""
     system = "3 wrapped"
-    whole = states((4, 0, 8, 4), (4, 0, 8, 4), formula=(4, 0, 8, 4), trained_parameters=MIB, parameters=MIB, wraps_ddp="torchrun")
+    whole = states(
+        (4, 0, 8, 4),
+        (4, 0, 8, 4),
+        formula=(4, 0, 8, 4),
+        trained_parameters=MIB,
+        parameters=MIB,
+        wraps_ddp="torchrun",
+    )
     sent = {"sent_bytes_per_step": [4.0 * MIB, 3.9 * MIB]}
-    rows = trial_rows(Cell(strategy="plain", devices=2, system=system), [50.0, 51.0, 49.0], **whole, **sent)
-    rows += trial_rows(Cell(strategy="wrap", devices=2, system=system), [40.0, 41.0, 39.0], **{**whole, **sent, "wraps_ddp": "Wrapper"})
-    cut = states((2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), trained_parameters=MIB, parameters=MIB)
-    disk = {"offload_read_bytes_per_step": 3.0 * MIB, "offload_written_bytes_per_step": 5.0 * MIB, "offload_kept_bytes": 7 * MIB}
+    rows = trial_rows(
+        Cell(strategy="plain", devices=2, system=system), [50.0, 51.0, 49.0], **whole, **sent
+    )
+    rows += trial_rows(
+        Cell(strategy="wrap", devices=2, system=system),
+        [40.0, 41.0, 39.0],
+        **{**whole, **sent, "wraps_ddp": "Wrapper"},
+    )
+    cut = states(
+        (2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), trained_parameters=MIB, parameters=MIB
+    )
+    disk = {
+        "offload_read_bytes_per_step": 3.0 * MIB,
+        "offload_written_bytes_per_step": 5.0 * MIB,
+        "offload_kept_bytes": 7 * MIB,
+    }
     peaks = {"peak_memory_bytes_by_rank": [100 * MIB, 50 * MIB]}
     cell = Cell(strategy="sharded", devices=2, system="10 disks")
-    rows += trial_rows(cell, [30.0, 31.0], **cut, **disk, **peaks, sent_bytes_per_step=[6.0 * MIB, 2.0 * MIB])
-    few = states((4, 0, 1, 1), (4, 0, 1, 1), trained_parameters=MIB // 8, parameters=MIB, fp32_loss_deviation=0.003)
+    rows += trial_rows(
+        cell, [30.0, 31.0], **cut, **disk, **peaks, sent_bytes_per_step=[6.0 * MIB, 2.0 * MIB]
+    )
+    few = states(
+        (4, 0, 1, 1),
+        (4, 0, 1, 1),
+        trained_parameters=MIB // 8,
+        parameters=MIB,
+        fp32_loss_deviation=0.003,
+    )
     cell = Cell(strategy="plain", devices=2, workload="llama-mini+nf4+lora", system="21 adapters")
     rows += trial_rows(cell, [60.0, 61.0], **few, sent_bytes_per_step=[0.5 * MIB, 0.5 * MIB])
-    rows += left_out(Cell(strategy="disk", devices=2, system="10 disks"), "unavailable", "there is no disk: mount one")
+    rows += left_out(
+        Cell(strategy="disk", devices=2, system="10 disks"),
+        "unavailable",
+        "there is no disk: mount one",
+    )
     needed = "package rare is not installed: pip install rare"
     rows += left_out(Cell(strategy="rare", devices=2, system="6 Rare"), "unavailable", needed)
-    rows += left_out(Cell(strategy="rare", devices=2, options={"a": 1}, system="6 Rare"), "unavailable", needed)
-    rows += left_out(Cell(strategy="rare", devices=3, system="6 Rare"), "refused", "batch 8 does not divide by 3")
+    rows += left_out(
+        Cell(strategy="rare", devices=2, options={"a": 1}, system="6 Rare"), "unavailable", needed
+    )
+    rows += left_out(
+        Cell(strategy="rare", devices=3, system="6 Rare"), "refused", "batch 8 does not divide by 3"
+    )
     return rows
 
 
 def typical() -> list[dict[str, Any]]:
-    """Everything that a run can bring: intervals that overlap, one trial only, stand-ins, failures of all kinds."""
+    """Everything that a run can bring: intervals that overlap, one trial only, stand-ins, failures
+    of all kinds."""
     many = trial_rows(Cell(strategy="fast", devices=2), [70.0, 71.0, 72.0], peak_mib=300)
     many += trial_rows(Cell(strategy="near", devices=2), [69.0, 71.0, 70.5], peak_mib=200)
     many += trial_rows(
-        Cell(strategy="small", devices=2, micro_batches=4), [30.0, 30.1, 30.2], 50, pipeline_parallel=2, bubble_fraction=0.31
+        Cell(strategy="small", devices=2, micro_batches=4),
+        [30.0, 30.1, 30.2],
+        50,
+        pipeline_parallel=2,
+        bubble_fraction=0.31,
     )
-    many += trial_rows(Cell(strategy="once", devices=2), [20.0], stand_in="threads instead of devices", trend=0.07)
+    many += trial_rows(
+        Cell(strategy="once", devices=2), [20.0], stand_in="threads instead of devices", trend=0.07
+    )
     many += trial_rows(Cell(strategy="crowd", devices=8), [5.0, 5.5], oversubscribed=True)
     many += trial_rows(Cell(strategy="fast", devices=1), [40.0, 41.0, 40.5])
-    many += trial_rows(Cell(strategy="fast", devices=2, data="images", workload="resnet-micro"), [9.0, 9.1])
+    many += trial_rows(
+        Cell(strategy="fast", devices=2, data="images", workload="resnet-micro"), [9.0, 9.1]
+    )
     many += diverged_rows(Cell(strategy="wrong", devices=2))
     many += diverged_rows(Cell(strategy="known", devices=2, expect="diverged"), expected=True)
-    many += left_out(Cell(strategy="broken", devices=2), "failed", "rank 1: it broke; mend it", log_tail="Traceback of rank 1")
-    many += left_out(Cell(strategy="absent", devices=2), "unavailable", "package absent is not installed: pip install absent")
+    many += left_out(
+        Cell(strategy="broken", devices=2),
+        "failed",
+        "rank 1: it broke; mend it",
+        log_tail="Traceback of rank 1",
+    )
+    many += left_out(
+        Cell(strategy="absent", devices=2),
+        "unavailable",
+        "package absent is not installed: pip install absent",
+    )
     many += left_out(Cell(strategy="odd", devices=3), "refused", "batch 8 does not divide by 3")
     return many
 
@@ -259,7 +327,13 @@ def test_every_number_of_the_table_equals_the_frames(results: Results, page: Pag
             else:
                 assert float(value) == expected, (cell_id, field)
                 compared += 1
-        assert {"peak_memory_bytes", "step_seconds_p50", "step_seconds_p95", "setup_seconds", "parity_max_loss_deviation"} <= set(shown)
+        assert {
+            "peak_memory_bytes",
+            "step_seconds_p50",
+            "step_seconds_p95",
+            "setup_seconds",
+            "parity_max_loss_deviation",
+        } <= set(shown)
     assert compared > 100
 
 
@@ -267,9 +341,13 @@ def test_throughput_has_its_interval(results: Results, page: Page) -> None:
     cell = Cell(strategy="fast", devices=2)
     shown = page.rows[f"cell-{cell.id}"]
     assert float(shown["tokens_per_second"]) == pytest.approx(71 * 64)
-    assert float(shown["tokens_per_second_low"]) == pytest.approx((71 - 4.302652729749464 * median_error(3) / math.sqrt(3)) * 64)
+    assert float(shown["tokens_per_second_low"]) == pytest.approx(
+        (71 - 4.302652729749464 * median_error(3) / math.sqrt(3)) * 64
+    )
     assert "tokens_per_second_low" not in page.rows[f"cell-{Cell(strategy='once', devices=2).id}"]
-    image = page.rows[f"cell-{Cell(strategy='fast', devices=2, data='images', workload='resnet-micro').id}"]
+    image = page.rows[
+        f"cell-{Cell(strategy='fast', devices=2, data='images', workload='resnet-micro').id}"
+    ]
     assert float(image["samples_per_second"]) == pytest.approx(9.05)
 
 
@@ -286,23 +364,49 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
     rows = trial_rows(Cell(strategy="a"), [2.0, 2.1]) + trial_rows(Cell(strategy="b"), [1.0, 1.1])
     rows += trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1])
     page = page_of(stored(tmp_path / "two", rows), tmp_path)
-    assert "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, where nothing is communicated, 2 strategy variants" in page.text
+    assert (
+        "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, where nothing is"
+        " communicated, 2 strategy variants" in page.text
+    )
     assert "Nothing to compare" not in page.text
     alone = page_of(stored(tmp_path / "one", rows[:2]), tmp_path)
     assert "Nothing to compare" in alone.text
 
 
 def test_diverged_cells_have_no_place(page: Page) -> None:
-    places = {name: page.rows[f"cell-{Cell(strategy=name, devices=2).id}"]["place"] for name in ("fast", "near", "once", "wrong")}
+    places = {
+        name: page.rows[f"cell-{Cell(strategy=name, devices=2).id}"]["place"]
+        for name in ("fast", "near", "once", "wrong")
+    }
     assert places == {"fast": "1", "near": "2", "once": "4", "wrong": ""}
     assert "2 ≈ 1" in page.text
 
 
 def test_flags_and_failures_are_told(page: Page) -> None:
-    flags = ("stand-in threads instead of devices", "oversubscribed more ranks than cores", "1 trial: no interval", "expected to diverge")
-    failures = ("rank 1: it broke; mend it", "Traceback of rank 1", "loss is not finite at step 2", "the last line of the log")
-    left = ("package absent is not installed: pip install absent", "batch 8 does not divide by 3", "later llama-mini x2")
-    for words in (*flags, "steps still changed by 7 %", *failures, *left, "python -m bench run --resume"):
+    flags = (
+        "stand-in threads instead of devices",
+        "oversubscribed more ranks than cores",
+        "1 trial: no interval",
+        "expected to diverge",
+    )
+    failures = (
+        "rank 1: it broke; mend it",
+        "Traceback of rank 1",
+        "loss is not finite at step 2",
+        "the last line of the log",
+    )
+    left = (
+        "package absent is not installed: pip install absent",
+        "batch 8 does not divide by 3",
+        "later llama-mini x2",
+    )
+    for words in (
+        *flags,
+        "steps still changed by 7 %",
+        *failures,
+        *left,
+        "python -m bench run --resume",
+    ):
         assert words in page.text, words
 
 
@@ -313,7 +417,17 @@ def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
 
 
 def test_sections_come_in_order_and_only_with_data(page: Page, tmp_path: Path) -> None:
-    first = ["verdict", "ranking", "memory", "front", "scaling", "parity", "bubble", "cells", "failures"]
+    first = [
+        "verdict",
+        "ranking",
+        "memory",
+        "front",
+        "scaling",
+        "parity",
+        "bubble",
+        "cells",
+        "failures",
+    ]
     assert page.headings == [*first, "environment", "method", "glossary"]
     few = page_of(stored(tmp_path, trial_rows(Cell(strategy="alone"), [1.0, 1.1])), tmp_path)
     assert few.headings == ["verdict", "parity", "cells", "environment", "method", "glossary"]
@@ -348,16 +462,42 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text)
-    odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {"sent_bytes_per_step": [1.0, 2.0], "system": text}
-    odd |= {"wraps_ddp": text, "library_buffers": json.dumps({text: 10**7}), "offload_kept_bytes": 1}
-    rows = trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1], **odd, stand_in=text, parity_verdict="within tolerance")
+    odd: dict[str, Any] = dict.fromkeys(
+        ("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text
+    )
+    odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {
+        "sent_bytes_per_step": [1.0, 2.0],
+        "system": text,
+    }
+    odd |= {
+        "wraps_ddp": text,
+        "library_buffers": json.dumps({text: 10**7}),
+        "offload_kept_bytes": 1,
+    }
+    rows = trial_rows(
+        Cell(strategy="a", devices=2),
+        [3.0, 3.1],
+        **odd,
+        stand_in=text,
+        parity_verdict="within tolerance",
+    )
     rows += trial_rows(Cell(strategy="b", devices=2), [2.0, 2.1], **odd)
     rows += trial_rows(Cell(strategy="b", devices=1), [1.0, 1.1], **odd)
     rows += diverged_rows(Cell(strategy="c", devices=2), **odd, reason=text)
-    rows += left_out(Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text)
+    rows += left_out(
+        Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text
+    )
     rows += left_out(Cell(strategy="e", devices=2), "refused", text, **odd)
-    found = stored(tmp_path, rows, host=text, matrix=text, cpu_model=text, libraries=text, plan=text, git_commit=text)
+    found = stored(
+        tmp_path,
+        rows,
+        host=text,
+        matrix=text,
+        cpu_model=text,
+        libraries=text,
+        plan=text,
+        git_commit=text,
+    )
     page = page_of(found, tmp_path)
     assert [tag for tag, _ in page.tags].count("script") == 1
     assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object")]
@@ -407,8 +547,19 @@ def test_number(value: float | None, shown: str) -> None:
 def test_deviation_and_shortened() -> None:
     assert (deviation(0.0), deviation(None), deviation(1.25e-7)) == ("0", "—", "1.2e-07")
     assert shortened("a" * 60, 20) == "a" * 12 + "…" + "a" * 7
-    assert [signed(value) for value in (0.0104, -0.5, -1e-9, None)] == ["+1.0 %", "−50.0 %", "+0.0 %", "—"]
-    assert [size(value) for value in (64, 2048, 3.5 * MIB, 2**31, None)] == ["64 bytes", "2.00 KiB", "3.50 MiB", "2.00 GiB", "—"]
+    assert [signed(value) for value in (0.0104, -0.5, -1e-9, None)] == [
+        "+1.0 %",
+        "−50.0 %",
+        "+0.0 %",
+        "—",
+    ]
+    assert [size(value) for value in (64, 2048, 3.5 * MIB, 2**31, None)] == [
+        "64 bytes",
+        "2.00 KiB",
+        "3.50 MiB",
+        "2.00 GiB",
+        "—",
+    ]
 
 
 def test_figure_data_by_hand(results: Results) -> None:
@@ -416,7 +567,12 @@ def test_figure_data_by_hand(results: Results) -> None:
     frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
     group = headline(find_groups(records(frame)))
     assert group is not None
-    assert [row["label"] for row in group.rows] == ["fast", "near", "small(micro_batches=4)", "once"]
+    assert [row["label"] for row in group.rows] == [
+        "fast",
+        "near",
+        "small(micro_batches=4)",
+        "once",
+    ]
     assert [row["label"] for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
     bars = throughput_bars(group, "x").bars
     assert [bar.strong for bar in bars] == [True, True, False, False]
@@ -428,9 +584,15 @@ def test_figure_data_by_hand(results: Results) -> None:
 
 
 def test_no_strategy_is_named_in_the_code() -> None:
-    known = set(strategies()) - {name for name, _, _ in TRIALS}  # a column and a strategy have the same name
+    known = set(strategies()) - {
+        name for name, _, _ in TRIALS
+    }  # a column and a strategy have the same name
     for path in sorted((Path(__file__).parents[2] / "reports").rglob("*.py")):
-        constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        constants = [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant)
+        ]
         words = {value for value in constants if isinstance(value, str)}
         assert not words & known, path
 
@@ -449,7 +611,11 @@ def rows_of(results: Results) -> dict[str, dict[str, Any]]:
     """The cells' rows by label, workload and, past 2, devices, in the order of the ranking."""
     frame = summarise(results.trials)
     frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
-    return {f"{row['label']} {row['workload']}" + (f" x{row['devices']}" if row["devices"] > 2 else ""): row for row in records(frame)}
+    return {
+        f"{row['label']} {row['workload']}"
+        + (f" x{row['devices']}" if row["devices"] > 2 else ""): row
+        for row in records(frame)
+    }
 
 
 def test_every_number_of_the_small_tables_equals_the_frames(more: Results, more_page: Page) -> None:
@@ -458,14 +624,32 @@ def test_every_number_of_the_small_tables_equals_the_frames(more: Results, more_
     for cell_id, field, value in more_page.grids:
         if field in frame.columns:
             expected = frame.loc[cell_id, field]
-            assert value == "" if expected is None or math.isnan(expected) else float(value) == expected, (cell_id, field)
+            assert (
+                value == ""
+                if expected is None or math.isnan(expected)
+                else float(value) == expected
+            ), (cell_id, field)
             compared.add(field)
     states_ = {"state_bytes", "optimizer_bytes", "formula_bytes", "offload_kept_bytes"}
-    assert states_ | {"sent_bytes_per_step", "trained_parameters", "fp32_loss_deviation"} <= compared
+    assert (
+        states_ | {"sent_bytes_per_step", "trained_parameters", "fp32_loss_deviation"} <= compared
+    )
 
 
 def test_sections_of_states_and_libraries_come_in_order(more_page: Page) -> None:
-    first = ["verdict", "systems", "ranking", "memory", "front", "scaling", "states", "traffic", "parity", "wrappers", "variants"]
+    first = [
+        "verdict",
+        "systems",
+        "ranking",
+        "memory",
+        "front",
+        "scaling",
+        "states",
+        "traffic",
+        "parity",
+        "wrappers",
+        "variants",
+    ]
     assert [name for name in more_page.headings if name != "scaling"] == [
         *[name for name in first if name != "scaling"],
         "cells",
@@ -479,11 +663,19 @@ def test_sections_of_states_and_libraries_come_in_order(more_page: Page) -> None
 def test_systems_that_are_not_on_this_host_come_first(more: Results, more_page: Page) -> None:
     rows = list(rows_of(more).values())
     found = systems(rows)
-    assert [one.name for one in found] == ["3 wrapped", "6 Rare", "10 disks", "21 adapters"], "by their numbers, not as text"
+    assert [one.name for one in found] == [
+        "3 wrapped",
+        "6 Rare",
+        "10 disks",
+        "21 adapters",
+    ], "by their numbers, not as text"
     later = Cell(strategy="late", system="30 later")
     absent, later_one, part = not_run(all_systems(rows, [later]))
     assert (absent.system, absent.kind, absent.launched, absent.total) == ("6 Rare", "absent", 0, 3)
-    assert [(one.what, len(one.names)) for one in absent.reasons] == [("not available here", 2), ("cannot exist", 1)]
+    assert [(one.what, len(one.names)) for one in absent.reasons] == [
+        ("not available here", 2),
+        ("cannot exist", 1),
+    ]
     assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
     assert (later_one.system, later_one.kind) == ("30 later", "none")
     assert "--resume" in later_one.reasons[0].reason
@@ -499,17 +691,35 @@ def test_overview_of_systems(more: Results) -> None:
     frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
     groups = find_groups(records(frame))
     wrapped, rare, disks, adapters = overview(systems(records(frame)), groups, headline(groups))
-    assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (2, 2, "all ran", "2 exact")
+    assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (
+        2,
+        2,
+        "all ran",
+        "2 exact",
+    )
     assert wrapped.best is not None
-    assert (wrapped.best.row["label"], wrapped.best.share, wrapped.best.setting) == ("plain", "100 %", "")
+    assert (wrapped.best.row["label"], wrapped.best.share, wrapped.best.setting) == (
+        "plain",
+        "100 %",
+        "",
+    )
     assert wrapped.best.value == "3,200 ± 185 tokens/s"
-    assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (0, 3, "not on this host", None, "")
+    assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (
+        0,
+        3,
+        "not on this host",
+        None,
+        "",
+    )
     assert rare.details == ("2 not available here", "1 cannot exist")
     assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
     assert adapters.best is not None
     assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
     stopped = {"status": "interrupted"}
-    halted = [row | (stopped if row["system"] == wrapped.name and row["label"] != "plain" else {}) for row in records(frame)]
+    halted = [
+        row | (stopped if row["system"] == wrapped.name and row["label"] != "plain" else {})
+        for row in records(frame)
+    ]
     assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
     plain = [row | {"system": None} for row in records(frame)]
     assert overview(systems(plain), groups, headline(groups)) == []
@@ -519,11 +729,23 @@ def test_states_against_the_formula(more: Results) -> None:
     rows = rows_of(more)
     (chart,) = kept.charts(list(rows.values()))
     sharded_, plain, wrapped = chart.stacks
-    assert (sharded_.label, sharded_.parts, sharded_.formula) == ("sharded", (2.0, 0.0, 4.0, 0.0), 7.0), "the fullest rank"
+    assert (sharded_.label, sharded_.parts, sharded_.formula) == (
+        "sharded",
+        (2.0, 0.0, 4.0, 0.0),
+        7.0,
+    ), "the fullest rank"
     assert (sharded_.text, sharded_.off) == ("6.00 MiB −14.3 %", True)
     assert {plain.label, wrapped.label} == {"plain", "wrap"}
-    assert (plain.parts, plain.formula, plain.peak, plain.text, plain.off) == ((4.0, 0.0, 8.0, 4.0), 16.0, 102.0, "16.0 MiB +0.0 %", False)
-    buffers = {one.names: [row["label"] for row in one.rows] for one in kept.buffers(list(rows.values()))}
+    assert (plain.parts, plain.formula, plain.peak, plain.text, plain.off) == (
+        (4.0, 0.0, 8.0, 4.0),
+        16.0,
+        102.0,
+        "16.0 MiB +0.0 %",
+        False,
+    )
+    buffers = {
+        one.names: [row["label"] for row in one.rows] for one in kept.buffers(list(rows.values()))
+    }
     assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
     far = rows["wrap llama-mini"] | {"library_bytes": 2000 * MIB, "state_bytes": 2012 * MIB}
     rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
@@ -552,7 +774,9 @@ def test_traffic_against_the_ring(more: Results) -> None:
     assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
     plain = rows["plain llama-mini"]
     assert traffic.bound(plain | {"data_parallel": 4, "devices": 4}) == 1.5
-    assert traffic.bound(plain | {"data_parallel": 2, "devices": 4}) is None, "a rank does not have the whole model"
+    assert traffic.bound(plain | {"data_parallel": 2, "devices": 4}) is None, (
+        "a rank does not have the whole model"
+    )
     assert traffic.ranks(list(rows.values())) == "1.00 x for 2 ranks"
     disk = traffic.offload(list(rows.values()))
     assert disk is not None
@@ -577,26 +801,54 @@ def test_variants_beside_their_model(more: Results) -> None:
     (one,) = variants(list(rows_of(more).values()))
     assert [line.row["workload"] for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
     titles = [column.title for column in one.grid.columns]
-    cells = {title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)}
-    assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == ("131,072", "12 %", "1.00", "3.0e-03")
+    cells = {
+        title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)
+    }
+    assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == (
+        "131,072",
+        "12 %",
+        "1.00",
+        "3.0e-03",
+    )
     assert one.stacks is not None
     assert [stack.label for stack in one.stacks.stacks] == ["llama-mini+nf4+lora", "llama-mini"]
 
 
 def searched(folder: Path) -> Results:
-    """A search of two strategies: `less` reaches 3 blocks, `more` 2, though theory has it the other way round."""
+    """A search of two strategies: `less` reaches 3 blocks, `more` 2, though theory has it the other
+    way round."""
     family = {"workload": "llama-64x1", "devices": 2, "memory_limit_bytes": MIB}
     cells = [Cell(strategy=name, **family) for name in ("less", "more", "never")]
-    known = {cell.id: {"step": 10, "blocks": 4, "parameters": 40, "activations": [0, 0]} for cell in cells}
+    known = {
+        cell.id: {"step": 10, "blocks": 4, "parameters": 40, "activations": [0, 0]}
+        for cell in cells
+    }
     search = {"budget": MIB, "order": [["less", "more"]], "predicted": known}
-    plan = {"cells": [json.loads(c.model_dump_json()) for c in cells], "trials": 1, "order_seed": 0, "left_out": [], "search": search}
+    plan = {
+        "cells": [json.loads(c.model_dump_json()) for c in cells],
+        "trials": 1,
+        "order_seed": 0,
+        "left_out": [],
+        "search": search,
+    }
     rows = []
     for cell, most in zip(cells, (3, 2), strict=False):
         for blocks, status in ((most, "ok"), (most + 1, "out_of_memory")):
             sized = cell.model_copy(update={"workload": f"llama-64x{blocks}"})
-            probe = states((1, 0, 2, 0), (1, 0, 2, 0), trained_parameters=10 * blocks, parameters=10 * blocks)
-            (row,) = trial_rows(sized, [5.0], **probe, status=status, parity_verdict="unknown" if status == "ok" else None)
-            rows.append(row | ({"samples_per_second": None, "failed_in": "backward"} if status != "ok" else {}))
+            probe = states(
+                (1, 0, 2, 0), (1, 0, 2, 0), trained_parameters=10 * blocks, parameters=10 * blocks
+            )
+            (row,) = trial_rows(
+                sized,
+                [5.0],
+                **probe,
+                status=status,
+                parity_verdict="unknown" if status == "ok" else None,
+            )
+            rows.append(
+                row
+                | ({"samples_per_second": None, "failed_in": "backward"} if status != "ok" else {})
+            )
             if status == "ok":
                 (row,) = trial_rows(sized, [5.0], **probe)
                 rows.append(row | {"trial": 1})
@@ -606,15 +858,31 @@ def searched(folder: Path) -> Results:
 def test_largest_trainable_model(tmp_path: Path) -> None:
     page = page_of(searched(tmp_path), tmp_path)
     assert page.headings[:3] == ["verdict", "largest", "states"]
-    assert "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less" in page.text
+    assert (
+        "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less"
+        in page.text
+    )
     assert "Measured: more 0.0M < less 0.0M; theory has less < more" in page.text
     assert "not the theory's order" in page.text
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:
         shown.setdefault(field, []).append(value)
-    assert (shown["reached"], shown["next"], shown["ratio"]) == (["30", "20"], ["40", "30"], ["0.75", "0.5"])
+    assert (shown["reached"], shown["next"], shown["ratio"]) == (
+        ["30", "20"],
+        ["40", "30"],
+        ["0.75", "0.5"],
+    )
     assert "never" in page.text, "nothing was tried of it yet"
-    assert len([tag for tag, found in page.tags if tag == "tr" and str(found.get("id")).startswith("cell-")]) == 2, "probes are no cells"
+    assert (
+        len(
+            [
+                tag
+                for tag, found in page.tags
+                if tag == "tr" and str(found.get("id")).startswith("cell-")
+            ]
+        )
+        == 2
+    ), "probes are no cells"
     assert "failures" not in page.headings, "a probe that does not fit is no failure"
 
 
@@ -626,7 +894,9 @@ def test_runs_of_older_versions_have_their_report(version: str, tmp_path: Path) 
     assert ("states" in page.headings) == (version != "v1")
 
 
-def test_the_terminal_names_systems_that_are_not_on_this_host(more: Results, results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_names_systems_that_are_not_on_this_host(
+    more: Results, results: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
     show.ranking(show.console(), summarise(more.trials))
     assert "not on this host: 6 Rare; each reason below" in capsys.readouterr().out
     here = more.trials[more.trials["system"] == "3 wrapped"]
@@ -634,7 +904,9 @@ def test_the_terminal_names_systems_that_are_not_on_this_host(more: Results, res
     assert "not on this host" not in capsys.readouterr().out
 
 
-def test_nodes_are_a_column_only_where_a_cell_has_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_are_a_column_only_where_a_cell_has_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = (Cell(strategy="spread", devices=4, nodes=n) for n in (1, 2))
     rows = trial_rows(one, [9.0, 9.1, 9.2]) + trial_rows(Cell(strategy="spread"), [4.0, 4.1, 4.2])
     page = page_of(stored(tmp_path / "one", rows), tmp_path)
@@ -642,7 +914,9 @@ def test_nodes_are_a_column_only_where_a_cell_has_several(tmp_path: Path, capsys
     several = stored(tmp_path / "several", rows + trial_rows(two, [7.0, 7.1, 7.2]))
     page = page_of(several, tmp_path)
     assert [page.rows[f"cell-{cell.id}"]["nodes"] for cell in (one, two)] == ["1", "2"]
-    assert [value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)] == ["1", "2"], "of the efficiency"
+    assert [
+        value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)
+    ] == ["1", "2"], "of the efficiency"
     show.ranking(show.console(), summarise(several.trials[several.trials["nodes"] == 1]))
     assert "nodes" not in capsys.readouterr().out
     show.ranking(show.console(), summarise(several.trials))
@@ -677,31 +951,54 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "reports/html/20260101T000000-abcd.html").is_file()
     CliRunner().invoke(app, ["20260101T000000-abcd", "--out", "page.html"], catch_exceptions=False)
     assert (tmp_path / "page.html").is_file()
-    for wrong in (["nonsense"], ["--results", "nowhere"], ["--out", "."], ["a", "b", "--out", "x.html"]):
+    for wrong in (
+        ["nonsense"],
+        ["--results", "nowhere"],
+        ["--out", "."],
+        ["a", "b", "--out", "x.html"],
+    ):
         with pytest.raises(Mistake):
             CliRunner().invoke(app, wrong, catch_exceptions=False)
 
 
-def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(tmp_path: Path) -> None:
-    """A parameter server beside the devices' ranks: its group stays the verdict's, and another cell is its fastest."""
-    rows = trial_rows(Cell(strategy="a", devices=2), [50.0, 51.0]) + trial_rows(Cell(strategy="b", devices=2), [40.0, 41.0])
-    rows += trial_rows(Cell(strategy="served", devices=2), [90.0, 91.0], peak_mib=50, oversubscribed=True)
-    rows += trial_rows(Cell(strategy="a"), [30.0, 31.0]) + trial_rows(Cell(strategy="b"), [30.0, 31.0])
+def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(
+    tmp_path: Path,
+) -> None:
+    """A parameter server beside the devices' ranks: its group stays the verdict's, and another cell
+    is its fastest."""
+    rows = trial_rows(Cell(strategy="a", devices=2), [50.0, 51.0]) + trial_rows(
+        Cell(strategy="b", devices=2), [40.0, 41.0]
+    )
+    rows += trial_rows(
+        Cell(strategy="served", devices=2), [90.0, 91.0], peak_mib=50, oversubscribed=True
+    )
+    rows += trial_rows(Cell(strategy="a"), [30.0, 31.0]) + trial_rows(
+        Cell(strategy="b"), [30.0, 31.0]
+    )
     verdict = page_of(stored(tmp_path, rows), tmp_path).text.split("Every workload")[0]
     assert "on 2 devices" in verdict
     assert "Fastest a 3,232 tokens/s" in verdict
-    assert "A cell with more ranks than cores was faster, which says nothing of the real thing: served‡, 5,792 tokens/s" in verdict
-    assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), "its memory is its own"
+    assert (
+        "A cell with more ranks than cores was faster, which says nothing of the real thing:"
+        " served‡, 5,792 tokens/s" in verdict
+    )
+    assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), (
+        "its memory is its own"
+    )
     assert "of its throughput" not in verdict
 
 
 def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
     """It was fastest; the fastest real thing leads, and the stand-in is named as one."""
     genuine, threads = Cell(strategy="ddp", devices=2), Cell(strategy="data_parallel", devices=2)
-    rows = trial_rows(genuine, [50.0, 51.0]) + trial_rows(threads, [99.0, 98.0], stand_in="threads for GPUs")
+    rows = trial_rows(genuine, [50.0, 51.0]) + trial_rows(
+        threads, [99.0, 98.0], stand_in="threads for GPUs"
+    )
     html = write_report(stored(tmp_path, rows), tmp_path / "page.html").read_text()
     card = html.split("<h3>Fastest</h3>")[1].split("<h3>Least memory</h3>")[0]
-    assert card.index("ddp") < card.index("A stand-in was faster") < card.index("data_<wbr>parallel")
+    assert (
+        card.index("ddp") < card.index("A stand-in was faster") < card.index("data_<wbr>parallel")
+    )
 
 
 def test_a_heading_names_the_statistic_that_its_column_shows() -> None:

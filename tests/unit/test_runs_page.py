@@ -1,4 +1,5 @@
-"""Several runs on one page, and the index of all: numbers as compared, changes marked, hostile text only text."""
+"""Several runs on one page, and the index of all: numbers as compared, changes marked, hostile text
+only text."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ DAYS = 14
 
 
 def run_id(day: int) -> str:
-    return f"{datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day):%Y%m%dT%H%M%S}-d{day:03d}"
+    began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)
+    return f"{began:%Y%m%dT%H%M%S}-d{day:03d}"
 
 
 def add(store: Store, day: int, rows: Sequence[dict[str, Any]], **changes: Any) -> None:
@@ -46,11 +48,16 @@ def trials(cell: Cell, speed: float, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A fortnight: ddp loses a tenth in the middle, fsdp2 needs more memory then; on the last day tensor fails."""
+    """A fortnight: ddp loses a tenth in the middle, fsdp2 needs more memory then; on the last day
+    tensor fails."""
     found = Store(tmp_path_factory.mktemp("nightly") / "results")
     for day in range(DAYS):
-        rows = trials(DDP, 90.0 if day >= 7 else 100.0) + trials(FSDP, 50.0, peak_memory_bytes=(120 if day >= 7 else 100) * MIB)
-        rows += trials(LATE, 30.0) if day < DAYS - 1 else left_out(LATE, "failed", "rank 1: it broke")
+        rows = trials(DDP, 90.0 if day >= 7 else 100.0) + trials(
+            FSDP, 50.0, peak_memory_bytes=(120 if day >= 7 else 100) * MIB
+        )
+        rows += (
+            trials(LATE, 30.0) if day < DAYS - 1 else left_out(LATE, "failed", "rank 1: it broke")
+        )
         add(found, day, rows)
     return found
 
@@ -82,23 +89,35 @@ class Numbers(Page):
         if tag in ("td", "th"):
             self._td = found
         if found.get("data-field"):
-            self.numbers.append((self._tr, self._td, str(found["data-field"]), float(found["data-value"] or "nan")))
+            self.numbers.append(
+                (self._tr, self._td, str(found["data-field"]), float(found["data-value"] or "nan"))
+            )
 
 
-def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(results: Results, view: runs.Runs) -> None:
+def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(
+    results: Results, view: runs.Runs
+) -> None:
     page = Numbers(runs.page(view))
     newest = side("newest", only(results, [run_id(DAYS - 1)]))
     ratios = newer = 0
     for row, td, field, value in page.numbers:
         if field == "ratio":
             other = side("other", only(results, [str(td["data-run"])]))
-            (line,) = [x for x in compare_sides(other, newest).lines if x.second and x.second.cell_id == row["data-cell"]]
+            (line,) = [
+                x
+                for x in compare_sides(other, newest).lines
+                if x.second and x.second.cell_id == row["data-cell"]
+            ]
             assert line.throughput is not None
             assert value == line.throughput.ratio
             ratios += 1
         elif field == "newest":
-            column = "samples_per_second" if row["data-figure"] == "throughput" else "peak_memory_bytes"
-            of_cell = results.trials[(results.trials["cell_id"] == row["data-cell"]) & (results.trials["status"] == "ok")]
+            column = (
+                "samples_per_second" if row["data-figure"] == "throughput" else "peak_memory_bytes"
+            )
+            of_cell = results.trials[
+                (results.trials["cell_id"] == row["data-cell"]) & (results.trials["status"] == "ok")
+            ]
             assert value == of_cell[of_cell["run_id"] == of_cell["run_id"].max()][column].median()
             newer += 1
     assert (ratios, newer) == (2 * runs.MOST_COLUMNS, 6)
@@ -106,8 +125,15 @@ def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(r
 
 def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
     page = Page(runs.page(view))
-    assert page.headings == ["verdict", "cells", "others", "history", "changes", "method"] == known("runs.html.j2")
-    assert f"Against the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly failing 1." in page.text
+    assert (
+        page.headings
+        == ["verdict", "cells", "others", "history", "changes", "method"]
+        == known("runs.html.j2")
+    )
+    assert (
+        f"Against the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly"
+        " failing 1." in page.text
+    )
     assert "the level changed for good in 2 of 6 series" in page.text
     assert re.search(r"ddp .{0,80}▼ 10\.0 % slower since 2026-01-08", page.text)
     assert re.search(r"fsdp2 .{0,80}▲ 20\.0 % more since 2026-01-08", page.text)
@@ -125,25 +151,35 @@ def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
     assert data.levels == ((0, 6, 100.0), (7, 13, 90.0))
     assert data.changes == ((7, "▼ 10.0 % slower"),)
     (axes,) = trends.draw(data).axes
-    assert [round(line.get_xdata()[0], 1) for line in axes.lines if line.get_linestyle() == "--"] == [6.5]
+    assert [
+        round(line.get_xdata()[0], 1) for line in axes.lines if line.get_linestyle() == "--"
+    ] == [6.5]
     (memory,) = [one for one in view.memory if one.cell_id == FSDP.id]
     assert trends.trend(memory, "y").values[-1] == 120.0
 
 
-def test_nothing_is_loaded_and_only_the_own_script_runs(view: runs.Runs, store: Store, tmp_path: Path) -> None:
+def test_nothing_is_loaded_and_only_the_own_script_runs(
+    view: runs.Runs, store: Store, tmp_path: Path
+) -> None:
     for text in (runs.page(view), overview.page(store, tmp_path)):
         page = Page(text)
         assert not re.search(r"https?://|url\((?!#)|@import", text)
         assert [tag for tag, _ in page.tags].count("script") == 1
-        assert not [a for _, a in page.tags if "style" in a or any(name.startswith("on") for name in a)]
-        (policy,) = [str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv")]
+        assert not [
+            a for _, a in page.tags if "style" in a or any(name.startswith("on") for name in a)
+        ]
+        (policy,) = [
+            str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv")
+        ]
         assert policy.startswith("default-src 'none'; ")
         assert "unsafe" not in policy
 
 
 def test_markdown_of_several_runs(view: runs.Runs) -> None:
     text, _ = markdown(view)
-    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [title for title, _ in SECTIONS.values()]
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
+        title for title, _ in SECTIONS.values()
+    ]
     assert "1 regression: newly failing 1" in text
     assert "▼ 10.0 % slower since 2026-01-08" in text
     assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
@@ -183,27 +219,44 @@ def ask(*words: str) -> str:
     return commands.told(report, *words)
 
 
-def test_command_for_several_runs_and_the_index(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_several_runs_and_the_index(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = ("--results", str(store.folder))
     one = f"reports/html/{run_id(0)}-to-{run_id(DAYS - 1)}.html"
     assert ask("--all", *folder).strip() == one
-    assert ask("latest", run_id(0), *folder).strip() == one, "the order of the names does not matter"
+    assert ask("latest", run_id(0), *folder).strip() == one, (
+        "the order of the names does not matter"
+    )
     assert Path(one).read_text().count("<h1>How do these runs compare?</h1>") == 1
     found = json.loads(ask("latest~1", "latest", "--format", "json", *folder))
     assert {cell["run_id"] for cell in found["cells"]} == {run_id(DAYS - 2), run_id(DAYS - 1)}
     assert (found["comparisons"][0]["regressions"], len(found["history"])) == (1, 6)
-    assert ask("latest~1", "latest", "--each", *folder).split() == [f"reports/html/{run_id(day)}.html" for day in (DAYS - 2, DAYS - 1)]
+    assert ask("latest~1", "latest", "--each", *folder).split() == [
+        f"reports/html/{run_id(day)}.html" for day in (DAYS - 2, DAYS - 1)
+    ]
     assert ask("--index", *folder).strip() == "reports/html/index.html"
     page = Numbers(Path("reports/html/index.html").read_text())
     links = [str(a["href"]) for tag, a in page.tags if tag == "a" and a.get("class") == "name"]
-    assert links == [f"{run_id(DAYS - 1)}.html", f"{run_id(DAYS - 2)}.html", Path(one).name], "newest first, then what is of no run"
+    assert links == [
+        f"{run_id(DAYS - 1)}.html",
+        f"{run_id(DAYS - 2)}.html",
+        Path(one).name,
+    ], "newest first, then what is of no run"
     assert all((Path("reports/html") / link).is_file() for link in links)
-    assert [value for _, _, field, value in page.numbers if field == "failures"] == [1.0] + [0.0] * (DAYS - 1)
-    assert [row["data-run"] for row, _, field, _ in page.numbers if field == "failures"] == [run_id(day) for day in reversed(range(DAYS))]
+    assert [value for _, _, field, value in page.numbers if field == "failures"] == [1.0] + [
+        0.0
+    ] * (DAYS - 1)
+    assert [row["data-run"] for row, _, field, _ in page.numbers if field == "failures"] == [
+        run_id(day) for day in reversed(range(DAYS))
+    ]
     assert "failures in 1 run" in page.text
     assert re.search("fastest: ddp ?5,760 tokens/s, 95 % interval", page.text)
-    assert re.search(f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}", page.text)
+    assert re.search(
+        f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}",
+        page.text,
+    )
     with pytest.raises(Mistake, match="--out names one file"):
         ask("latest~1", "latest", "--each", "--out", "x.html", *folder)
 
@@ -221,12 +274,25 @@ def test_the_run_before_is_of_the_same_matrix_and_hardware(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("text", [*HOSTILE, ""])
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "parity_reason", "memory_method"), text)
+    odd: dict[str, Any] = dict.fromkeys(
+        ("label", "cell_name", "parity_reason", "memory_method"), text
+    )
     store = Store(tmp_path / "results")
     for day in range(2):
-        rows = trials(DDP, 100.0 + day, **odd) + trials(LATE, 10.0, **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan})
+        rows = trials(DDP, 100.0 + day, **odd) + trials(
+            LATE, 10.0, **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
+        )
         rows += diverged_rows(FSDP, **odd, reason=text) if day else trials(FSDP, 50.0, **odd)
-        add(store, day, rows, host=text, matrix=text, cpu_model=text, torch_version=f"{text}{day}", libraries=json.dumps({text: str(day)}))
+        add(
+            store,
+            day,
+            rows,
+            host=text,
+            matrix=text,
+            cpu_model=text,
+            torch_version=f"{text}{day}",
+            libraries=json.dumps({text: str(day)}),
+        )
     (tmp_path / "<b>&'.html").write_text("")
     view = runs.compare_all(store.load(steps=False))
     for page in (Page(runs.page(view)), Page(overview.page(store, tmp_path))):

@@ -1,4 +1,5 @@
-"""bench show: one cell's numbers are those of the store, in JSON and in words; nothing recorded can do harm on a terminal."""
+"""bench show: one cell's numbers are those of the store, in JSON and in words; nothing recorded can
+do harm on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from harness.errors import Mistake
 from harness.store import Store
 from reports.onecell import in_full
 from tests import commands
-from tests.unit.test_report import HOSTILE, MIB, diverged_rows, left_out, run_row, states, trial_rows
+from tests.unit.test_report import (
+    HOSTILE,
+    MIB,
+    diverged_rows,
+    left_out,
+    run_row,
+    states,
+    trial_rows,
+)
 
 DDP, OTHER, BROKEN = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 TWO = Cell(strategy="fsdp2", devices=2, precision="bf16")
@@ -29,9 +38,22 @@ EXPLAINED = Path(__file__).parents[1] / "golden" / "v3"
 
 def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[dict[str, Any]]:
     """Two ranks, a step of warm-up and three timed ones; rank 1 is 10 ms slower."""
-    same = {"run_id": run_id, "cell_id": cell_id, "trial": trial, "attempt": 1, "data_seconds": 0.001, "loss": 2.0}
+    same = {
+        "run_id": run_id,
+        "cell_id": cell_id,
+        "trial": trial,
+        "attempt": 1,
+        "data_seconds": 0.001,
+        "loss": 2.0,
+    }
     return [
-        same | {"rank": rank, "step": step, "phase": "timed" if step else "warmup", "step_seconds": 0.1 * (4 - step) + 0.01 * rank}
+        same
+        | {
+            "rank": rank,
+            "step": step,
+            "phase": "timed" if step else "warmup",
+            "step_seconds": 0.1 * (4 - step) + 0.01 * rank,
+        }
         for rank in range(2)
         for step in range(4)
     ]
@@ -43,12 +65,19 @@ def store(tmp_path: Path) -> Store:
     kept = states((4, 0, 8, 4), (4, 0, 8, 4), formula=(4, 0, 10, 4))
     for run_id, factor in ((OLD, 0.5), (NEW, 1.0)):
         found.write_run(run_row(run_id=run_id))
-        rows = trial_rows(DDP, [factor * speed for speed in SPEEDS], **kept, peak_memory_bytes_by_rank=[90 * MIB, 102 * MIB])
+        rows = trial_rows(
+            DDP,
+            [factor * speed for speed in SPEEDS],
+            **kept,
+            peak_memory_bytes_by_rank=[90 * MIB, 102 * MIB],
+        )
         for row in rows:
             found.write_trial(row | {"run_id": run_id}, steps(run_id, row["trial"]))
         for row in trial_rows(OTHER, [200.0, 201.0, 202.0]) + trial_rows(TWO, [1.0]):
             found.write_trial(row | {"run_id": run_id}, [])
-    for row in left_out(BROKEN, "failed", "rank 1: it broke; mend it", log_tail="first\nlast line of the log"):
+    for row in left_out(
+        BROKEN, "failed", "rank 1: it broke; mend it", log_tail="first\nlast line of the log"
+    ):
         found.write_trial(row | {"run_id": OLD}, [])
     return found
 
@@ -60,28 +89,42 @@ def ask(store: Store, *words: str) -> str:
 @pytest.mark.parametrize("which", ["ddp", DDP.id, DDP.name, "dd*x2*"])
 def test_json_has_the_stores_numbers(store: Store, which: str) -> None:
     told = json.loads(ask(store, which, "--json"), parse_constant=pytest.fail)
-    assert (told["cell"]["run_id"], told["cell"]["cell_id"]) == (NEW, DDP.id), "the newest run that has it"
+    assert (told["cell"]["run_id"], told["cell"]["cell_id"]) == (
+        NEW,
+        DDP.id,
+    ), "the newest run that has it"
     assert [trial["samples_per_second"] for trial in told["trials"]] == SPEEDS
     assert told["cell"]["samples_per_second"] == 100.0
     assert told["cell"]["samples_per_second_low"] < 100 < told["cell"]["samples_per_second_high"]
     assert told["trials"][0]["slowest_rank_step_seconds"] == pytest.approx([0.41, 0.31, 0.21, 0.11])
     assert told["trials"][0]["phases"] == ["warmup", "timed", "timed", "timed"]
-    assert [rank["step_seconds_p50"] for rank in told["ranks"]] == pytest.approx([0.2, 0.21]), "of timed steps"
+    assert [rank["step_seconds_p50"] for rank in told["ranks"]] == pytest.approx([0.2, 0.21]), (
+        "of timed steps"
+    )
     assert [rank["peak_memory_bytes"] for rank in told["ranks"]] == [90 * MIB, 102 * MIB]
     assert [(kind["bytes"], kind["formula_bytes"]) for kind in told["memory"]["kinds"]] == [
         (size * MIB, formula * MIB) for size, formula in ((4, 4), (0, 0), (8, 10), (4, 4))
     ]
     assert told["memory"]["formula_deviation"] == pytest.approx(16 / 18 - 1)
     ranking = told["ranking"]
-    assert (ranking["place"], ranking["of"], ranking["fastest"], ranking["verdict"]) == (2, 2, "fsdp2", "slower")
-    assert ranking["ratio_to_fastest"] == pytest.approx((100 * 104 * 96 / (200 * 201 * 202)) ** (1 / 3))
+    assert (ranking["place"], ranking["of"], ranking["fastest"], ranking["verdict"]) == (
+        2,
+        2,
+        "fsdp2",
+        "slower",
+    )
+    assert ranking["ratio_to_fastest"] == pytest.approx(
+        (100 * 104 * 96 / (200 * 201 * 202)) ** (1 / 3)
+    )
     assert told["time"] is None
 
 
 def test_a_run_can_be_named(store: Store) -> None:
     told = json.loads(ask(store, "ddp", "--run", "latest~1", "--json"))
     assert (told["cell"]["run_id"], told["cell"]["samples_per_second"]) == (OLD, 50.0)
-    assert json.loads(ask(store, "tensor", "--json"))["cell"]["run_id"] == OLD, "the newest that has it"
+    assert json.loads(ask(store, "tensor", "--json"))["cell"]["run_id"] == OLD, (
+        "the newest that has it"
+    )
 
 
 def test_words_and_charts(store: Store) -> None:
@@ -105,7 +148,18 @@ def test_words_and_charts(store: Store) -> None:
 def test_parts_of_a_step_where_it_was_explained() -> None:
     told = json.loads(ask(Store(EXPLAINED), "ddp", "--json"))
     assert told["time"] == {
-        **{f"{name}_seconds": 0.5 for name in ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")},
+        **{
+            f"{name}_seconds": 0.5
+            for name in (
+                "compute",
+                "communication",
+                "optimizer",
+                "data",
+                "bubble",
+                "offload",
+                "other",
+            )
+        },
         "profiled_step_seconds": 1.0,
         "plain_step_seconds": 1.0,
         "straggler_rank": None,
@@ -118,7 +172,13 @@ def test_parts_of_a_step_where_it_was_explained() -> None:
     [
         (["dpp"], "'dpp' is no label, name or id of a cell in '.*results', .*it has .*ddp"),
         (["tensor", "--run", NEW], f"'tensor' is no label, .* in run {NEW}"),
-        (["fsdp2"], f"'fsdp2' means 2 cells of run {NEW}; name one .*: {OTHER.id} \\({OTHER.name}\\), {TWO.id}"),
+        (
+            ["fsdp2"],
+            (
+                f"'fsdp2' means 2 cells of run {NEW}; name one .*: {OTHER.id} \\({OTHER.name}\\),"
+                f" {TWO.id}"
+            ),
+        ),
         (["ddp", "--run", "nope"], "no run 'nope'"),
     ],
 )
@@ -152,12 +212,18 @@ def test_charts_of_characters() -> None:
     assert (len(long), long[-1], set(long[:-1])) == (STEPS, "█", {"▁"})
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, "", "[red]markup[/red] [link=file:///etc/passwd]x[/link]"])
+@pytest.mark.parametrize(
+    "text", [*HOSTILE, "", "[red]markup[/red] [link=file:///etc/passwd]x[/link]"]
+)
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(("label", "cell_name", "parity_reason", "memory_method"), text)
+    odd: dict[str, Any] = dict.fromkeys(
+        ("label", "cell_name", "parity_reason", "memory_method"), text
+    )
     store = Store(tmp_path / "results")
     store.write_run(run_row(run_id=NEW, host=text, cpu_model=text, matrix=text))
-    rows = trial_rows(DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "trend": math.nan}, stand_in=text)
+    rows = trial_rows(
+        DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "trend": math.nan}, stand_in=text
+    )
     rows += diverged_rows(OTHER, **odd | {"reason": text, "log_tail": text})
     rows += left_out(BROKEN, "failed", text, **odd, log_tail=text)
     for row in rows:
@@ -168,4 +234,7 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         assert not re.search(r"\b(nan|None|inf)\b", told.replace(text, "") if text else told)
         if text.startswith("["):
             assert text in told
-        assert json.loads(ask(store, one.id, "--json"), parse_constant=pytest.fail)["cell"]["label"] == text
+        assert (
+            json.loads(ask(store, one.id, "--json"), parse_constant=pytest.fail)["cell"]["label"]
+            == text
+        )

@@ -11,22 +11,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.stats import CONFIDENCE, SMALLEST_EFFECT, compare_rounds, compare_runs, estimate, log_ratio, median_error
+from harness.stats import (
+    CONFIDENCE,
+    SMALLEST_EFFECT,
+    compare_rounds,
+    compare_runs,
+    estimate,
+    log_ratio,
+    median_error,
+)
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
 
 def test_interval_of_three_trials_by_hand() -> None:
-    """Median 2, standard deviation 1.5275, t(0.975; 2) = 4.3027, a median's standard error 1.1602 times the mean's."""
+    """Median 2, standard deviation 1.5275, t(0.975; 2) = 4.3027, a median's standard error 1.1602
+    times the mean's."""
     found = estimate([1.0, 2.0, 4.0])
     assert found.value == 2.0
-    assert found.half_width == pytest.approx(4.302653 * median_error(3) * 1.527525 / math.sqrt(3), rel=1e-6)
+    assert found.half_width == pytest.approx(
+        4.302653 * median_error(3) * 1.527525 / math.sqrt(3), rel=1e-6
+    )
     assert found.precision == pytest.approx(found.half_width / 2)
     assert (estimate([1.0]).low, estimate([1.0]).precision) == (None, None)
 
 
-# Hojo 1931, as tabulated by Kenney and Keeping (1962): standard error of the median over the mean's.
-@pytest.mark.parametrize(("trials", "error"), [(1, 1.0), (2, 1.0), (3, 1.160), (4, 1.092), (5, 1.197), (7, 1.214), (9, 1.223), (20, 1.214)])
+# Hojo 1931, as tabulated by Kenney and Keeping (1962): standard error of the median over the
+# mean's.
+@pytest.mark.parametrize(
+    ("trials", "error"),
+    [(1, 1.0), (2, 1.0), (3, 1.160), (4, 1.092), (5, 1.197), (7, 1.214), (9, 1.223), (20, 1.214)],
+)
 def test_a_medians_error_is_the_published_one(trials: int, error: float) -> None:
     assert median_error(trials) == pytest.approx(error, rel=0.01)
 
@@ -40,7 +55,9 @@ def test_a_medians_error_is_that_of_simulated_medians() -> None:
 
 SHAPES: dict[str, Draw] = {
     "normal": lambda rng, n: rng.normal(100, 1, n),
-    "skewed": lambda rng, n: 100 * np.exp(rng.normal(0, 0.02, n) ** 2 * 10 + rng.normal(0, 0.01, n)),
+    "skewed": lambda rng, n: (
+        100 * np.exp(rng.normal(0, 0.02, n) ** 2 * 10 + rng.normal(0, 0.01, n))
+    ),
     "now and then slow": lambda rng, n: rng.normal(100, 1, n) - 20 * (rng.random(n) < 0.1),
 }
 
@@ -51,20 +68,30 @@ def test_the_interval_covers_the_median_as_often_as_it_says(shape: str, trials: 
     rng = np.random.default_rng(2)
     truth = float(np.median(SHAPES[shape](rng, 400_000)))
     found = [estimate([float(x) for x in SHAPES[shape](rng, trials)]) for _ in range(2000)]
-    covered = sum(one.low <= truth <= one.high for one in found if one.low is not None and one.high is not None) / 2000
+    covered = (
+        sum(
+            one.low <= truth <= one.high
+            for one in found
+            if one.low is not None and one.high is not None
+        )
+        / 2000
+    )
     assert covered >= 0.93
     if shape == "normal":
         assert covered <= 0.97
 
 
 def test_a_comparison_by_hand() -> None:
-    """Ratios of 1.01 and 1.03 within rounds: geometric mean 1.01995, whatever the rounds' own level; t(0.9975; 1) = 127.32."""
+    """Ratios of 1.01 and 1.03 within rounds: geometric mean 1.01995, whatever the rounds' own
+    level; t(0.9975; 1) = 127.32."""
     found = compare_rounds({0: 101.0, 1: 51.5, 5: 9.0}, {0: 100.0, 1: 50.0, 2: 1.0})
     assert found is not None
     assert found.rounds == 2
     assert found.ratio == pytest.approx(math.sqrt(1.01 * 1.03))
     spread = (math.log(1.03) - math.log(1.01)) / math.sqrt(2)
-    assert math.log(found.high / found.ratio) == pytest.approx(127.3213 * spread / math.sqrt(2), rel=1e-4)
+    assert math.log(found.high / found.ratio) == pytest.approx(
+        127.3213 * spread / math.sqrt(2), rel=1e-4
+    )
     assert found.verdict == "no difference seen"
     assert compare_rounds({0: 1.0}, {1: 1.0}) is None
 
@@ -72,7 +99,11 @@ def test_a_comparison_by_hand() -> None:
 def test_words() -> None:
     base = dict.fromkeys(range(5), 100.0)
     nearly = {r: 100.0 * (1 + 1e-5 * r) for r in base}
-    for factor, said in ((1.02, "faster"), (0.98, "slower"), (1 + SMALLEST_EFFECT / 2, "no difference seen")):
+    for factor, said in (
+        (1.02, "faster"),
+        (0.98, "slower"),
+        (1 + SMALLEST_EFFECT / 2, "no difference seen"),
+    ):
         found = compare_rounds({r: v * factor for r, v in nearly.items()}, base)
         assert found is not None
         assert found.verdict == said
@@ -87,17 +118,25 @@ def test_words() -> None:
 
 
 def test_turns_by_hand() -> None:
-    """Turns at 0, 1, 2, 3, 4 s, one launch and the other in turn. 110 lies between 100 and 121: a drift that cancels; so does 121."""
+    """Turns at 0, 1, 2, 3, 4 s, one launch and the other in turn. 110 lies between 100 and 121: a
+    drift that cancels; so does 121."""
     first, second = [(0.0, 100.0), (2.0, 121.0), (4.0, 146.41)], [(1.0, 110.0), (3.0, 133.1)]
     assert log_ratio(first, second) == pytest.approx(0.0)
-    assert log_ratio([(began, 1.03 * speed) for began, speed in first], second) == pytest.approx(math.log(1.03))
-    assert log_ratio(second, [(began, 1.03 * speed) for began, speed in first]) == pytest.approx(-math.log(1.03))
-    assert log_ratio(first, [(began + 10, speed) for began, speed in second]) is None, "they did not train with each other"
+    assert log_ratio([(began, 1.03 * speed) for began, speed in first], second) == pytest.approx(
+        math.log(1.03)
+    )
+    assert log_ratio(second, [(began, 1.03 * speed) for began, speed in first]) == pytest.approx(
+        -math.log(1.03)
+    )
+    assert log_ratio(first, [(began + 10, speed) for began, speed in second]) is None, (
+        "they did not train with each other"
+    )
     assert log_ratio(first, []) is None
 
 
 def test_where_there_are_turns_they_are_the_rounds_ratio() -> None:
-    """Round 0 by turns says 1.02, whatever the launches' own figures; round 1 has none, and says 1.04."""
+    """Round 0 by turns says 1.02, whatever the launches' own figures; round 1 has none, and says
+    1.04."""
     turns = {0: [(0.0, 102.0), (2.0, 102.0)]}, {0: [(1.0, 100.0), (3.0, 100.0)]}
     found = compare_rounds({0: 70.0, 1: 104.0}, {0: 100.0, 1: 100.0}, turns)
     assert found is not None
@@ -106,7 +145,10 @@ def test_where_there_are_turns_they_are_the_rounds_ratio() -> None:
 
 @given(drift=some.floats(-0.05, 0.05), slower=some.floats(0.5, 2.0), count=some.integers(3, 30))
 def test_by_turns_a_drift_in_proportion_cancels(drift: float, slower: float, count: int) -> None:
-    speeds = [(float(turn), math.exp(drift * turn) / (slower if turn % 2 else 1.0)) for turn in range(count)]
+    speeds = [
+        (float(turn), math.exp(drift * turn) / (slower if turn % 2 else 1.0))
+        for turn in range(count)
+    ]
     assert log_ratio(speeds[::2], speeds[1::2]) == pytest.approx(math.log(slower), abs=1e-9)
 
 
@@ -114,8 +156,13 @@ throughputs = some.lists(some.floats(1.0, 1e6), min_size=2, max_size=8)
 
 
 @given(first=throughputs, second=throughputs, scale=some.floats(1e-3, 1e3))
-def test_turned_round_the_ratio_is_its_inverse_and_units_do_not_matter(first: list[float], second: list[float], scale: float) -> None:
-    for compare in (compare_runs, lambda a, b: compare_rounds(dict(enumerate(a)), dict(enumerate(b)))):
+def test_turned_round_the_ratio_is_its_inverse_and_units_do_not_matter(
+    first: list[float], second: list[float], scale: float
+) -> None:
+    for compare in (
+        compare_runs,
+        lambda a, b: compare_rounds(dict(enumerate(a)), dict(enumerate(b))),
+    ):
         one, other = compare(first, second), compare(second, first)
         scaled = compare([v * scale for v in first], [v * scale for v in second])
         assert one is not None
@@ -125,7 +172,11 @@ def test_turned_round_the_ratio_is_its_inverse_and_units_do_not_matter(first: li
         assert one.low == pytest.approx(1 / other.high, rel=1e-6, abs=1e-300)
         assert scaled.ratio == pytest.approx(one.ratio)
         opposite = {"faster": "slower", "slower": "faster"}
-        if abs(abs(one.ratio - 1) - SMALLEST_EFFECT) > 1e-4 and abs(one.low - 1) > 1e-9 and abs(one.high - 1) > 1e-9:
+        if (
+            abs(abs(one.ratio - 1) - SMALLEST_EFFECT) > 1e-4
+            and abs(one.low - 1) > 1e-9
+            and abs(one.high - 1) > 1e-9
+        ):
             assert other.verdict == opposite.get(one.verdict, one.verdict)
 
 
@@ -138,7 +189,8 @@ def test_the_median_is_inside_its_interval(values: list[float]) -> None:
 
 
 def busy_for_a_while(rng: np.random.Generator, rounds: int) -> np.ndarray:
-    """Launches of two cells that spread by 1.1 %, and a neighbour that slows some launches in a row by up to 40 %."""
+    """Launches of two cells that spread by 1.1 %, and a neighbour that slows some launches in a row
+    by up to 40 %."""
     level = rng.normal(1.0, 0.011, 2 * rounds)
     begin, length = rng.integers(0, 2 * rounds), rng.integers(0, rounds)
     level[begin : begin + length] *= rng.uniform(0.6, 1.0, len(level[begin : begin + length]))
@@ -147,14 +199,18 @@ def busy_for_a_while(rng: np.random.Generator, rounds: int) -> np.ndarray:
 
 @pytest.mark.parametrize("rounds", [3, 5, 10, 20])
 @pytest.mark.parametrize("neighbour", [False, True])
-def test_equals_are_called_different_at_most_once_in_two_hundred(rounds: int, neighbour: bool) -> None:
+def test_equals_are_called_different_at_most_once_in_two_hundred(
+    rounds: int, neighbour: bool
+) -> None:
     rng = np.random.default_rng(3)
     alarms = 0
     for _ in range(4000):
         pairs = busy_for_a_while(rng, rounds) if neighbour else rng.normal(1.0, 0.011, (rounds, 2))
         for row in pairs:  # rounds are shuffled
             rng.shuffle(row)
-        found = compare_rounds(dict(enumerate(map(float, pairs[:, 0]))), dict(enumerate(map(float, pairs[:, 1]))))
+        found = compare_rounds(
+            dict(enumerate(map(float, pairs[:, 0]))), dict(enumerate(map(float, pairs[:, 1])))
+        )
         alarms += found is not None and found.verdict != "no difference seen"
     assert alarms <= 4000 / 200 * 1.5
 
@@ -164,19 +220,30 @@ def test_three_percent_are_seen_in_ten_rounds() -> None:
     seen = 0
     for _ in range(1000):
         first, second = rng.normal(0.97, 0.011, 10), rng.normal(1.0, 0.011, 10)
-        found = compare_rounds(dict(enumerate(map(float, first))), dict(enumerate(map(float, second))))
+        found = compare_rounds(
+            dict(enumerate(map(float, first))), dict(enumerate(map(float, second)))
+        )
         seen += found is not None and found.verdict == "slower"
     assert seen >= 950
 
 
 @pytest.mark.parametrize(("slower", "least", "most"), [(0.0, 0.0, 0.02), (0.015, 0.97, 1.0)])
-def test_half_a_percent_asked_for_tells_1_5_percent_apart_and_alarms_seldom(slower: float, least: float, most: float) -> None:
-    """Rounds are added to ten, whose ratios spread by 1.3 %, until the interval of 95 % is that narrow."""
+def test_half_a_percent_asked_for_tells_1_5_percent_apart_and_alarms_seldom(
+    slower: float, least: float, most: float
+) -> None:
+    """Rounds are added to ten, whose ratios spread by 1.3 %, until the interval of 95 % is that
+    narrow."""
     rng = np.random.default_rng(5)
     called = 0
     for _ in range(500):
-        first, second = ({r: float(v) for r, v in enumerate(rng.normal(level, 0.0092, 10))} for level in (1 / (1 + slower), 1.0))
+        first, second = (
+            {r: float(v) for r, v in enumerate(rng.normal(level, 0.0092, 10))}
+            for level in (1 / (1 + slower), 1.0)
+        )
         while (compare_rounds(first, second, confidence=CONFIDENCE).precision or 0.0) > 0.005:
-            first[len(first)], second[len(second)] = float(rng.normal(1 / (1 + slower), 0.0092)), float(rng.normal(1.0, 0.0092))
+            first[len(first)], second[len(second)] = (
+                float(rng.normal(1 / (1 + slower), 0.0092)),
+                float(rng.normal(1.0, 0.0092)),
+            )
         called += compare_rounds(first, second).verdict != "no difference seen"
     assert least <= called / 500 <= most

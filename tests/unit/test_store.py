@@ -70,14 +70,24 @@ def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) ->
 
 def step(key: TrialKey, number: int = 0) -> dict[str, Any]:
     same = {"run_id": "run-1", "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
-    return {**same, "rank": 0, "step": number, "phase": "timed", "data_seconds": 0.1, "step_seconds": 1.0, "loss": None}
+    return {
+        **same,
+        "rank": 0,
+        "step": number,
+        "phase": "timed",
+        "data_seconds": 0.1,
+        "step_seconds": 1.0,
+        "loss": None,
+    }
 
 
 def frame_of(trials: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """As they are read; what a row does not have is null."""
     import pandas as pd
 
-    return pd.DataFrame([{name: row.get(name) for name in arrow_schema("trials").names} for row in trials])
+    return pd.DataFrame(
+        [{name: row.get(name) for name in arrow_schema("trials").names} for row in trials]
+    )
 
 
 def filled(folder: Path) -> Store:
@@ -86,7 +96,9 @@ def filled(folder: Path) -> Store:
     for strategy in ("single", "ddp"):
         cell = Cell(strategy=strategy)
         for trial in range(2):
-            store.write_trial(trial_row(cell, trial), [step(TrialKey(cell.id, trial), n) for n in range(3)])
+            store.write_trial(
+                trial_row(cell, trial), [step(TrialKey(cell.id, trial), n) for n in range(3)]
+            )
     return store
 
 
@@ -105,7 +117,9 @@ def test_pandas_duckdb_and_polars_read_one_dataset(tmp_path: Path) -> None:
 
     filled(tmp_path).gather("run-1")
     assert len(pd.read_parquet(tmp_path / "trials")) == 4
-    assert duckdb.sql(f"select sum(step_seconds) from '{tmp_path}/steps/**/*.parquet'").fetchall() == [(12.0,)]
+    assert duckdb.sql(
+        f"select sum(step_seconds) from '{tmp_path}/steps/**/*.parquet'"
+    ).fetchall() == [(12.0,)]
     assert pl.read_parquet(f"{tmp_path}/trials/**/*.parquet").height == 4
 
 
@@ -200,7 +214,9 @@ def test_a_column_that_an_old_file_lacks_is_null(tmp_path: Path) -> None:
 
 def test_plans_survive_the_store(tmp_path: Path) -> None:
     cell = Cell(strategy="ddp", devices=2, options={"static_graph": True})
-    plan = Plan("r", "m", (cell,), 3, (LeftOut(Cell(strategy="single", devices=2), "refused", "no"),), 7)
+    plan = Plan(
+        "r", "m", (cell,), 3, (LeftOut(Cell(strategy="single", devices=2), "refused", "no"),), 7
+    )
     assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
 
 
@@ -214,7 +230,11 @@ def test_rounds_hold_every_cell_once_and_are_shuffled() -> None:
 
 
 def test_the_summary_ranks_only_what_passed_parity() -> None:
-    single, ddp, bad = Cell(strategy="single"), Cell(strategy="ddp", devices=2), Cell(strategy="fsdp2", devices=2)
+    single, ddp, bad = (
+        Cell(strategy="single"),
+        Cell(strategy="ddp", devices=2),
+        Cell(strategy="fsdp2", devices=2),
+    )
     rows = [
         trial_row(single, 0, samples_per_second=10.0),
         trial_row(single, 1, samples_per_second=12.0),
@@ -236,9 +256,25 @@ def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
         return dict(cells(frame_of(rows)).loc[0])
 
     one = Cell(strategy="single")
-    stopped = {"status": "interrupted", "reason": "stopped by the user", "samples_per_second": None, "parity_verdict": None}
-    part = row([trial_row(one, 0, samples_per_second=10.0), trial_row(one, 1, samples_per_second=12.0), trial_row(one, 2, **stopped)])
-    assert (part["status"], part["ranked"], part["trials"], part["samples_per_second"]) == ("ok", True, 2, 11.0)
+    stopped = {
+        "status": "interrupted",
+        "reason": "stopped by the user",
+        "samples_per_second": None,
+        "parity_verdict": None,
+    }
+    part = row(
+        [
+            trial_row(one, 0, samples_per_second=10.0),
+            trial_row(one, 1, samples_per_second=12.0),
+            trial_row(one, 2, **stopped),
+        ]
+    )
+    assert (part["status"], part["ranked"], part["trials"], part["samples_per_second"]) == (
+        "ok",
+        True,
+        2,
+        11.0,
+    )
     failed = row([trial_row(one, 0, status="failed"), trial_row(one, 1, **stopped)])
     assert (failed["status"], failed["ranked"]) == ("failed", False)
     none = row([trial_row(one, trial, **stopped) for trial in (0, 1)])
@@ -262,9 +298,15 @@ class Recorder:
         self.rows.append(row)
 
 
-def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The larger of two cells fitted in round 0, then the smaller ran out of memory: the larger keeps its trial and its turn."""
-    small, large = Cell(strategy="ddp", workload="llama-nano"), Cell(strategy="ddp", workload="llama-nano", global_batch=16)
+def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger of two cells fitted in round 0, then the smaller ran out of memory: the larger
+    keeps its trial and its turn."""
+    small, large = (
+        Cell(strategy="ddp", workload="llama-nano"),
+        Cell(strategy="ddp", workload="llama-nano", global_batch=16),
+    )
     store = Store(tmp_path)
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
     store.write_run(run_row())
@@ -281,14 +323,20 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(tmp_path: Path, mo
     monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
     assert runner.run(Recorder())
     assert launched == [TrialKey(large.id, 1)]
-    assert store.load().trials.set_index("cell_id")["status"].to_dict() == {large.id: "ok", small.id: "out_of_memory"}
+    assert store.load().trials.set_index("cell_id")["status"].to_dict() == {
+        large.id: "ok",
+        small.id: "out_of_memory",
+    }
 
 
 def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess is not a result: it was recorded as one."""
-    small, large = Cell(strategy="ddp", workload="llama-nano"), Cell(strategy="ddp", workload="llama-nano", global_batch=16)
+    small, large = (
+        Cell(strategy="ddp", workload="llama-nano"),
+        Cell(strategy="ddp", workload="llama-nano", global_batch=16),
+    )
     store = Store(tmp_path)
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
     store.write_run(run_row())
@@ -298,7 +346,9 @@ def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of
     loaded = store.load().trials.set_index("cell_id")
     assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
     assert loaded.loc[large.id, "reason"] == f"{small.name} ran out of memory and this needs more"
-    assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], "nor by a run that goes on with it"
+    assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], (
+        "nor by a run that goes on with it"
+    )
 
 
 def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_path: Path) -> None:
@@ -311,7 +361,11 @@ def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_pa
 
 
 def adaptive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: dict[str, float], now: Callable[[], float] = time.monotonic, **more: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spread: dict[str, float],
+    now: Callable[[], float] = time.monotonic,
+    **more: Any,
 ) -> tuple[Store, Recorder, bool]:
     """A run of cells whose throughputs spread by so much from round to round, without processes."""
     store, watcher = Store(tmp_path), Recorder()
@@ -322,7 +376,9 @@ def adaptive(
 
     def one(launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any) -> dict[str, Any]:
         value = 10.0 * (1 + spread[cell.strategy] * rng.gauss(0, 1))
-        row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {"position": position}
+        row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {
+            "position": position
+        }
         store.write_trial(row, [])
         return row
 
@@ -332,8 +388,12 @@ def adaptive(
     return store, watcher, runner.run(watcher)
 
 
-def test_rounds_are_added_until_every_interval_is_narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, watcher, finished = adaptive(tmp_path, monkeypatch, {"single": 0.0, "ddp": 0.02, "fsdp2": 0.04}, precision=0.03)
+def test_rounds_are_added_until_every_interval_is_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, watcher, finished = adaptive(
+        tmp_path, monkeypatch, {"single": 0.0, "ddp": 0.02, "fsdp2": 0.04}, precision=0.03
+    )
     assert finished
     trials = store.load().trials
     assert not too_wide(trials, 0.03)
@@ -345,10 +405,14 @@ def test_rounds_are_added_until_every_interval_is_narrow(tmp_path: Path, monkeyp
     assert {cell.strategy for cell in watcher.added[-1]} == {"fsdp2"}
 
 
-def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks = itertools.count(0, 3)
     now = lambda: float(next(ticks))  # noqa: E731
-    store, _, finished = adaptive(tmp_path, monkeypatch, {"ddp": 0.3}, now, precision=0.001, time_budget_seconds=12.0)
+    store, _, finished = adaptive(
+        tmp_path, monkeypatch, {"ddp": 0.3}, now, precision=0.001, time_budget_seconds=12.0
+    )
     assert finished
     trials = store.load().trials
     assert len(trials) == 6, "at 3, 6 and 9 s a trial of 2 s fits into 12, at 12 it does not"
@@ -357,13 +421,21 @@ def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(tmp_p
 
 
 def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
-    """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all turns: +-0.19 % (95 %)."""
+    """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all
+    turns: +-0.19 % (95 %)."""
     store = Store(tmp_path)
     store.write_run(run_row())
-    for number, (level, faster) in enumerate(zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)):
+    for number, (level, faster) in enumerate(
+        zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)
+    ):
         for strategy, speed, began in (("single", level, 0.0), ("ddp", level * faster, 0.5)):
-            turns = {"turn_began": [began + i for i in range(4)], "turn_samples_per_second": [speed] * 4}
-            store.write_trial(trial_row(Cell(strategy=strategy), number, samples_per_second=speed, **turns), [])
+            turns = {
+                "turn_began": [began + i for i in range(4)],
+                "turn_samples_per_second": [speed] * 4,
+            }
+            store.write_trial(
+                trial_row(Cell(strategy=strategy), number, samples_per_second=speed, **turns), []
+            )
     trials = store.load().trials
     assert not too_wide(trials, 0.0020)
     assert set(too_wide(trials, 0.0018)) == {Cell(strategy="single").id, Cell(strategy="ddp").id}
@@ -372,20 +444,39 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
 
 
 def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> None:
-    """Cells of other numbers of devices, batches or links train something else, or on something else: their ratio answers nothing."""
+    """Cells of other numbers of devices, batches or links train something else, or on something
+    else: their ratio answers nothing."""
     store = Store(tmp_path)
     store.write_run(run_row())
-    elsewhere = [Cell(strategy="ddp", devices=2), Cell(strategy="ddp", global_batch=16), Cell(strategy="ddp", nodes=2, links="1gbit")]
-    for number, (level, faster) in enumerate(zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)):
+    elsewhere = [
+        Cell(strategy="ddp", devices=2),
+        Cell(strategy="ddp", global_batch=16),
+        Cell(strategy="ddp", nodes=2, links="1gbit"),
+    ]
+    for number, (level, faster) in enumerate(
+        zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)
+    ):
         here = [(Cell(strategy="single"), level), (Cell(strategy="ddp"), level * faster)]
-        for place, (cell, speed) in enumerate([*here, *((cell, 8.0 + number) for cell in elsewhere)]):
-            turns = {"turn_began": [place / 8 + i for i in range(4)], "turn_samples_per_second": [speed] * 4}
+        for place, (cell, speed) in enumerate(
+            [*here, *((cell, 8.0 + number) for cell in elsewhere)]
+        ):
+            turns = {
+                "turn_began": [place / 8 + i for i in range(4)],
+                "turn_samples_per_second": [speed] * 4,
+            }
             store.write_trial(trial_row(cell, number, samples_per_second=speed, **turns), [])
-    assert set(too_wide(store.load().trials, 0.0020)) == {cell.id for cell in elsewhere}, "of these their own intervals are too wide"
+    assert set(too_wide(store.load().trials, 0.0020)) == {cell.id for cell in elsewhere}, (
+        "of these their own intervals are too wide"
+    )
 
 
-@pytest.mark.parametrize("statuses", [("diverged", "failed"), ("failed", "diverged"), ("ok", "diverged", "failed"), ("ok", "ok")])
-def test_a_cell_has_one_status_in_reports_and_in_comparisons(tmp_path: Path, statuses: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "statuses",
+    [("diverged", "failed"), ("failed", "diverged"), ("ok", "diverged", "failed"), ("ok", "ok")],
+)
+def test_a_cell_has_one_status_in_reports_and_in_comparisons(
+    tmp_path: Path, statuses: tuple[str, ...]
+) -> None:
     store = Store(tmp_path)
     store.write_run(run_row())
     for number, status in enumerate(statuses):
@@ -394,13 +485,27 @@ def test_a_cell_has_one_status_in_reports_and_in_comparisons(tmp_path: Path, sta
     loaded = store.load(steps=False)
     [of_report], [of_comparison] = cells(loaded.trials).to_dict("records"), measured(loaded)
     assert (of_report["status"], of_report["reason"]) == (of_comparison.state, of_comparison.reason)
-    assert of_report["status"] == ("failed" if "failed" in statuses else "ok"), "the worst of its trials"
-    assert of_report["reason"] == (f"1 of {len(statuses)} trials: it failed" if "failed" in statuses else "")
+    assert of_report["status"] == ("failed" if "failed" in statuses else "ok"), (
+        "the worst of its trials"
+    )
+    assert of_report["reason"] == (
+        f"1 of {len(statuses)} trials: it failed" if "failed" in statuses else ""
+    )
 
 
 def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    plan = Plan("run-1", "test", (Cell(strategy="single"),), 3, (), 7, precision=0.02, time_budget_seconds=60.0, by_turns=True)
+    plan = Plan(
+        "run-1",
+        "test",
+        (Cell(strategy="single"),),
+        3,
+        (),
+        7,
+        precision=0.02,
+        time_budget_seconds=60.0,
+        by_turns=True,
+    )
     store.write_run({**run_row(), "plan": plan.to_json()})
     assert resumable(store, None) == plan
 

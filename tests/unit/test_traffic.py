@@ -1,4 +1,5 @@
-"""What is kept between steps, what was sent, what was written: on tensors, sockets and files made for it."""
+"""What is kept between steps, what was sent, what was written: on tensors, sockets and files made
+for it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.unit.test_measure import CELL, FACTS, answer
 
 
 def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
-    """A flat buffer of 10 floats, two parameters that are views of it, and a bucket known by its size only."""
+    """A flat buffer of 10 floats, two parameters that are views of it, and a bucket known by its
+    size only."""
     flat = torch.zeros(10)
     kept = state_bytes(
         [
@@ -34,16 +36,27 @@ def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
         ],
         "cpu",
     )
-    assert kept == {"parameters": 40, "gradients": 0, "optimizer": 6, "library": 120, "host": 0, "library_buffers": {"bucket": 120}}
+    assert kept == {
+        "parameters": 40,
+        "gradients": 0,
+        "optimizer": 6,
+        "library": 120,
+        "host": 0,
+        "library_buffers": {"bucket": 120},
+    }
 
 
 def test_what_lies_on_another_device_is_told_apart() -> None:
-    kept = state_bytes([("optimizer", "m", torch.zeros(3)), ("parameters", "p", torch.zeros(2, device="meta"))], "meta")
+    kept = state_bytes(
+        [("optimizer", "m", torch.zeros(3)), ("parameters", "p", torch.zeros(2, device="meta"))],
+        "meta",
+    )
     assert (kept["host"], kept["optimizer"]) == (12, 0)
 
 
 def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
-    """Linear 3 -> 2 with bias is 8 elements; AdamW keeps two moments of each and a step number per tensor."""
+    """Linear 3 -> 2 with bias is 8 elements; AdamW keeps two moments of each and a step number per
+    tensor."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
@@ -55,11 +68,18 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
 
 
 def test_formulas_by_hand() -> None:
-    """10 parameters, 8 of them trained, fp32: AdamW keeps 8 bytes of each trained one, SGD 4; DDP a bucket of the gradients."""
+    """10 parameters, 8 of them trained, fp32: AdamW keeps 8 bytes of each trained one, SGD 4; DDP a
+    bucket of the gradients."""
     facts = ModelFacts(("a", "b"), 10, 0, (5, 3))
-    assert model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64, transient=32)
-    assert model_states(Cell(strategy="x", optimizer="sgd"), facts, shards=2) == States(parameters=20, optimizer=16, transient=16)
-    assert whole_model_states(Cell(strategy="x"), facts) == States(parameters=40, optimizer=64, library=32, transient=32)
+    assert model_states(Cell(strategy="x"), facts) == States(
+        parameters=40, optimizer=64, transient=32
+    )
+    assert model_states(Cell(strategy="x", optimizer="sgd"), facts, shards=2) == States(
+        parameters=20, optimizer=16, transient=16
+    )
+    assert whole_model_states(Cell(strategy="x"), facts) == States(
+        parameters=40, optimizer=64, library=32, transient=32
+    )
     assert whole_model_states(Cell(strategy="x"), facts).total == 136
 
 
@@ -67,7 +87,10 @@ def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
+        with (
+            socket.create_connection(listener.getsockname()) as client,
+            listener.accept()[0] as server,
+        ):
             traffic = Traffic(over_tcp=True)
             traffic.start()
             for _ in range(2):
@@ -110,11 +133,22 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
 def test_columns_of_states_and_traffic() -> None:
     """Two ranks; the disk's bytes are summed over them, the folder is one that both see."""
     disk = {"read": 5.0, "written": 7.0, "kept": 100}
-    row = figures(CELL, [answer(0, [1.0], offload=disk), answer(1, [1.0], offload=disk, sent_bytes_per_step=30.0)], FACTS, None)
+    row = figures(
+        CELL,
+        [answer(0, [1.0], offload=disk), answer(1, [1.0], offload=disk, sent_bytes_per_step=30.0)],
+        FACTS,
+        None,
+    )
     assert row["parameter_bytes"] == [20, 20]
     assert row["sent_bytes_per_step"] == [20.0, 30.0]
-    assert (row["offload_read_bytes_per_step"], row["offload_written_bytes_per_step"], row["offload_kept_bytes"]) == (10.0, 14.0, 100)
+    assert (
+        row["offload_read_bytes_per_step"],
+        row["offload_written_bytes_per_step"],
+        row["offload_kept_bytes"],
+    ) == (10.0, 14.0, 100)
     assert json.loads(row["library_buffers"]) == {"buckets": 20}
-    unknown = figures(CELL, [answer(0, [1.0]), answer(1, [1.0], sent_bytes_per_step=None)], FACTS, None)
+    unknown = figures(
+        CELL, [answer(0, [1.0]), answer(1, [1.0], sent_bytes_per_step=None)], FACTS, None
+    )
     assert unknown["sent_bytes_per_step"] == []
     assert "offload_read_bytes_per_step" not in unknown

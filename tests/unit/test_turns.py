@@ -1,4 +1,5 @@
-"""Arithmetic of the overhead benchmark: steps -> turns -> the suite's step time over the script's."""
+"""Arithmetic of the overhead benchmark: steps -> turns -> the suite's step time over the
+script's."""
 
 from __future__ import annotations
 
@@ -23,6 +24,11 @@ def test_a_turn_is_compared_with_those_before_and_after_it() -> None:
 
 
 def test_a_drift_in_proportion_cancels() -> None:
-    speeds = [math.exp(0.05 * turn) for turn in range(20)]  # script and suite by turns, the script first
-    script, suite = dict(enumerate(speeds[::2])), {turn: 1.01 * time for turn, time in enumerate(speeds[1::2])}
+    speeds = [
+        math.exp(0.05 * turn) for turn in range(20)
+    ]  # script and suite by turns, the script first
+    script, suite = (
+        dict(enumerate(speeds[::2])),
+        {turn: 1.01 * time for turn, time in enumerate(speeds[1::2])},
+    )
     assert compared(suite, script) == pytest.approx(1.01)

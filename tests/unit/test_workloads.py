@@ -1,4 +1,5 @@
-"""Step k of seed s is the same global batch for everyone; a user's own data and models are loaded."""
+"""Step k of seed s is the same global batch for everyone; a user's own data and models are
+loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from harness.workloads.model import split_name
 
 @pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])
 def test_shares_make_up_the_same_global_batch(name: str) -> None:
-    data = prepare_data("images" if name.startswith("resnet") else "stdlib", make_workload(name), 32)
+    data = prepare_data(
+        "images" if name.startswith("resnet") else "stdlib", make_workload(name), 32
+    )
     whole = data.batch(3, 5, 8, slice(0, 8))
     for shares in (2, 4, 8):
         size = 8 // shares
@@ -34,7 +37,9 @@ def test_shares_make_up_the_same_global_batch(name: str) -> None:
 
 
 def test_causal_labels_are_the_next_tokens() -> None:
-    inputs, labels = prepare_data("stdlib", make_workload("llama-nano"), 32).batch(0, 0, 4, slice(0, 4))
+    inputs, labels = prepare_data("stdlib", make_workload("llama-nano"), 32).batch(
+        0, 0, 4, slice(0, 4)
+    )
     assert inputs.shape == labels.shape == (4, 32)
     assert np.array_equal(inputs[:, 1:], labels[:, :-1])
 
@@ -54,7 +59,9 @@ def test_classes_are_packages() -> None:
     assert set(labels) == set(range(10))
 
 
-@pytest.mark.parametrize("name", [n for n in workload_names() if n.split("-")[1] in ("nano", "micro", "mini")])
+@pytest.mark.parametrize(
+    "name", [n for n in workload_names() if n.split("-")[1] in ("nano", "micro", "mini")]
+)
 def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     import torch
 
@@ -80,11 +87,14 @@ def test_sizes_are_the_published_ones(name: str, parameters: int) -> None:
 
 
 def test_flops_are_six_per_parameter_and_token_and_attention() -> None:
-    """Kaplan et al. (arXiv 2001.08361): 6 N per token without embeddings; attention adds 12 x layers x hidden x tokens."""
+    """Kaplan et al. (arXiv 2001.08361): 6 N per token without embeddings; attention adds 12 x
+    layers x hidden x tokens."""
     tokens = 64
     matrices = 3_344_640 - 256 * 256 - (2 * 4 + 1) * 256
     per_token = 6 * matrices + 12 * 4 * 256 * tokens
-    assert model_facts(make_workload("llama-mini"), tokens).flops_per_sample == pytest.approx(per_token * tokens, rel=0.01)
+    assert model_facts(make_workload("llama-mini"), tokens).flops_per_sample == pytest.approx(
+        per_token * tokens, rel=0.01
+    )
 
 
 def test_text_files(tmp_path: Path) -> None:
@@ -100,7 +110,9 @@ def test_parquet_files_with_labels(tmp_path: Path) -> None:
 
     file = tmp_path / "rows.parquet"
     pd.DataFrame({"text": ["a" * 100, "b" * 100, "a" * 100], "label": [0, 1, 0]}).to_parquet(file)
-    inputs, labels = prepare_data(f"parquet:{file}", make_workload("bert-micro"), 32).batch(0, 0, 16, slice(0, 16))
+    inputs, labels = prepare_data(f"parquet:{file}", make_workload("bert-micro"), 32).batch(
+        0, 0, 16, slice(0, 16)
+    )
     for row, label in zip(inputs, labels, strict=True):
         assert set(row) <= {ord("ab"[label]), ord("\n")}
 
@@ -141,7 +153,8 @@ def test_unusable_data_is_said(tmp_path: Path, name: str, workload: str, said: s
 
 
 def test_a_saved_model_is_a_workload(tmp_path: Path) -> None:
-    """A user's own weights are trained, not new ones; a folder with a config alone gets seeded weights."""
+    """A user's own weights are trained, not new ones; a folder with a config alone gets seeded
+    weights."""
     import torch
 
     model = make_workload("gpt2-nano").build(5)
@@ -163,7 +176,9 @@ def test_a_saved_tokenizer_is_used(tmp_path: Path) -> None:
     make_workload("gpt2-nano").build(5).save_pretrained(tmp_path / "model")
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "import": 1, "def": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
+        tmp_path / "model"
+    )
     text = tmp_path / "text"
     text.write_text("import this def that " * 50)
     data = prepare_data(f"text:{text}", make_workload(f"hf:{tmp_path / 'model'}"), 32)
@@ -171,7 +186,11 @@ def test_a_saved_tokenizer_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "no model config"), ('{"model_type": "vit", "architectures": ["ViTModel"]}', "neither")]
+    ("content", "said"),
+    [
+        (None, "no model config"),
+        ('{"model_type": "vit", "architectures": ["ViTModel"]}', "neither"),
+    ],
 )
 def test_unusable_models_are_said(tmp_path: Path, content: str | None, said: str) -> None:
     if content:
@@ -183,7 +202,11 @@ def test_unusable_models_are_said(tmp_path: Path, content: str | None, said: str
 # llama-mini: 4 blocks of 4 attention matrices of 256 x 256 and 3 MLP matrices of 256 x 704.
 MATRICES = 4 * (4 * 256 * 256 + 3 * 256 * 704)
 LORA = 4 * 8 * (4 * (256 + 256) + 3 * (256 + 704))
-LSTM = sum(2 * 4 * 256 * (width + 256 + 2) for width in (256, 512)) + (512 * 512 + 512) + (512 * 256 + 256)
+LSTM = (
+    sum(2 * 4 * 256 * (width + 256 + 2) for width in (256, 512))
+    + (512 * 512 + 512)
+    + (512 * 256 + 256)
+)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +223,8 @@ LSTM = sum(2 * 4 * 256 * (width + 256 + 2) for width in (256, 512)) + (512 * 512
     ],
 )
 def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, trained: int) -> None:
-    """LoRA (2106.09685) r (in + out); prefix tuning (2101.00190) tokens x 2 x layers x hidden; IA3 (2205.05638) keys, values, MLP."""
+    """LoRA (2106.09685) r (in + out); prefix tuning (2101.00190) tokens x 2 x layers x hidden; IA3
+    (2205.05638) keys, values, MLP."""
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     assert sum(facts.sizes) == trained
     assert facts.parameters == (3_344_640 if suffix == "bf16" else 3_344_640 + trained)
@@ -224,7 +248,10 @@ def test_stored_bytes_of_variants(suffix: str, weights: float, beside: float) ->
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
     """Two of a matrix' three products remain, and all of attention's."""
-    whole, lora = (model_facts(make_workload(name), 64).flops_per_sample for name in ("llama-mini", "llama-mini+lora"))
+    whole, lora = (
+        model_facts(make_workload(name), 64).flops_per_sample
+        for name in ("llama-mini", "llama-mini+lora")
+    )
     assert whole * 0.6 < lora < whole * 0.8
 
 
@@ -235,7 +262,9 @@ def test_a_variant_keeps_the_weights_of_its_name_and_seed(suffix: str) -> None:
     base = make_workload("llama-nano").build(3)
     one, two, other = (make_workload(f"llama-nano+{suffix}").build(seed) for seed in (3, 3, 4))
     embedding = next(p for n, p in one.named_parameters() if n.endswith("embed_tokens.weight"))
-    assert torch.equal(embedding.float(), base.get_input_embeddings().weight.to(embedding.dtype).float())
+    assert torch.equal(
+        embedding.float(), base.get_input_embeddings().weight.to(embedding.dtype).float()
+    )
     trained = [n for n, p in one.named_parameters() if p.requires_grad]
     tensors, again, others = (dict(m.named_parameters()) for m in (one, two, other))
     assert all(torch.equal(p, again[n]) for n, p in tensors.items())
@@ -258,11 +287,14 @@ def test_prefixes_are_attended_to_with_and_without_a_cache(name: str) -> None:
         found.append((logits, *gradients))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     plain = make_workload(name)
-    assert not torch.allclose(plain.logits(plain.build(0), torch.arange(64).view(2, 32)), found[0][0])
+    assert not torch.allclose(
+        plain.logits(plain.build(0), torch.arange(64).view(2, 32)), found[0][0]
+    )
 
 
 def test_virtual_tokens_predict_nothing() -> None:
-    """The logits kept are those of the real tokens: the last one's depend on all tokens, the first one's on the first."""
+    """The logits kept are those of the real tokens: the last one's depend on all tokens, the first
+    one's on the first."""
     import torch
 
     workload = make_workload("llama-nano+prompt")
@@ -308,9 +340,23 @@ def test_a_path_may_have_a_plus_sign(tmp_path: Path) -> None:
     ("axes", "said"),
     [
         ({"strategy": "tensor", "devices": 2, "workload": "llama-nano+lora"}, "use llama-nano"),
-        ({"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+nf4+lora"}, "cuts parameters into shards"),
-        ({"strategy": "fsdp1", "devices": 2, "workload": "llama-nano+lora", "options": {"use_orig_params": False}}, "use_orig_params"),
-        ({"strategy": "ddp", "workload": "llama-nano+fp16", "precision": "fp16"}, "leave the precision at fp32, or use llama-nano in fp16"),
+        (
+            {"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+nf4+lora"},
+            "cuts parameters into shards",
+        ),
+        (
+            {
+                "strategy": "fsdp1",
+                "devices": 2,
+                "workload": "llama-nano+lora",
+                "options": {"use_orig_params": False},
+            },
+            "use_orig_params",
+        ),
+        (
+            {"strategy": "ddp", "workload": "llama-nano+fp16", "precision": "fp16"},
+            "leave the precision at fp32, or use llama-nano in fp16",
+        ),
     ],
 )
 def test_combinations_that_a_variant_excludes_are_refused(axes: dict[str, Any], said: str) -> None:
@@ -321,15 +367,29 @@ def test_combinations_that_a_variant_excludes_are_refused(axes: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("missing", "left"),
-    [("peft", {"llama-nano", "llama-nano+bf16"}), ("bitsandbytes", {"llama-nano", "llama-nano+bf16", "llama-nano+lora"})],
+    [
+        ("peft", {"llama-nano", "llama-nano+bf16"}),
+        ("bitsandbytes", {"llama-nano", "llama-nano+bf16", "llama-nano+lora"}),
+    ],
 )
-def test_without_a_library_exactly_its_variants_are_unavailable(monkeypatch: pytest.MonkeyPatch, missing: str, left: set[str]) -> None:
-    names = ["llama-nano", "llama-nano+bf16", "llama-nano+lora", "llama-nano+nf4+lora", "llama-nano+int8+lora"]
+def test_without_a_library_exactly_its_variants_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch, missing: str, left: set[str]
+) -> None:
+    names = [
+        "llama-nano",
+        "llama-nano+bf16",
+        "llama-nano+lora",
+        "llama-nano+nf4+lora",
+        "llama-nano+int8+lora",
+    ]
     matrix = Matrix(cells=[{"strategy": "single", "workload": names}])
     host = Host("cpu", 2, 2**34)
     assert len(expand(matrix, host).cells) == 5
     found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == missing else found(name, *rest))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest: None if name == missing else found(name, *rest),
+    )
     expanded = expand(matrix, host)
     assert {cell.workload for cell in expanded.cells} == left
     assert {x.cell.workload for x in expanded.left_out} == set(names) - left
@@ -341,13 +401,18 @@ def test_without_a_library_exactly_its_variants_are_unavailable(monkeypatch: pyt
 
 
 def test_a_matrix_names_variants_of_its_workloads() -> None:
-    matrix = Matrix(workloads={"main": "llama-nano"}, cells=[{"strategy": "single", "workload": ["main+lora", "gpt2-nano+bf16", "main"]}])
+    matrix = Matrix(
+        workloads={"main": "llama-nano"},
+        cells=[{"strategy": "single", "workload": ["main+lora", "gpt2-nano+bf16", "main"]}],
+    )
     cells = expand(matrix, Host("cpu", 2, 2**34)).cells
     assert [cell.workload for cell in cells] == ["llama-nano+lora", "gpt2-nano+bf16", "llama-nano"]
 
 
 def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
-    small, large = (Cell(strategy="single", workload=f"llama-{size}+lora") for size in ("nano", "micro"))
+    small, large = (
+        Cell(strategy="single", workload=f"llama-{size}+lora") for size in ("nano", "micro")
+    )
     assert more_of_the_same(large, small)
     assert not more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
     assert not more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))

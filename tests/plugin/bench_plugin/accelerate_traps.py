@@ -59,7 +59,11 @@ class AccelerateTraps(Accelerate):
 
         def changed(self_: Any, *, cpu: bool, kwargs_handlers: list[Any], **more: Any) -> None:
             if self.trap in ("batch_sizes", "unnamed_backend"):
-                kwargs_handlers = [handler for handler in kwargs_handlers if not isinstance(handler, InitProcessGroupKwargs)]
+                kwargs_handlers = [
+                    handler
+                    for handler in kwargs_handlers
+                    if not isinstance(handler, InitProcessGroupKwargs)
+                ]
             init(self_, cpu=cpu and self.trap != "no_cpu", kwargs_handlers=kwargs_handlers, **more)
             self_.threads_taken = torch.get_num_threads()
 

@@ -24,7 +24,9 @@ class DeepspeedTraps(Deepspeed):
         if self.without != "scaled_loss":
             super().check(cell, workload)
 
-    def config(self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str) -> dict[str, Any]:
+    def config(
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str
+    ) -> dict[str, Any]:
         config = super().config(cell, layout, sizes, folder)
         if self.without == "clipping_off":
             del config["gradient_clipping"]
@@ -55,7 +57,8 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
 
 
 class DeepspeedDump(Deepspeed):
-    """DeepSpeed ZeRO-3 that writes, after each step, what its rank keeps in memory to files named as those of its swapper."""
+    """DeepSpeed ZeRO-3 that writes, after each step, what its rank keeps in memory to files named
+    as those of its swapper."""
 
     def setup(self, job: Job) -> TrainStep:
         import deepspeed
@@ -77,10 +80,14 @@ class DeepspeedDump(Deepspeed):
             for group in zero.fp32_partitioned_groups_flat:
                 group.detach().numpy().tofile(folder / f"{group.ds_id}.tensor.swp")
                 for name in ("exp_avg", "exp_avg_sq"):
-                    zero.optimizer.state[group][name].numpy().tofile(folder / f"{name}-{group.ds_id}.tensor.swp")
+                    zero.optimizer.state[group][name].numpy().tofile(
+                        folder / f"{name}-{group.ds_id}.tensor.swp"
+                    )
             for parameters in zero.fp16_groups:
                 for parameter in parameters:
-                    parameter.ds_tensor.numpy().tofile(folder / f"{parameter.ds_id}_param.tensor.swp")
+                    parameter.ds_tensor.numpy().tofile(
+                        folder / f"{parameter.ds_id}_param.tensor.swp"
+                    )
             return loss
 
         return dumped

@@ -1,4 +1,5 @@
-"""fairscale's FullyShardedDataParallel on a CPU, with CUDA's streams and pinned memory pretended: its mathematics, not its speed."""
+"""fairscale's FullyShardedDataParallel on a CPU, with CUDA's streams and pinned memory pretended:
+its mathematics, not its speed."""
 
 import contextlib
 from typing import Any
@@ -51,7 +52,9 @@ class FairscaleOnCpu(FairscaleFsdp):
         from fairscale.nn.data_parallel import fully_sharded_data_parallel as module
 
         module.torch = Torch()
-        reduce_scatter_bucketer.enable_nccl_base_collectives = False  # gloo wants both tensors of one shape, NCCL counts elements
+        reduce_scatter_bucketer.enable_nccl_base_collectives = (
+            False  # gloo wants both tensors of one shape, NCCL counts elements
+        )
         torch.Tensor.record_stream = lambda self, stream: None
         torch.Tensor.pin_memory = lambda self: self
         return super().setup(job)

@@ -14,7 +14,16 @@ class Faulty(Strategy):
     """Data parallelism that goes wrong on its last rank at step 2."""
 
     fault: Literal[
-        "raises", "killed", "exits", "hangs", "out_of_memory", "nan", "leaves_children", "raises_in_setup", "shows_nothing", "slow"
+        "raises",
+        "killed",
+        "exits",
+        "hangs",
+        "out_of_memory",
+        "nan",
+        "leaves_children",
+        "raises_in_setup",
+        "shows_nothing",
+        "slow",
     ] = "raises"
     """How it goes wrong."""
 
@@ -55,6 +64,8 @@ class Faulty(Strategy):
                 parameter.grad /= dist.get_world_size()
             optimizer.step()
             optimizer.zero_grad()
-            return loss.detach() * (float("nan") if self.fault == "nan" and batch.step >= 2 else 1.0)
+            return loss.detach() * (
+                float("nan") if self.fault == "nan" and batch.step >= 2 else 1.0
+            )
 
         return step

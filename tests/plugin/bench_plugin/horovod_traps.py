@@ -1,4 +1,5 @@
-"""Horovod with one of the strategy's precautions taken out, or with a rank that does not end well."""
+"""Horovod with one of the strategy's precautions taken out, or with a rank that does not end
+well."""
 
 import dataclasses
 import os
@@ -16,7 +17,10 @@ class PlainSgd(Job):
     def optimizer_class(self) -> tuple[Any, dict[str, Any]]:
         import torch
 
-        return torch.optim.SGD, {"lr": self.cell.learning_rate, "weight_decay": self.cell.weight_decay}
+        return torch.optim.SGD, {
+            "lr": self.cell.learning_rate,
+            "weight_decay": self.cell.weight_decay,
+        }
 
 
 class HorovodTraps(Horovod):
@@ -34,9 +38,13 @@ class HorovodTraps(Horovod):
         import torch
 
         if self.plain_sgd:
-            job = PlainSgd(**{field.name: getattr(job, field.name) for field in dataclasses.fields(job)})
+            job = PlainSgd(
+                **{field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+            )
         if self.apart and job.rank:
-            job = dataclasses.replace(job, cell=job.cell.model_copy(update={"learning_rate": 10 * job.cell.learning_rate}))
+            job = dataclasses.replace(
+                job, cell=job.cell.model_copy(update={"learning_rate": 10 * job.cell.learning_rate})
+            )
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.1)

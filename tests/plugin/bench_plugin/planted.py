@@ -13,7 +13,8 @@ from harness.strategy import Job, TrainStep
 
 
 class Planted(Ddp):
-    """DDP whose steps last a tenth of a second, give or take 4 % from launch to launch, and twice that while a file is there."""
+    """DDP whose steps last a tenth of a second, give or take 4 % from launch to launch, and twice
+    that while a file is there."""
 
     file: str = ""
     """The file."""

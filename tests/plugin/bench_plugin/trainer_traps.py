@@ -1,4 +1,5 @@
-"""transformers' Trainer with one of the strategy's precautions taken out, or with a callback that goes wrong."""
+"""transformers' Trainer with one of the strategy's precautions taken out, or with a callback that
+goes wrong."""
 
 import types
 from typing import Any, Literal
@@ -15,7 +16,13 @@ ARGUMENTS = {
     "unused_parameters": "ddp_find_unused_parameters",
     "no_cpu": "use_cpu",
 }
-FLAGS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "bucket_bytes_cap")
+FLAGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "gradient_as_bucket_view",
+    "bucket_bytes_cap",
+)
 KEPT: list[Any] = []  # a DDP that is destroyed in a rank may hang
 
 
@@ -51,7 +58,11 @@ class TrainerTraps(TransformersTrainer):
         if self.trap.startswith("own_optimizer"):
             _, said = job.optimizer_class()
             rate = {"learning_rate": said["lr"], "weight_decay": said["weight_decay"]}
-            adam = {"adam_beta1": said["betas"][0], "adam_beta2": said["betas"][1], "adam_epsilon": said["eps"]}
+            adam = {
+                "adam_beta1": said["betas"][0],
+                "adam_beta2": said["betas"][1],
+                "adam_epsilon": said["eps"],
+            }
             arguments |= {"optim": "adamw_torch", **rate, **adam}
         return arguments
 
@@ -72,7 +83,9 @@ class TrainerTraps(TransformersTrainer):
         if self.trap.startswith("own_optimizer"):
             trainer.create_optimizer = types.MethodType(Trainer.create_optimizer, trainer)
         if self.trap == "own_optimizer_without_exemption":
-            trainer.get_decay_parameter_names = lambda model: [name for name, _ in model.named_parameters()]
+            trainer.get_decay_parameter_names = lambda model: [
+                name for name, _ in model.named_parameters()
+            ]
         return trainer
 
     def setup(self, job: Job) -> TrainStep:
@@ -84,7 +97,10 @@ class TrainerTraps(TransformersTrainer):
             KEPT.append(plain := DistributedDataParallel(job.model()))
             for flag in FLAGS:
                 if getattr(wrapped, flag) != getattr(plain, flag):
-                    raise RuntimeError(f"DDP's {flag} is {getattr(wrapped, flag)}, the plain script's is {getattr(plain, flag)}")
+                    raise RuntimeError(
+                        f"DDP's {flag} is {getattr(wrapped, flag)}, the plain script's is"
+                        f" {getattr(plain, flag)}"
+                    )
         return step
 
     def counts_labels(self, workload: Workload) -> bool:
@@ -96,7 +112,10 @@ class TrainerTraps(TransformersTrainer):
         named = super().named(workload, model, part)
         if self.trap == "shifted_twice":
             del named["shift_labels"]
-        if self.trap in ("all_labels", "first_label_masked"):  # a token more, so that the model's own shift leaves all labels
+        if self.trap in (
+            "all_labels",
+            "first_label_masked",
+        ):  # a token more, so that the model's own shift leaves all labels
             tokens = torch.cat([part.inputs, part.labels[:, -1:]], dim=1)
             labels = tokens.clone()
             if self.trap == "first_label_masked":

@@ -10,7 +10,8 @@ class VariantAstray(Ddp):
     """DDP with one mistake about the adapter."""
 
     mistake: Literal["none", "thawed", "unseeded", "first_positions"] = "none"
-    """Frozen weights trained too, an adapter of other numbers, or the loss of the virtual tokens' positions."""
+    """Frozen weights trained too, an adapter of other numbers, or the loss of the virtual tokens'
+    positions."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -24,7 +25,9 @@ class VariantAstray(Ddp):
         if self.mistake == "first_positions":
 
             def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-                return workload.loss(model(batch.inputs).logits[:, : batch.inputs.shape[1]], batch.labels)
+                return workload.loss(
+                    model(batch.inputs).logits[:, : batch.inputs.shape[1]], batch.labels
+                )
 
             job.loss = loss  # type: ignore[method-assign,assignment]
         return super().setup(job)
