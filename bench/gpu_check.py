@@ -20,9 +20,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from harness.cores import few_cores
-from harness.measure.gpu import visible_gpus
-from harness.status import NOT_LAUNCHED
+from harness.host.cores import few_cores
+from harness.host.gpu import visible_gpus
+from harness.record.status import NOT_LAUNCHED
 
 HOME = Path(__file__).with_name("gpu_check.yaml")
 ROOT = Path(__file__).parents[1]
@@ -231,9 +231,9 @@ def _killed(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 def host_facts() -> dict[str, Any]:
     """Versions, topology, what doctor finds, and which imports initialise CUDA."""
-    from harness.checks import troubles
-    from harness.environment import environment
-    from harness.measure.gpu_facts import gpu_facts, gpu_topology
+    from bench.checks import troubles
+    from harness.host.environment import environment
+    from harness.host.gpu_facts import gpu_facts, gpu_topology
 
     return {
         "environment": environment(),
@@ -246,7 +246,7 @@ def host_facts() -> dict[str, Any]:
 
 def _imported() -> list[str]:
     """Packages that ranks import."""
-    from harness.registry import strategies
+    from harness.strategy.registry import strategies
 
     needed = {name for cls in strategies().values() for name in (*cls.requires, *cls.preload)}
     return sorted(needed | {"transformers", "transformers.trainer", "peft", "bitsandbytes"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from harness.cell import Cell
-from harness.errors import Mistake, Unavailable
-from harness.registry import admit, make_strategy
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Unavailable
+from harness.strategy.registry import admit, make_strategy
 from harness.workloads import make_workload, prepare_data
 
 
@@ -37,8 +37,8 @@ class Host:
     def here(cls, nodes: int = 1) -> Host:
         import psutil
 
-        from harness.cores import allowed_cores
-        from harness.environment import device_type, gpus
+        from harness.host.cores import allowed_cores
+        from harness.host.environment import device_type, gpus
 
         if device_type() == "cuda":
             found = gpus()
@@ -48,7 +48,7 @@ class Host:
 
 def host_of(text: str, nodes: int) -> Host:
     """This host, or the one that `8 x h100-80gb` names; raises Mistake with the known GPUs."""
-    from harness.measure.peaks import gpu_models
+    from harness.host.peaks import gpu_models
 
     if not text:
         return Host.here(nodes)

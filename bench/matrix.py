@@ -42,11 +42,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.host import Host, admit_here
-from harness.cell import Cell
-from harness.errors import Mistake, Refused, Unavailable, complaint
-from harness.expected import time_limit_seconds
-from harness.plan import LeftOut
-from harness.registry import make_strategy, with_defaults
+from harness.record.plan import LeftOut
+from harness.run.expected import time_limit_seconds
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused, Unavailable, complaint
+from harness.strategy.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
 
 HOME = Path(__file__).parent / "matrices"

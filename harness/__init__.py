@@ -1,1 +1,63 @@
 """How one cell is run, measured, verified and recorded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+RENAMED = {
+    "harness.cell": ("harness.spec.cell",),
+    "harness.compare": ("harness.analysis.compare",),
+    "harness.errors": ("harness.spec.errors",),
+    "harness.history": ("harness.analysis.history",),
+    "harness.pipelining": ("harness.strategy.pipelining",),
+    "harness.registry": ("harness.strategy.registry",),
+    "harness.schema": ("harness.record.schema",),
+    "harness.sides": ("harness.analysis.selection",),
+    "harness.stats": ("harness.analysis.stats",),
+    "harness.summary": ("harness.analysis.summary",),
+    "harness.training": (
+        "harness.strategy.step",
+        "harness.strategy.formulas",
+        "harness.strategy.sharding",
+        "harness.workloads.precision",
+    ),
+    "harness.workloads.facts": ("harness.workloads.counts",),
+    "harness.workloads.model": ("harness.workloads.workload", "harness.workloads.registry"),
+    "harness.workloads.stage": ("harness.strategy.stage",),
+}
+"""Former modules that strategies and notebooks of other packages may import, and where their names
+are now. Importing one still works and warns."""
+
+
+class _Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a former module: a module whose names are looked up where they are now."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in RENAMED else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        homes = RENAMED[module.__name__]
+        warnings.warn(
+            f"{module.__name__} is deprecated, its names are now in {', '.join(homes)}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+
+        def look_up(name: str) -> object:
+            for home in map(importlib.import_module, homes):
+                if hasattr(home, name):
+                    return getattr(home, name)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        module.__dict__["__getattr__"] = look_up
+
+
+sys.meta_path.append(_Renamed())

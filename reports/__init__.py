@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.store import Results
+    from harness.record.store import Results
 
 __all__ = ["write_report", "write_whole"]
 
@@ -26,7 +26,7 @@ def write_whole(text: str, path: Path, instead: str) -> Path:
 
     `instead`: the command that writes another file.
     """
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.setting import SETTING, setting
+from harness.analysis.setting import SETTING, setting
 from reports.data import Bars, throughput_bars
 from reports.groups import Group, Row, by_setting, marks, ranking
 from reports.states import Stacks, stacked

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.stats import COMPARED_CONFIDENCE
+from harness.analysis.stats import COMPARED_CONFIDENCE
 from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
-    from harness.compare import Compared, Line
-    from harness.sides import Measured
+    from harness.analysis.compare import Compared, Line
+    from harness.analysis.selection import Measured
 
 COLUMNS = (
     "cell",

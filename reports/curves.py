@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.setting import SCALED, batch, series, setting
+from harness.analysis.setting import SCALED, batch, series, setting
 from reports.data import notes_for
 from reports.groups import Row, marks, named, unit
 from reports.text import missing, number, plural

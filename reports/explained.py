@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.measure.breakdown import COMPONENTS
-from harness.measure.split import SPLIT
+from harness.record.profile import COMPONENTS, SPLIT
 from reports.data import MOST_ROWS, notes_for, rest
 from reports.groups import Row, by_setting, named, records
 from reports.states import Stack, Stacks

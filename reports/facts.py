@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.status import NO_RESULT
+from harness.record.status import NO_RESULT
 from reports.groups import Row
 from reports.table import STATUS
 from reports.text import DASH, deviation, missing, number, plural
@@ -16,7 +16,7 @@ from reports.text import DASH, deviation, missing, number, plural
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
 GIB = 2**30
 
@@ -49,7 +49,7 @@ def failures(cells: Sequence[Row], trials: pd.DataFrame) -> list[Failure]:
 
 def unreached(run: Row, cells: Sequence[Row]) -> list[Cell]:
     """Planned cells that have no record yet."""
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
     recorded = {row["cell_id"] for row in cells}
     found = []
@@ -222,8 +222,8 @@ def tolerances(cells: Sequence[Row]) -> list[Tolerance]:
 
 def measured(cells: Sequence[Row]) -> list[tuple[str, str]]:
     """Name of a method and the method in words."""
-    from harness.measure.flops import FORMULA
-    from harness.stats import INTERVAL_METHOD, within_rounds
+    from harness.analysis.flops import FORMULA
+    from harness.analysis.stats import INTERVAL_METHOD, within_rounds
 
     memory = list(
         dict.fromkeys(

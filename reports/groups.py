@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.links.link import over
-from harness.setting import SETTING, setting
-from harness.summary import alike, same
+from harness.analysis.setting import SETTING, setting
+from harness.analysis.summary import alike, same
+from harness.spec.link import over
 from reports.text import MIB, missing, number, percent, plural
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from reports.text import missing, number, plain, size
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.found import Found
-    from harness.store import Results
+    from harness.analysis.maxsize import Found
+    from harness.record.store import Results
 
 MATRIX = "maxsize"
 MILLION = 1e6
@@ -52,8 +52,8 @@ def verified(trials: pd.DataFrame) -> pd.DataFrame:
 def largest(results: Results) -> Largest | None:
     """The section of a search, None for any other run and for one whose plan another version
     wrote."""
-    from harness.found import found, limits, order_notes
-    from harness.plan import Plan
+    from harness.analysis.maxsize import found, limits, order_notes
+    from harness.record.plan import Plan
 
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())

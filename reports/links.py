@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.links.link import UNSHAPED, Link
-from harness.setting import SETTING, setting
-from harness.summary import compared
+from harness.analysis.setting import SETTING, setting
+from harness.analysis.summary import compared
+from harness.spec.link import UNSHAPED, Link
 from reports.data import NOTES
 from reports.groups import OVERSUBSCRIBED, Group, Row, named, records, unit
 from reports.table import Column, Grid, Part, Td, grid, interval, mebibytes

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.schema import RUNS, TRIALS
+from harness.record.schema import RUNS, TRIALS
 from reports.ran import Ran
 
 

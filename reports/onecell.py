@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.breakdown import COMPONENTS
-from harness.summary import compared
+from harness.analysis.summary import compared
+from harness.record.profile import COMPONENTS
 from reports import facts
 from reports.explained import known as explained
 from reports.groups import Group, Row
@@ -19,7 +19,7 @@ from reports.table import flags
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.store import Results
+    from harness.record.store import Results
 
 TRIAL = (
     "trial",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from harness.compare import Compared, compare_sides
-from harness.errors import Mistake
-from harness.sides import Side, side
+from harness.analysis.compare import Compared, compare_sides
+from harness.analysis.selection import Side, side
+from harness.spec.errors import Mistake
 from reports import facts
 from reports.groups import Row, Verdict, headline, named, verdict
 from reports.largest import largest
@@ -19,7 +19,7 @@ from reports.ran import Ran, only, ran
 from reports.text import listed, plain, plural
 
 if TYPE_CHECKING:
-    from harness.store import Store
+    from harness.record.store import Store
 
 INDEX = "index.html"
 

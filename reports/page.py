@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.store import Results
+    from harness.record.store import Results
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.status import NO_RESULT
-from harness.summary import cell_rows
+from harness.analysis.summary import cell_rows
+from harness.record.status import NO_RESULT
 from reports import groups, largest
 from reports.groups import Group, Row
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.store import Results
+    from harness.record.store import Results
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.compare import RUNS_METHOD, Compared, Line, compare_sides
-from harness.errors import Mistake
-from harness.history import MIN_RUNS, Series, histories, method
-from harness.sides import Measured, measured, side
+from harness.analysis.compare import RUNS_METHOD, Compared, Line, compare_sides
+from harness.analysis.history import MIN_RUNS, Series, histories, method
+from harness.analysis.selection import Measured, measured, side
+from harness.spec.errors import Mistake
 from reports import facts, trends
 from reports.groups import Row, records
 from reports.ran import only
 from reports.svg import Picture, Pictures
 
 if TYPE_CHECKING:
-    from harness.store import Results
+    from harness.record.store import Results
 
 MOST_COLUMNS = 6
 """Runs that the newest is compared with side by side; older ones are in the history."""

@@ -12,8 +12,8 @@ from reports.sections import require_some
 from reports.text import DASH, number, plural
 
 if TYPE_CHECKING:
-    from harness.compare import Line
-    from harness.history import Series
+    from harness.analysis.compare import Line
+    from harness.analysis.history import Series
 
 
 def markdown(found: Runs, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 from reports.page import TEMPLATES, digest
 
 _TAG = r'<section (?:[^<>]* )?aria-labelledby="([\w-]+)"[^<>]*>'

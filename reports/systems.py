@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harness.cell import Cell
-from harness.status import NOT_LAUNCHED
-from harness.summary import System, systems
+from harness.analysis.summary import System, systems
+from harness.record.status import NOT_LAUNCHED
+from harness.spec.cell import Cell
 from reports.groups import Group, Row, fairly_timed
 from reports.table import STATUS
 from reports.text import missing, number, percent, plural

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.measure.load import CAUSES
+from harness.analysis.disturbance import CAUSES
 from reports.groups import DISTURBED, Group, Row, unit
 from reports.text import (
     DASH,

@@ -14,7 +14,7 @@ from reports.text import MIB, number, plain, plural, signed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from harness.history import Series
+    from harness.analysis.history import Series
 
 MARGIN = 58
 

@@ -34,7 +34,7 @@ from reports.text import plural
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from harness.store import Results
+    from harness.record.store import Results
 
 MOST_PANELS = 12
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds what has no binary release, once for each kind of machine: native.sh PYTHON. Prints the wheels' files on stdout, one a line.
 # native.sh PYTHON --plan only says what Horovod would be built for here.
-# What cannot be built is left out, and harness/unbuilt.py keeps the reason in Python's environment, where a plan finds it.
+# What cannot be built is left out, and harness/host/unbuilt.py keeps the reason in Python's environment, where a plan finds it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 project=$PWD
@@ -152,12 +152,12 @@ wheel() {
 }
 
 failed() { # failed WHAT MEND: keeps the reason of the wheel at hand (variables of the function `wheel`)
-  say "  $name $version: $1: $("$python" -m harness.unbuilt "$name" "$version" "$log" "$work" "$2")"
+  say "  $name $version: $1: $("$python" -m harness.host.unbuilt "$name" "$version" "$log" "$work" "$2")"
   say "  cells that need it are unavailable, all else goes on; the whole log is $log"
   rm -rf "$work"
 }
 
-forget() { rm -f "$("$python" -m harness.unbuilt "$1")"; } # the reason of an earlier set-up
+forget() { rm -f "$("$python" -m harness.host.unbuilt "$1")"; } # the reason of an earlier set-up
 
 release=(horovod 0.28.1 92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0)
 forget horovod

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from harness.store import load
+from harness.record.store import load
 from reports import write_report
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.registry import strategies
+from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,7 @@ from bench.cli.report import report
 from bench.cli.run import run
 from bench.cli.status import status
 from bench.cli.submit import submit
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 
 app = typer.Typer(
     name="bench",

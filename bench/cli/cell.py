@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.status import NOT_LAUNCHED
+from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.store import Results, Store
+    from harness.record.store import Results, Store
 
 MOST_NAMED = 12
 BAR = 20
@@ -47,8 +47,8 @@ def cell(
 
     Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
     """
-    from harness.sides import find_run
-    from harness.store import Store
+    from harness.analysis.selection import find_run
+    from harness.record.store import Store
     from reports.onecell import in_full
 
     store = Store(results)
@@ -68,7 +68,7 @@ def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
 
     Raises Mistake where the pattern means none or several.
     """
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     if not store.run_ids():
         store.load()  # says so
@@ -101,7 +101,7 @@ def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
 def _meant(cells: Sequence[dict[Any, Any]], pattern: str) -> list[dict[Any, Any]]:
     """What is named exactly comes before what a strategy's name or a pattern means."""
     from bench.matrix import matches
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
     for column in ("cell_id", "cell_name", "label"):
         if found := [known for known in cells if known[column] == pattern]:
@@ -255,7 +255,7 @@ def _memory(out: Console, told: dict[str, Any]) -> None:
 
 
 def _time(out: Console, told: dict[str, Any]) -> None:
-    from harness.measure.breakdown import COMPONENTS
+    from harness.record.profile import COMPONENTS
     from reports.explained import WORDS
     from reports.text import percent, scaled
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from harness.compare import Compared
-    from harness.sides import Measured
+    from harness.analysis.compare import Compared
+    from harness.analysis.selection import Measured
 
 REFERENCES = "reference"
 """Folder of named baselines, below the results."""
@@ -64,7 +64,7 @@ def compare(
 
     Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
     """
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     found = (
         _within(sides or [], baseline, cells, results)
@@ -88,9 +88,9 @@ def compare(
 
 
 def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
-    from harness.compare import compare_sides
-    from harness.errors import Mistake
-    from harness.sides import two_sides
+    from harness.analysis.compare import compare_sides
+    from harness.analysis.selection import two_sides
+    from harness.spec.errors import Mistake
 
     if baseline is not None:
         kept = results / REFERENCES / baseline
@@ -109,10 +109,10 @@ def _within(
 ) -> Compared:
     """Cells that differ in nothing but what the patterns name, each of the first with each of the
     second."""
-    from harness.compare import compare_cells
-    from harness.errors import Mistake
-    from harness.sides import find_run, measured
-    from harness.store import Store
+    from harness.analysis.compare import compare_cells
+    from harness.analysis.selection import find_run, measured
+    from harness.record.store import Store
+    from harness.spec.errors import Mistake
 
     if baseline is not None or len(sides) > 1:
         raise Mistake("--cells compares cells of one run: give one run, and no --baseline")
@@ -136,8 +136,8 @@ def _within(
 
 def _matching(known: list[Measured], pattern: str) -> list[Measured]:
     from bench.matrix import matches
-    from harness.cell import Cell
-    from harness.errors import Mistake
+    from harness.spec.cell import Cell
+    from harness.spec.errors import Mistake
 
     found = [one for one in known if one.label == pattern] or [
         one for one in known if matches(Cell(**json.loads(one.cell)), pattern)
@@ -151,7 +151,7 @@ def _matching(known: list[Measured], pattern: str) -> list[Measured]:
 
 
 def _setting(cell: Measured) -> tuple[str, ...]:
-    from harness.setting import setting
+    from harness.analysis.setting import setting
 
     return setting({"nodes": 1, "links": "", **json.loads(cell.cell)})
 

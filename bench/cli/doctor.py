@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.checks import Trouble
-    from harness.measure.links import Link
+    from bench.checks.trouble import Trouble
+    from harness.measure.comm_benchmark import Link
 
 
 def doctor(
@@ -63,8 +63,8 @@ def doctor(
         "links": _links(),
         "strategies": _strategies(),
     }
-    from harness.checks import troubles
-    from harness.measure.links import METHOD
+    from bench.checks import troubles
+    from harness.measure.comm_benchmark import METHOD
 
     troubled = troubles()
     measured, failed = _measured_links() if links else ([], {})
@@ -125,8 +125,8 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
 def _measured_links() -> tuple[list[Link], dict[str, str]]:
     """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a
     backend that could not be measured."""
-    from harness.environment import device_type, gpus
-    from harness.measure.links import RANKS, measure_links
+    from harness.host.environment import device_type, gpus
+    from harness.measure.comm_benchmark import RANKS, measure_links
 
     found, failed = [], {}
     for backend in (
@@ -142,7 +142,7 @@ def _measured_links() -> tuple[list[Link], dict[str, str]]:
 def _show_links(out: Console, backend: str, links: list[Link]) -> None:
     from rich.table import Table
 
-    from harness.measure.links import METHOD
+    from harness.measure.comm_benchmark import METHOD
     from reports.text import size
 
     table = Table(title=f"messages over {backend}, microseconds", title_justify="left")
@@ -170,8 +170,8 @@ def _rate(bandwidth: float | None) -> str:
 def _devices() -> dict[str, str]:
     import psutil
 
-    from harness.cores import allowed_cores
-    from harness.environment import cpu_model, device_type, gpus
+    from harness.host.cores import allowed_cores
+    from harness.host.environment import cpu_model, device_type, gpus
 
     rows = {
         "CPU": f"{cpu_model() or 'unknown'}, {len(allowed_cores())} cores for this process",
@@ -184,7 +184,7 @@ def _devices() -> dict[str, str]:
 
 
 def _libraries() -> dict[str, str]:
-    from harness.environment import LIBRARIES, version_of
+    from harness.host.environment import LIBRARIES, version_of
 
     names = ("torch", *LIBRARIES)
     return {name: version_of(name) or "not installed" for name in names}
@@ -195,7 +195,7 @@ def _compiled_ops() -> dict[str, str]:
 
     import torch
 
-    from harness.registry import strategies
+    from harness.strategy.registry import strategies
 
     built = torch.distributed
     installed = [cls for cls in strategies().values() if all(map(find_spec, cls.requires))]
@@ -232,10 +232,10 @@ def _links() -> dict[str, str]:
 def _strategies() -> dict[str, str]:
     """`ready`, or the reason of the first thing that is missing with the command that provides
     it."""
-    from harness.cell import Cell
-    from harness.environment import device_type
-    from harness.errors import Mistake, Refused, Unavailable
-    from harness.registry import admit, strategies
+    from harness.host.environment import device_type
+    from harness.spec.cell import Cell
+    from harness.spec.errors import Mistake, Refused, Unavailable
+    from harness.strategy.registry import admit, strategies
     from harness.workloads import make_workload
 
     rows = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
 
 def export(
@@ -91,9 +91,9 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
     this id among the results."""
     from bench.host import Host
     from bench.matrix import expand, matches, parse_changes, read_matrix
-    from harness.errors import Mistake
-    from harness.plan import kept_plan
-    from harness.store import Store
+    from harness.record.plan import kept_plan
+    from harness.record.store import Store
+    from harness.spec.errors import Mistake
 
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)

@@ -19,8 +19,8 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
 
     from bench import gpu_check as check
     from bench.cli import show
-    from harness.environment import device_type, unused_gpus
-    from harness.errors import Mistake
+    from harness.host.environment import device_type, unused_gpus
+    from harness.spec.errors import Mistake
 
     if steps is None and device_type() != "cuda":
         raise Mistake(f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}")

@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.history import Series
-    from harness.sides import Measured
+    from harness.analysis.history import Series
+    from harness.analysis.selection import Measured
 
 WIDTH = 28
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ def history(
     Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
     """
     from bench.cli import show
-    from harness.history import MIN_RUNS, histories, method
+    from harness.analysis.history import MIN_RUNS, histories, method
 
     found = histories(_measured(results, cell), figure)
     if json_output:
@@ -71,10 +71,10 @@ def history(
 def _measured(results: Path, pattern: str | None) -> list[Measured]:
     """What every run says of the cells that are meant."""
     from bench.matrix import matches
-    from harness.cell import Cell
-    from harness.errors import Mistake
-    from harness.sides import measured
-    from harness.store import Store
+    from harness.analysis.selection import measured
+    from harness.record.store import Store
+    from harness.spec.cell import Cell
+    from harness.spec.errors import Mistake
 
     known = measured(Store(results).load(steps=False))
     meant = {

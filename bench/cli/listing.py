@@ -48,7 +48,7 @@ def _text(value: Any) -> str:
 
 
 def _strategies() -> list[dict[str, Any]]:
-    from harness.registry import strategies
+    from harness.strategy.registry import strategies
 
     rows: list[dict[str, Any]] = []
     for name, cls in strategies().items():

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.cell import Cell
-    from harness.found import Found
-    from harness.plan import Plan
+    from harness.analysis.maxsize import Found
+    from harness.record.plan import Plan
+    from harness.spec.cell import Cell
 
 HOME = Path(__file__).parents[1] / "maxsize.yaml"
 
@@ -61,12 +61,13 @@ def maxsize(
     Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
     """
     from bench.cli import show
-    from harness.errors import Mistake
-    from harness.found import found
-    from harness.maxsize import MATRIX, Search
-    from harness.plan import resumable
-    from harness.runner import Runner
-    from harness.store import Store
+    from harness.analysis.maxsize import found
+    from harness.record.plan import resumable
+    from harness.record.search import MATRIX
+    from harness.record.store import Store
+    from harness.run.maxsize import Search
+    from harness.run.runner import Runner
+    from harness.spec.errors import Mistake
 
     store = Store(results)
     store.require_writable()
@@ -132,8 +133,8 @@ def _plan(
 
     from bench.host import Host
     from bench.matrix import Matrix, expand, parse_bytes, read_as
-    from harness.errors import Mistake
-    from harness.maxsize import hidden_size, plan_of, wide_size
+    from harness.run.maxsize import hidden_size, plan_of, wide_size
+    from harness.spec.errors import Mistake
 
     class Families(Matrix):
         """A matrix whose cells are searched, and chains of their labels in the order of theory."""
@@ -191,7 +192,7 @@ class Progress:
         from rich.markup import escape
 
         from bench.cli import show
-        from harness.found import millions
+        from harness.analysis.maxsize import millions
 
         number, total = self.place[cell.label], len(self.plan.cells)
         share = (
@@ -222,7 +223,7 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
     from rich.markup import escape
     from rich.table import Table
 
-    from harness.found import limits, mebibytes, millions, order_notes
+    from harness.analysis.maxsize import limits, mebibytes, millions, order_notes
 
     assert plan.search is not None
     step = next((row.step for row in rows if row.step), 0)
@@ -270,7 +271,7 @@ def _filled(rows: list[Found]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from harness.found import millions
+    from harness.analysis.maxsize import millions
 
     names = list(next((row.fill for row in rows if row.fill), {}))
     table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")

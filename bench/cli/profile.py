@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
 
 def profile(
@@ -49,12 +49,12 @@ def profile(
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
     from bench.cli.export import plainest, slug
-    from harness.errors import Mistake, Refused, Unavailable
-    from harness.explained import explain_cell
-    from harness.launch import Launcher
+    from harness.launch.launcher import Launcher
     from harness.links.launcher import over_links
-    from harness.prepared import packages
-    from harness.registry import admit
+    from harness.run.prepared import packages
+    from harness.run.profile import explain_cell
+    from harness.spec.errors import Mistake, Refused, Unavailable
+    from harness.strategy.registry import admit
     from harness.workloads import make_workload
 
     cell = plainest(find(which, matrix, settings or [], results))
@@ -101,8 +101,8 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
     """The newest cell of this id or name among the results, else the matrix's cells of this
     strategy with these options."""
     from bench.cli.export import find as in_matrix
-    from harness.plan import kept_plan
-    from harness.store import Store
+    from harness.record.plan import kept_plan
+    from harness.record.store import Store
 
     store = Store(results)
     for run_id in reversed(store.run_ids()):
@@ -119,8 +119,8 @@ def _with(cell: Cell, options: str) -> Cell:
     """The cell with these options of its strategy instead of its own."""
     import yaml
 
-    from harness.errors import Mistake
-    from harness.registry import make_strategy
+    from harness.spec.errors import Mistake
+    from harness.strategy.registry import make_strategy
 
     pairs = [one.partition("=") for one in options.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
@@ -179,7 +179,7 @@ def name_ranks(folder: Path) -> list[Path]:
 
 
 def _tell(cell: Cell, row: dict[str, Any], files: list[Path]) -> None:
-    from harness.measure.breakdown import COMPONENTS
+    from harness.record.profile import COMPONENTS
 
     print(cell.name)
     if row["status"] != "ok":

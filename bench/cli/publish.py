@@ -40,7 +40,7 @@ def publish(
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """
     from bench.cli.report import wanted
-    from harness.store import Store
+    from harness.record.store import Store
     from reports.publish import need
     from reports.publish import publish as write
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 if TYPE_CHECKING:
-    from harness.store import Results, Store
+    from harness.record.store import Results, Store
 
 Format = Literal["html", "md", "csv", "json", "pdf-ready"]
 PAGES = Path("reports") / "html"
@@ -71,8 +71,8 @@ def report(
 
     Example: [bold]python -m bench report --open[/bold]
     """
-    from harness.errors import Mistake
-    from harness.store import Store
+    from harness.record.store import Store
+    from harness.spec.errors import Mistake
 
     if out is not None and out.is_dir():
         raise Mistake(
@@ -134,8 +134,8 @@ def _by_suffix(out: Path | None) -> Format:
 
 def wanted(store: Store, words: list[str], every: bool) -> list[str]:
     """Ids of the runs that are meant, oldest first; without words the newest. Raises Mistake."""
-    from harness.errors import Mistake
-    from harness.sides import find_run
+    from harness.analysis.selection import find_run
+    from harness.spec.errors import Mistake
 
     if every and words:
         raise Mistake("--all means every run of the folder: leave the names of runs out, or --all")
@@ -156,7 +156,7 @@ def _one(
     told_as_json: bool,
 ) -> Path | None:
     """Writes one report, or prints it; the file, if one was written."""
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
     from reports import write_whole
 
     if out is None and chosen not in ("html", "pdf-ready"):

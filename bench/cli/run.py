@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.status import NOT_LAUNCHED
+from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    from harness.launch import Launches
-    from harness.plan import Plan
-    from harness.store import Store
+    from harness.launch.launcher import Launches
+    from harness.record.plan import Plan
+    from harness.record.store import Store
 
 
 def run(
@@ -141,16 +141,16 @@ def run(
     """
     from bench.cli import show
     from bench.host import host_of
-    from harness.errors import Mistake
     from harness.links.launcher import over_links
-    from harness.plan import kept_plan, resumable
-    from harness.runner import Runner
-    from harness.store import Store
+    from harness.record.plan import kept_plan, resumable
+    from harness.record.store import Store
+    from harness.run.runner import Runner
+    from harness.spec.errors import Mistake
 
     if (
         with_parent
     ):  # a batch step that was killed may leave this process, and the run goes on in another job
-        from harness.parents import die_with_parent
+        from harness.host.process import die_with_parent
 
         die_with_parent()
     store = Store(results)
@@ -229,8 +229,8 @@ def _agents(
 ) -> Iterator[Callable[[Sequence[str]], Launches]]:
     """The launcher of a run on one node, or over the agents of several, who come while the run
     begins."""
-    from harness.launch import Launcher
-    from harness.nodes.head import Nodes, NodesLauncher
+    from harness.launch.launcher import Launcher
+    from harness.nodes.coordinator import Nodes, NodesLauncher
 
     if meeting is None:
         yield Launcher
@@ -250,7 +250,7 @@ def _agents(
 
 
 def _part(text: str) -> tuple[int, int]:
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not found or int(found[1]) >= int(found[2]):
@@ -259,7 +259,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _share(text: str) -> float:
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not found or not 0 < float(found[1]) < 100:
@@ -271,7 +271,7 @@ def _share(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
     if not found or not float(found[1]):
@@ -283,10 +283,10 @@ def _seconds(text: str) -> float:
 
 def _require_few(plan: Plan) -> None:
     """Raises Mistake for cells that cannot train by turns."""
-    from harness.environment import gpus
-    from harness.errors import Mistake
-    from harness.fits import too_large_together
-    from harness.ring import MOST_CELLS
+    from harness.host.environment import gpus
+    from harness.launch.interleaved import MOST_CELLS
+    from harness.run.fits import too_large_together
+    from harness.spec.errors import Mistake
 
     if not 2 <= len(plan.cells) <= MOST_CELLS:
         raise Mistake(
@@ -320,7 +320,7 @@ def _plan(
 ) -> Plan:
     from bench.host import host_of
     from bench.matrix import expand, parse_changes, read_matrix
-    from harness.plan import Plan
+    from harness.record.plan import Plan
 
     read = read_matrix(matrix)
     planned = host_of(host, nodes)
@@ -342,7 +342,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from rich.markup import escape
 
     from bench.cli import show
-    from harness.summary import cells, too_wide
+    from harness.analysis.summary import cells, too_wide
 
     console = show.console(quiet=json_output)
     store.gather(plan.run_id)

@@ -17,15 +17,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from harness.status import NOT_LAUNCHED
+from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.cell import Cell
-    from harness.expected import References
-    from harness.plan import Plan
-    from harness.store import Store, TrialKey
+    from harness.record.plan import Plan
+    from harness.record.store import Store, TrialKey
+    from harness.run.expected import References
+    from harness.spec.cell import Cell
 
 MEBIBYTE = 2**20
 
@@ -62,10 +62,9 @@ def plan(
 
     `gpu`: NVML's name of the GPUs that the plan is for.
     """
-    from harness.cores import allowed_cores, oversubscribed
-    from harness.expected import references_of
-    from harness.links.link import over
-    from harness.plan import expected_seconds
+    from harness.host.cores import allowed_cores, oversubscribed
+    from harness.run.expected import expected_seconds, references_of
+    from harness.spec.link import over
 
     cores = len(allowed_cores())
     seconds = expected_seconds(store, planned.cells, cores, gpu)
@@ -109,7 +108,7 @@ def plan(
 
 def inputs(out: Console, device: str) -> None:
     """What the predicted times rest on."""
-    from harness.expected import CONTEXT_SECONDS, CPU, GPU
+    from harness.run.expected import CONTEXT_SECONDS, CPU, GPU
 
     known = dataclasses.asdict(GPU if device == "cuda" else CPU) | (
         {"context_seconds": CONTEXT_SECONDS} if device == "cuda" else {}
@@ -235,9 +234,9 @@ class Drawing:
 
 def ranking(out: Console, table: pd.DataFrame) -> None:
     """The cells by throughput, per workload; what was not ranked below, with the reason."""
-    from harness.links.link import over
-    from harness.measure.load import CAUSES
-    from harness.summary import alike, systems
+    from harness.analysis.disturbance import CAUSES
+    from harness.analysis.summary import alike, systems
+    from harness.spec.link import over
 
     for workload, group in table[table["ranked"]].groupby("workload", sort=False):
         shown = Table(
@@ -334,7 +333,7 @@ def _known(value: Any) -> bool:
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:
-    from harness.schema import TABLES
+    from harness.record.schema import TABLES
 
     tables = ",".join(table for table in TABLES if (store.folder / table).is_dir())
     out.print(f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}")

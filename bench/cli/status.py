@@ -29,8 +29,8 @@ def status(
     """
     from bench.cluster.slurm import states
     from bench.cluster.submitted import submissions
-    from harness.errors import Mistake
-    from harness.store import Store
+    from harness.record.store import Store
+    from harness.spec.errors import Mistake
 
     store = Store(results)
     known = submissions(results)
@@ -68,7 +68,7 @@ def _run_of_job(store: Any, job: str) -> str:
 
 def _progress(store: Any, run_id: str) -> dict[str, Any]:
     """Trials planned, recorded by status, and the newest of them."""
-    from harness.plan import kept_plan
+    from harness.record.plan import kept_plan
 
     if run_id not in store.run_ids():
         return {"run_id": run_id, "begun": False}

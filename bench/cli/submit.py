@@ -64,8 +64,8 @@ def submit(
     from bench.cluster.script import Job, batch_script
     from bench.cluster.site import read_site
     from bench.cluster.slurm import submit as sbatch
-    from harness.errors import Mistake
-    from harness.plan import new_run_id
+    from harness.record.plan import new_run_id
+    from harness.spec.errors import Mistake
 
     here = read_site(
         site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.errors import Mistake, complaint
+from harness.spec.errors import Mistake, complaint
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "slurm" / "site.yaml"

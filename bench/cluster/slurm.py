@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 
 
 def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:

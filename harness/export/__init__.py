@@ -13,14 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cell import Cell
-from harness.environment import version_of
-from harness.errors import Mistake, Refused, Unavailable
-from harness.registry import admit, make_strategy, strategies
-from harness.strategy import Export, Job, Strategy
-from harness.training import LOSS_SCALE
+from harness.host.environment import version_of
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused, Unavailable
+from harness.strategy.base import Export, Strategy
+from harness.strategy.job import Job
+from harness.strategy.registry import admit, make_strategy, strategies
+from harness.strategy.step import LOSS_SCALE
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.model import has_weights
+from harness.workloads.workload import has_weights
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

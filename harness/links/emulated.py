@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.cores import allowed_cores
-from harness.environment import gpus
+from harness.host.cores import allowed_cores
+from harness.host.environment import gpus
+from harness.host.process import die_with_parent
 from harness.links.switch import LOG, TOOLS
-from harness.nodes.head import Node, Nodes
-from harness.parents import die_with_parent
+from harness.nodes.coordinator import Nodes
+from harness.nodes.node import Node
 
 START_SECONDS = 60.0
 MEASUREMENTS = 2
@@ -166,7 +167,7 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Bits per second and one-way latency between two nodes (see harness/links/probe.py); raises
+    """Bits per second and one-way latency between two nodes (see harness/nodes/probe.py); raises
     NoLinks where an agent goes."""
     try:
         first.line.send("listen")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.cell import Cell
-from harness.launch import Launches
+from harness.launch.launcher import Launches
+from harness.launch.outcome import Outcome
 from harness.links.emulated import EmulatedNodes, NoLinks
-from harness.nodes.head import NodesLauncher
-from harness.outcome import Outcome
+from harness.nodes.coordinator import NodesLauncher
+from harness.spec.cell import Cell
 from harness.workloads import DataSource
 
 MakesLauncher = Callable[[Sequence[str]], Launches]

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.links.link import Link
-from harness.parents import die_with_parent
+from harness.host.process import die_with_parent
+from harness.spec.link import Link
 
 INTERFACE = "link0"
 """Of each node; a name that no machine has, because /sys goes on showing the machine's own

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
-"""They sum to the step's time; `communication` is the exposed one."""
+from harness.record.profile import COMPONENTS
+
 STRAGGLES = 0.15
 """Share by which a rank's own time must exceed the median of the others' to be called a straggler.
 """
+
 
 Kind = Literal[
     "operator",  # computes
@@ -37,7 +38,11 @@ Kind = Literal[
     "device copy",
     "device optimizer",
 ]
+
+
 _WAITS = {"wait": "communication", "bubble": "bubble", "offload": "offload", "data": "data"}
+
+
 _DEVICE = {
     "device optimizer": "optimizer",
     "device compute": "compute",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from harness.measure.replaced import replaced
+from harness.measure.patched import replaced
 
 
 def busy_fraction(

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.gpu import ask
-from harness.measure.gpu_state import GpuState, GpuUse, processes_on, state_of
+from harness.host.gpu import ask
+from harness.host.gpu_state import GpuState, GpuUse, processes_on, state_of
 
 if TYPE_CHECKING:
     import torch

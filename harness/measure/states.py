@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.strategy import Exposed, Held
+    from harness.spec.training import Held
+    from harness.strategy.job import Exposed
 
 KINDS = ("parameters", "gradients", "optimizer", "library")
 

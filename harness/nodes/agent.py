@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.errors import Mistake
-from harness.launch import Launcher
-from harness.links.probe import listen, measure
+from harness.launch.launcher import Launcher
+from harness.launch.outcome import Left
 from harness.nodes.facts import node_facts
-from harness.nodes.wire import Line, addresses_of, interface_of, reach_head
-from harness.outcome import Left
-from harness.trial import TrialSpec
+from harness.nodes.probe import listen, measure
+from harness.nodes.protocol import Line, addresses_of, interface_of, reach_head
+from harness.spec.errors import Mistake
+from harness.worker.spec import TrialSpec
 
 
 class Agent:
@@ -44,7 +44,7 @@ class Agent:
             if word == "warm":
                 self.launcher = Launcher(what)
             elif word == "meet":
-                from harness.elastic import open_store
+                from harness.launch.elastic import open_store
 
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)

@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 
-from harness.cores import allowed_cores
-from harness.environment import cpu_model, gpus, numa_nodes
-from harness.measure.gpu_facts import gpu_topology
-from harness.nodes.wire import machine_id
+from harness.host.cores import allowed_cores
+from harness.host.environment import cpu_model, gpus, numa_nodes
+from harness.host.gpu_facts import gpu_topology
+from harness.nodes.protocol import machine_id
 
 _SYS = Path("/sys")
 
@@ -45,25 +45,3 @@ def node_facts(number: int, name: str, interface: str | None, address: str) -> d
         "gpus": [name for name, _ in gpus()],
         "gpu_topology": gpu_topology(),
     }
-
-
-def distinct_cores(nodes: list[dict[str, Any]]) -> int:
-    """Cores of all nodes together; those that nodes on one machine share count once."""
-    return len({(node["machine"], core) for node in nodes for core in node["cores"]})
-
-
-def shared_machine(nodes: list[dict[str, Any]], emulation: str | None = None) -> str | None:
-    """What is to be said of nodes that are not machines of their own; None where each is one.
-
-    `emulation`: how their links are made.
-    """
-    machines = {node["machine"] for node in nodes}
-    if len(machines) == len(nodes):
-        return None
-    between = (
-        f"emulated links between them ({emulation})" if emulation else "no network between them"
-    )
-    return (
-        f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}:"
-        f" {between}"
-    )

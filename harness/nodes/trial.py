@@ -7,13 +7,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.outcome import Left, Outcome, judge
-from harness.trial import TrialSpec
-
-if TYPE_CHECKING:
-    from harness.nodes.head import Node, Nodes
+from harness.launch.outcome import Left, Outcome, judge
+from harness.nodes.node import Node
+from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0
 """How long the other nodes may take to say what a failure on one of them did to them, before their
@@ -32,17 +30,13 @@ class Trial:
 
     def __init__(
         self,
-        all_nodes: Nodes,
+        lose: Callable[[Node, str], None],
         nodes: Sequence[Node],
         specs: Sequence[TrialSpec],
         heard: Callable[[int, float], None] | None,
     ) -> None:
-        self.all_nodes, self.nodes, self.specs, self.heard = (
-            all_nodes,
-            list(nodes),
-            list(specs),
-            heard,
-        )
+        self.lose, self.heard = lose, heard
+        self.nodes, self.specs = list(nodes), list(specs)
         self.cell = specs[0].cell
         self.left = Left()
         self.lost: list[str] = []
@@ -169,4 +163,4 @@ class Trial:
     def _lose(self, node: Node, why: str) -> None:
         self.open.pop(node.line.connection, None)
         self.lost.append(f"node {node.name} was lost: {why}")
-        self.all_nodes.lose(node, why)
+        self.lose(node, why)

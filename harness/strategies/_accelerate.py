@@ -6,8 +6,8 @@ from typing import Any
 
 from harness.strategies._accelerate_config import mixed_precision
 from harness.strategies._deepspeed import settle
-from harness.strategy import Job
-from harness.training import LOSS_SCALE
+from harness.strategy.job import Job
+from harness.strategy.step import LOSS_SCALE
 
 
 def make_accelerator(

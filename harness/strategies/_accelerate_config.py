@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from harness.cell import Cell
-from harness.strategy import Export
+from harness.spec.cell import Cell
+from harness.strategy.base import Export
 from harness.workloads import Workload
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
-from harness.strategy import Layout
-from harness.unbuilt import unbuilt
+from harness.host.unbuilt import unbuilt
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Layout
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -38,8 +38,9 @@ SWAP_ELEMENTS = 2**20
 buffers for all of them in memory."""
 ALIGNED_BYTES = 1024
 LOSS_SCALE_POWER = 12
-"""2^12, as harness.training.LOSS_SCALE: DeepSpeed's own 2^16 overflows in the first steps, which
-are then skipped."""
+"""2^12, as harness.strategy.step.LOSS_SCALE: DeepSpeed's own 2^16 overflows in the first steps,
+which are then skipped.
+"""
 
 
 def deepspeed_config(
@@ -189,7 +190,7 @@ def _require_swapped(
     cell: Cell, workload: Workload, offload_optimizer: Place, offload_parameters: Place
 ) -> None:
     """Raises Refused where every tensor is so small that DeepSpeed would keep it in memory."""
-    from harness.workloads.facts import model_facts
+    from harness.workloads.counts import model_facts
 
     sizes = model_facts(workload, cell.sequence_length).sizes
     width = 4 if cell.precision == "fp32" else 2

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.cell import Cell
-from harness.errors import Unavailable
+from harness.spec.cell import Cell
+from harness.spec.errors import Unavailable
+from harness.spec.training import Held, Layout, States
 from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES, Place
-from harness.strategy import Held, Layout, States
-from harness.training import all_reduced, passed_once
+from harness.strategy.formulas import all_reduced, passed_once
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 _CAP_IPC_LOCK = 14
 """Its bit in a process's capabilities (linux/capability.h)."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.strategy import Job
-from harness.unbuilt import unbuilt
+from harness.host.unbuilt import unbuilt
+from harness.strategy.job import Job
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from harness.strategy import Job
+from harness.strategy.job import Job
 
 Reply = tuple[list[Tensor], float]
 """New parameters, and the scale of the next loss."""

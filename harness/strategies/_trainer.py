@@ -12,8 +12,9 @@ from accelerate.utils import GradScalerKwargs
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from harness.strategy import Batch, Job
-from harness.training import LOSS_SCALE
+from harness.spec.training import Batch
+from harness.strategy.job import Job
+from harness.strategy.step import LOSS_SCALE
 
 Inputs = dict[str, Tensor]
 

@@ -11,31 +11,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
 from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings, launch_config
+from harness.strategies._ddp import ddp_buckets
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import (
-    EXACT,
-    Batch,
-    Deviation,
-    Export,
-    Job,
-    Layout,
-    States,
-    Strategy,
-    TrainStep,
-)
-from harness.training import ddp_buckets, model_states, own_precision, whole_model_states
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import model_states, whole_model_states
+from harness.strategy.job import Job
+from harness.strategy.step import own_precision
 from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
+from harness.workloads.counts import model_facts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 PROGRAM = Path(sys.executable).with_name("accelerate")
 FSDP2_HALF = Deviation(

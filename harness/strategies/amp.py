@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
-from harness.training import halve, loss_scaler, own_precision, standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import EXACT, Deviation, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import loss_scaler, own_precision, standard_step
+from harness.workloads.precision import halve
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import EXACT, Batch, Deviation, Job, Layout, Strategy, TrainStep
-from harness.training import all_reduced, standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import EXACT, Batch, Deviation, Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import all_reduced
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 REASON = (
     "ranks step on their own gradients and average their parameters: the optimizer sees other"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.cell import Cell
-from harness.strategy import Job, Layout, Strategy, TrainStep
-from harness.training import standard_step
+from harness.spec.cell import Cell
+from harness.spec.training import Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 
 class DataParallel(Strategy):

@@ -6,25 +6,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
-from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import (
-    all_reduced,
-    ddp_buckets,
-    passed_once,
-    standard_step,
-    whole_model_states,
-)
+from harness.strategies._ddp import ddp_buckets
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import all_reduced, passed_once, whole_model_states
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
+from harness.workloads.counts import model_facts
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 HOOKS = {
     "fp16": Deviation(1e-3, 0.2, "gradients travel in fp16"),

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Batch, Job, Layout, Strategy, TrainStep
-from harness.training import loss_scaler, standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Batch, Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import loss_scaler, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class DdpElastic(Strategy):

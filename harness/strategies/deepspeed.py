@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
 from harness.strategies import _deepspeed_states as memory
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import (
@@ -22,20 +23,11 @@ from harness.strategies._deepspeed import (
     missing,
     settle,
 )
-from harness.strategy import (
-    EXACT,
-    Batch,
-    Deviation,
-    Export,
-    Job,
-    Layout,
-    States,
-    Strategy,
-    TrainStep,
-)
-from harness.training import own_precision
+from harness.strategy.base import Export, Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import own_precision
 from harness.workloads import Workload, make_workload
-from harness.workloads.facts import ModelFacts, model_facts
+from harness.workloads.counts import ModelFacts, model_facts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

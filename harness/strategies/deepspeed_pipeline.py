@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from harness.cell import Cell
+from harness.spec.cell import Cell
+from harness.spec.training import Batch, Held, Layout, TrainStep
 from harness.strategies._deepspeed import deepspeed_config, settle
-from harness.strategy import Batch, Held, Job, Layout, Strategy, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +39,7 @@ class DeepspeedPipeline(Strategy):
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
-        from harness.workloads.stage import Stage
+        from harness.strategy.stage import Stage
 
         deepspeed.init_distributed(verbose=False)
         count = job.layout.pipeline
@@ -79,7 +81,7 @@ class DeepspeedPipeline(Strategy):
         """What makes stage `index` on the rank that has it."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-        from harness.workloads.stage import Stage
+        from harness.strategy.stage import Stage
 
         count, split = job.layout.pipeline, job.workload.split
         assert split is not None

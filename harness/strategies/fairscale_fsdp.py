@@ -7,16 +7,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
-from harness.strategy import Held, Job, Layout, States, Strategy, TrainStep
-from harness.training import LOSS_SCALE, model_states, standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Held, Layout, States, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import model_states
+from harness.strategy.job import Job
+from harness.strategy.step import LOSS_SCALE, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class FairscaleFsdp(Strategy):

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
 from harness.measure.states import held_by
-from harness.parity import widest
-from harness.strategy import EXACT, Deviation, Held, Job, Layout, States, Strategy, TrainStep
-from harness.training import LOSS_SCALE, model_states, standard_step
+from harness.parity.verdict import widest
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import EXACT, Deviation, Held, Layout, States, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import model_states
+from harness.strategy.job import Job
+from harness.strategy.step import LOSS_SCALE, standard_step
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 REDUCED = Deviation(1e-3, 0.2, "gradients travel in fp16")
 BROADCAST = Deviation(

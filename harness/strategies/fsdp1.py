@@ -7,23 +7,20 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
-from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import (
-    LOSS_SCALE,
-    blocks_of,
-    check_hybrid,
-    model_states,
-    shard_mesh,
-    standard_step,
-)
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import model_states
+from harness.strategy.job import Job
+from harness.strategy.sharding import blocks_of, check_hybrid, shard_mesh
+from harness.strategy.step import LOSS_SCALE, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class Fsdp1(Strategy):

@@ -10,25 +10,20 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.cell import Cell
-from harness.errors import Refused
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings
-from harness.strategy import EXACT, Deviation, Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import (
-    all_reduced,
-    blocks_of,
-    check_hybrid,
-    model_states,
-    own_precision,
-    passed_once,
-    shard_mesh,
-    standard_step,
-)
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import all_reduced, model_states, passed_once
+from harness.strategy.job import Job
+from harness.strategy.sharding import blocks_of, check_hybrid, shard_mesh
+from harness.strategy.step import own_precision, standard_step
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 MIXED = Deviation(
     5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32"

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused, Unavailable
-from harness.parity import widest
+from harness.parity.verdict import widest
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Deviation, Held, Layout, States, TrainStep
 from harness.strategies import _horovod
-from harness.strategy import Deviation, Held, Job, Layout, States, Strategy, TrainStep
-from harness.training import all_reduced, model_states, standard_step
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import all_reduced, model_states
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
     from torch import nn
 
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 HALF = Deviation(1e-4, 0.05, "gradients travel in fp16")
 

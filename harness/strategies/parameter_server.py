@@ -8,9 +8,12 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Literal
 
-from harness.cell import Cell
-from harness.strategy import EXACT, Batch, Deviation, Job, Layout, States, Strategy, TrainStep
-from harness.training import loss_scaler, model_states
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import model_states
+from harness.strategy.job import Job
+from harness.strategy.step import loss_scaler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
     from harness.strategies._parameter_server import Push
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class ParameterServer(Strategy):

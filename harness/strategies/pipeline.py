@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Job, Layout, Strategy, TrainStep
-from harness.training import hidden_bytes
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import hidden_bytes
+from harness.strategy.job import Job
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class Pipeline(Strategy):
@@ -36,7 +38,7 @@ class Pipeline(Strategy):
         return Layout(pipeline=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        from harness.pipelining import check_micro_batches
+        from harness.strategy.pipelining import check_micro_batches
 
         if "stages_per_rank" in self.model_fields_set and self.stages_per_rank != self._per_rank:
             raise Refused(
@@ -68,8 +70,8 @@ class Pipeline(Strategy):
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.pipelining import Pipe, train_step
-        from harness.workloads.stage import Stage
+        from harness.strategy.pipelining import Pipe, train_step
+        from harness.strategy.stage import Stage
 
         ranks, count = job.layout.pipeline, job.layout.pipeline * self._per_rank
         own = (

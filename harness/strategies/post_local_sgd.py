@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.strategy import EXACT, Deviation, Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Deviation, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.cell import Cell
-from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import model_states, standard_step
+from harness.spec.cell import Cell
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import model_states
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class Single(Strategy):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Job, Layout, Strategy, TrainStep
-from harness.training import all_reduced, hidden_bytes, standard_step
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import all_reduced, hidden_bytes
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class TensorParallel(Strategy):
@@ -57,7 +60,7 @@ class TensorParallel(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from harness.workloads.stage import Stage, split_tensors
+        from harness.strategy.stage import Stage, split_tensors
 
         stage = Stage(job)
         restore = split_tensors(

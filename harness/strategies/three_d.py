@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Job, Layout, Strategy, TrainStep
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from harness.strategy.stage import Stage
     from harness.workloads import Workload
-    from harness.workloads.stage import Stage
 
 
 class ThreeD(Strategy):
@@ -45,7 +47,7 @@ class ThreeD(Strategy):
         )
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        from harness.pipelining import check_micro_batches
+        from harness.strategy.pipelining import check_micro_batches
 
         workload.check_split(self.layout(cell.devices))
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
@@ -57,8 +59,8 @@ class ThreeD(Strategy):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        from harness.pipelining import Pipe, train_step
-        from harness.workloads.stage import Stage, split_tensors
+        from harness.strategy.pipelining import Pipe, train_step
+        from harness.strategy.stage import Stage, split_tensors
 
         shape = (job.layout.data, job.layout.pipeline, job.layout.tensor)
         mesh = init_device_mesh(

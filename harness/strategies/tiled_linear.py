@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from harness.cell import Cell
-from harness.errors import Refused
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Job
+from harness.strategy.job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

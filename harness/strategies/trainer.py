@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.cell import Cell
-from harness.errors import Refused
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Batch, Deviation, Layout, States, TrainStep
 from harness.strategies._accelerate import pretend_gpus, verify
 from harness.strategies._accelerate_config import fsdp2_settings
+from harness.strategies._ddp import ddp_buckets
 from harness.strategies._deepspeed import settle
 from harness.strategies.accelerate import Accelerate
-from harness.strategy import Batch, Deviation, Job, Layout, States, Strategy, TrainStep
-from harness.training import ddp_buckets
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.strategies._trainer import Stepped, SteppedTrainer
     from harness.workloads import Workload
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class TransformersTrainer(Strategy):

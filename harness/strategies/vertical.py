@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.cell import Cell
-from harness.errors import Refused
-from harness.strategy import Job, Layout, Strategy, TrainStep
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -30,8 +32,8 @@ class Vertical(Strategy):
             )
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.pipelining import Pipe, train_step
-        from harness.workloads.stage import Stage
+        from harness.strategy.pipelining import Pipe, train_step
+        from harness.strategy.stage import Stage
 
         pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

@@ -6,19 +6,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from harness.cell import Cell
-from harness.strategy import Export, Job, Layout, States, Strategy, TrainStep
-from harness.training import (
-    all_reduced,
-    ddp_buckets,
-    fullest_share,
-    passed_once,
-    standard_step,
-    whole_model_states,
-)
+from harness.spec.cell import Cell
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategies._ddp import ddp_buckets
+from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import all_reduced, fullest_share, passed_once, whole_model_states
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 if TYPE_CHECKING:
-    from harness.workloads.facts import ModelFacts
+    from harness.workloads.counts import ModelFacts
 
 
 class ZeroRedundancy(Strategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.workloads.model import Family, Split
+from harness.workloads.workload import Family, Split
 
 if TYPE_CHECKING:
     from torch import Tensor

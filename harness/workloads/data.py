@@ -17,25 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from harness.workloads.model import Workload
-
-
-def cache_folder() -> Path:
-    """Where prepared data and reference runs are kept: $PARALLELISM_BENCH_CACHE, else the user's
-    cache folder."""
-    own = os.environ.get("PARALLELISM_BENCH_CACHE")
-    base = (
-        Path(own)
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallelism-bench"
-    )
-    base.mkdir(parents=True, exist_ok=True)
-    return base
+    from harness.workloads.workload import Workload
+from harness.host.cache import cache_folder
 
 
 @dataclass(frozen=True)

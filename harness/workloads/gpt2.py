@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from harness.errors import Refused
-from harness.workloads.model import Family, Split
+from harness.spec.errors import Refused
+from harness.workloads.workload import Family, Split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import Mistake
-from harness.workloads.model import Family, Split
+from harness.spec.errors import Mistake
+from harness.workloads.workload import Family, Split
 
 if TYPE_CHECKING:
     from torch import Tensor

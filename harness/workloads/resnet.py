@@ -3,7 +3,7 @@ samples."""
 
 from __future__ import annotations
 
-from harness.workloads.model import Family
+from harness.workloads.workload import Family
 
 FAMILY = Family(
     name="resnet",

@@ -25,16 +25,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.cell import Cell
-from harness.errors import Mistake, Refused
-from harness.strategy import Deviation, Held, Strategy
-from harness.workloads.model import Workload
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused
+from harness.spec.training import Deviation, Held
+from harness.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from harness.strategy import Layout
+    from harness.spec.training import Layout
 
 STORAGES = {
     "bf16": "weights, gradients and optimizer state in bf16",
@@ -101,13 +101,13 @@ class Varied(Workload):
     def in_fp32(self) -> str | None:
         return "+".join(s for s in (self.base.name, self.adapter) if s) if self.storage else None
 
-    def check(self, cell: Cell, strategy: Strategy) -> None:
+    def check(self, cell: Cell, shards_parameters: bool) -> None:
         if self.arithmetic and cell.precision != "fp32":
             raise Refused(
                 f"{self.name} computes in {self.storage} already: leave the precision at fp32, or"
                 f" use {self.in_fp32} in {cell.precision}"
             )
-        if self.storage in _QUANTISED and strategy.shards_parameters:
+        if self.storage in _QUANTISED and shards_parameters:
             raise Refused(
                 f"{cell.strategy} cuts parameters into shards, and bitsandbytes finds the scales of"
                 f" {self.storage} weights by whole matrices only; use a strategy that keeps them"
@@ -136,7 +136,7 @@ class Varied(Workload):
 
         model = self.base.build(seed, device, saved_weights, drawn_on)
         if self.storage in _HALF:
-            from harness.training import halve
+            from harness.workloads.precision import halve
 
             halve(
                 model,

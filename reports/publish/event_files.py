@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reports.machine import known, records
-from reports.publish import AXES, Published, figures, loss_curve
+from reports.publish.published import AXES, Published, figures, loss_curve
 from reports.ran import Ran, each
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.store import Results
+    from harness.record.store import Results
 
 
 def write(results: Results, folder: Path) -> Published:

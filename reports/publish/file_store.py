@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from reports import facts
 from reports.machine import known, records
-from reports.publish import AXES, Published, figures, loss_curve, quiet
+from reports.publish.published import AXES, Published, figures, loss_curve, quiet
 from reports.ran import Ran, each
 from reports.text import printable
 
 if TYPE_CHECKING:
-    from harness.store import Results
+    from harness.record.store import Results
 
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000

@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 from reports.machine import records
-from reports.publish import FIGURES, Published, figures
+from reports.publish.published import FIGURES, Published, figures
 from reports.ran import ran
 
 if TYPE_CHECKING:
-    from harness.store import Results
+    from harness.record.store import Results
 
 FILE = "parallelism_bench.prom"
 PREFIX = "parallelism_bench_"

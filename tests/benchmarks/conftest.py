@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.cell import Cell
-from harness.launch import Launcher
-from harness.registry import admit, strategies
-from harness.stats import estimate, percentile, slowest
+from harness.analysis.stats import estimate, percentile, slowest
+from harness.launch.launcher import Launcher
+from harness.spec.cell import Cell
+from harness.strategy.registry import admit, strategies
 from harness.workloads import make_workload, prepare_data
 
 Ratio = Callable[[str, Sequence[float], str], None]

@@ -21,9 +21,9 @@ import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.cell import Cell
-from harness.launch import Launcher
-from harness.stats import beside, slowest
+from harness.analysis.stats import beside, slowest
+from harness.launch.launcher import Launcher
+from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio, steps_of
 from tests.conftest import runs
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.cell import Cell
-from harness.store import Store, TrialKey
+from harness.record.store import Store, TrialKey
+from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio
 from tests.unit.test_store import run_row, step, trial_row
 
@@ -26,8 +26,8 @@ STEPS = 10_000
 _SUMMARISE = """
 import re, sys, time
 began = time.perf_counter()
-from harness.store import load
-from harness.summary import cells
+from harness.record.store import load
+from harness.analysis.summary import cells
 results = load(sys.argv[1])
 assert len(cells(results.trials)) == len(results.trials) // 10 or len(results.trials) < 10
 seconds = time.perf_counter() - began

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.launch import Launcher
-from harness.plan import Plan
-from harness.runner import Runner
-from harness.store import Store
+from harness.launch.launcher import Launcher
+from harness.record.plan import Plan
+from harness.record.store import Store
+from harness.run.runner import Runner
 from tests.benchmarks.conftest import Ratio
 from tests.ranks.conftest import Silent, cell
 from tests.unit.test_store import step, trial_row
@@ -90,8 +90,8 @@ def test_turnaround(
 
 @pytest.mark.benchmark(group="recording a trial of 1,000 step rows")
 def test_recording(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    from harness.cell import Cell
-    from harness.store import TrialKey
+    from harness.record.store import TrialKey
+    from harness.spec.cell import Cell
 
     store, one = Store(tmp_path), Cell(strategy="ddp", devices=2)
     row, steps = trial_row(one), [step(TrialKey(one.id, 0), n) for n in range(1000)]

@@ -21,14 +21,20 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.matrix import DEFAULT_TRIALS
-from harness.cell import Cell
-from harness.launch import Launcher
-from harness.record import figures
-from harness.registry import admit
-from harness.ring import Launch, Ring
-from harness.stats import COMPARED_CONFIDENCE, CONFIDENCE, Comparison, Turns, compare_rounds
+from harness.analysis.stats import (
+    COMPARED_CONFIDENCE,
+    CONFIDENCE,
+    Comparison,
+    Turns,
+    compare_rounds,
+)
+from harness.launch.interleaved import Launch, Ring
+from harness.launch.launcher import Launcher
+from harness.run.rows import figures
+from harness.spec.cell import Cell
+from harness.strategy.registry import admit
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.facts import model_facts
+from harness.workloads.counts import model_facts
 from tests.benchmarks.conftest import Ratio, step_seconds
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))

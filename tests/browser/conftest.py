@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from harness.store import Results, load
+from harness.record.store import Results, load
 
 CHROMIUM = shutil.which("chromium")
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"

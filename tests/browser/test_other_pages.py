@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.compare import compare_sides
-from harness.sides import side
-from harness.store import Store
+from harness.analysis.compare import compare_sides
+from harness.analysis.selection import side
+from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
 from reports.ran import only
 from tests.browser.conftest import Watched, serious_faults

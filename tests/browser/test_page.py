@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from harness.store import Results
-from harness.summary import cells
+from harness.analysis.summary import cells
+from harness.record.store import Results
 from reports import write_report
 from tests.browser.conftest import Watched, serious_faults
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from harness.cell import Cell
-from harness.store import Results, Store, load
+from harness.record.store import Results, Store, load
+from harness.spec.cell import Cell
 from reports import write_report
 from tests.browser.conftest import Watched
 from tests.unit.test_store import run_row, trial_row
@@ -31,7 +31,7 @@ _WRITE = """
 import re, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from harness.store import load
+from harness.record.store import load
 from reports import write_report
 path = write_report(load(sys.argv[1]), Path(sys.argv[2]))
 peak = int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
@@ -58,8 +58,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from harness.schema import arrow_schema
-    from harness.store import TrialKey
+    from harness.record.schema import arrow_schema
+    from harness.record.store import TrialKey
     from tests.unit.test_store import step
 
     folder = tmp_path_factory.mktemp("many")

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from bench.cluster.slurm import JobState, states
-from harness.plan import kept_plan
-from harness.runner import Runner
-from harness.store import Results, Store
+from harness.record.plan import kept_plan
+from harness.record.store import Results, Store
+from harness.run.runner import Runner
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 ROOT = Path(__file__).parents[2]

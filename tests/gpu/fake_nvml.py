@@ -16,7 +16,7 @@ from typing import Any
 import pynvml as real
 import pytest
 
-from harness.measure import gpu
+from harness.host import gpu
 
 GIB = 2**30
 

@@ -42,10 +42,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.cell import Cell
-from harness.registry import admit
+from harness.spec.cell import Cell
+from harness.spec.training import Batch
 from harness.strategies import _data_parallel, _parameter_server
-from harness.strategy import Batch, Job, Strategy
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.registry import admit
 from harness.workloads import make_workload
 
 DEVICE = os.environ.get("BENCH_FAKE_DEVICE", "cpu")

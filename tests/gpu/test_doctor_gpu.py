@@ -11,8 +11,8 @@ import pynvml
 import pytest
 import torch
 
-from harness.checks.gpus import gpu_troubles
-from harness.checks.host import GIB, host_troubles, locked_memory_trouble, shared_memory_trouble
+from bench.checks.gpus import gpu_troubles
+from bench.checks.host import GIB, host_troubles, locked_memory_trouble, shared_memory_trouble
 from tests.gpu import fake_nvml
 from tests.gpu.fake_nvml import FakeNvml
 
@@ -24,9 +24,9 @@ def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr("harness.checks.gpus._stand_ins", lambda: iter(()))
-    monkeypatch.setattr("harness.checks.gpus.shared_memory_trouble", lambda: None)
-    monkeypatch.setattr("harness.cores.allowed_cores", lambda: list(range(112)))
+    monkeypatch.setattr("bench.checks.gpus._stand_ins", lambda: iter(()))
+    monkeypatch.setattr("bench.checks.gpus.shared_memory_trouble", lambda: None)
+    monkeypatch.setattr("harness.host.cores.allowed_cores", lambda: list(range(112)))
 
 
 def found(monkeypatch: pytest.MonkeyPatch, host: FakeNvml) -> list[tuple[str, str, str]]:
@@ -101,7 +101,7 @@ def test_slices_cores_and_missing_links_are_told(monkeypatch: pytest.MonkeyPatch
         f"GPUs {a} and {b}" for a in (0, 1) for b in range(8) if b > a
     }
     assert all("no NVLink is active" in what for _, what, _ in told)
-    monkeypatch.setattr("harness.cores.allowed_cores", lambda: list(range(4)))
+    monkeypatch.setattr("harness.host.cores.allowed_cores", lambda: list(range(4)))
     assert ("CPU", "4 cores for 8 GPUs") in [
         (one[0], one[1]) for one in found(monkeypatch, fake_nvml.h100_node())
     ]
@@ -170,11 +170,11 @@ def test_memory_that_containers_limit_is_told(
 def test_doctor_prints_them_and_gives_them_to_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from bench.checks.trouble import Trouble
     from bench.cli import app
-    from harness.checks import Trouble
 
     monkeypatch.setattr(
-        "harness.checks.troubles", lambda: [Trouble("GPU 0", "is hot", "clocks fall", "wait")]
+        "bench.checks.troubles", lambda: [Trouble("GPU 0", "is hot", "clocks fall", "wait")]
     )
     monkeypatch.setattr(sys.modules["bench.cli.doctor"], "_strategies", dict)
     app(["doctor"], standalone_mode=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.worker import failure, no_memory
+from harness.worker.worker import failure, no_memory
 
 NO_MEMORY = [
     # torch/csrc: TORCH_CUDABLAS_CHECK, "CUDA error: ", the status's name, " when calling `", the

@@ -17,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.cell import Cell
 from harness.measure.states import held
-from harness.parity import whole_parameters
-from harness.registry import make_strategy
-from harness.strategy import Batch, Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.parity.deviations import whole_parameters
+from harness.spec.cell import Cell
+from harness.spec.training import Batch, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.registry import make_strategy
+from harness.strategy.step import standard_step
 from tests.gpu.fake_world import DEVICE, batch, one_rank
 
 STEPS = 2

@@ -13,7 +13,7 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import expand, read_matrix
-from harness.prepared import packages
+from harness.run.prepared import packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,15 +61,16 @@ def run_with_tripwire(code: str, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize("matrix", ["full", "quick"])
 def test_nothing_that_the_fork_server_imports_initialises_cuda(matrix: str) -> None:
-    """All that is imported for an 8-GPU host's cells, as harness/warm.py imports it."""
+    """All that is imported for an 8-GPU host's cells, as harness/worker/forkserver.py imports
+    it."""
     wanted = packages(
         expand(read_matrix(matrix), Host("cuda", 8, 80 * 2**30)).cells
     )  # the plan's process is not forked from
     calls = run_with_tripwire(f"""
-import harness.imports, harness.registry, harness.worker
+import harness.worker.preload, harness.strategy.registry, harness.worker.worker
 
-harness.imports.import_packages({wanted!r})
-harness.registry.strategies()
+harness.worker.preload.import_packages({wanted!r})
+harness.strategy.registry.strategies()
 """)
     assert calls == []
 
@@ -87,9 +88,9 @@ install(pytest.MonkeyPatch(), h100_node())
 
 from bench.host import Host
 from bench.matrix import expand, read_matrix
-from harness.environment import device_type
-from harness.workloads.facts import model_facts
-from harness.workloads.model import make_workload
+from harness.host.environment import device_type
+from harness.workloads.counts import model_facts
+from harness.workloads.registry import make_workload
 
 assert device_type() == "cuda"
 expand(read_matrix("smoke"), Host("cuda", 8, 80 * 2**30))
@@ -107,14 +108,14 @@ def test_the_tripwire_catches_an_import_that_does() -> None:
 
 
 def test_without_gpus_everything_is_imported_before_the_fork() -> None:
-    from harness.cell import Cell
-    from harness.prepared import packages
+    from harness.run.prepared import packages
+    from harness.spec.cell import Cell
 
     assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
 
 
 def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
-    from harness.preload import to_preload
+    from harness.host.cuda import to_preload
 
     assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=True) == ["deepspeed"]
     assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == [
@@ -147,7 +148,7 @@ def test_a_driver_that_was_initialised_behind_torchs_back_is_noticed(tmp_path: P
     subprocess.run(command, check=True)
     code = f"""
 import ctypes
-from harness.preload import cuda_is_initialized
+from harness.host.cuda import cuda_is_initialized
 
 answers = [cuda_is_initialized()]  # the driver is not loaded
 driver = ctypes.CDLL({str(library)!r})
@@ -163,11 +164,11 @@ print(answers)
 
 
 def test_a_rank_names_the_import_that_took_cuda_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.worker import _require_cuda
+    from harness.worker.worker import _require_cuda
 
     _require_cuda()
     monkeypatch.setitem(
-        sys.modules, "harness.warm", SimpleNamespace(INITIALIZED_CUDA="package greedy")
+        sys.modules, "harness.worker.forkserver", SimpleNamespace(INITIALIZED_CUDA="package greedy")
     )
     with pytest.raises(RuntimeError, match="importing package greedy initialised CUDA"):
         _require_cuda()

@@ -10,7 +10,7 @@ import typer
 
 from bench import gpu_check as check
 from bench.cli.gpu_check import gpu_check
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 
 STEP = check.Step(name="a", claim="it runs", limit_seconds=60, words=("run",))
 

@@ -8,11 +8,11 @@ import pynvml
 import pytest
 import torch
 
-from harness.environment import cudnn_version, device_type, environment, unused_gpus
-from harness.measure.gpu_facts import gpu_facts, gpu_topology
+from harness.analysis.selection import Hardware
+from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
+from harness.host.gpu_facts import gpu_facts, gpu_topology
 from harness.nodes.facts import node_facts
-from harness.schema import RUNS
-from harness.sides import Hardware
+from harness.record.schema import RUNS
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from bench.cli import show
-from harness.cell import Cell
-from harness.compare import compare_sides
-from harness.measure.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
-from harness.outcome import Outcome
-from harness.plan import Plan
-from harness.record import figures
-from harness.runner import Runner
-from harness.schema import TABLES
-from harness.sides import side
-from harness.store import Results, Store, TrialKey
-from harness.summary import cells
+from harness.analysis.compare import compare_sides
+from harness.analysis.selection import side
+from harness.analysis.summary import cells
+from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
+from harness.launch.outcome import Outcome
+from harness.record.plan import Plan
+from harness.record.schema import TABLES
+from harness.record.store import Results, Store, TrialKey
+from harness.run.rows import figures
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
 from reports.comparison import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 from tests.unit.test_measure import FACTS, answer
@@ -207,7 +207,7 @@ def test_a_comparison_names_them(tmp_path: Path) -> None:
 
 def test_lists_by_rank_are_never_null() -> None:
     """A reader of older and left-out trials gets empty lists, as of all other columns by rank."""
-    from harness.record import left_out_row
+    from harness.run.rows import left_out_row
 
     row = left_out_row("r", CELL, "refused", "no")
     lists: Sequence[str] = [name for name, kind, _ in TABLES["trials"] if kind.startswith("list")]

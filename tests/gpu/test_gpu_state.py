@@ -12,10 +12,10 @@ import pynvml
 import pytest
 import torch
 
+from harness.analysis.disturbance import disturbances, disturbed
+from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
 from harness.measure.energy import Energy
-from harness.measure.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
 from harness.measure.gpu_use import RankGpus
-from harness.measure.load import disturbances, disturbed
 from harness.measure.memory import MemoryMeter
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 

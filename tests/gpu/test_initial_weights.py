@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import worker
-from harness.cell import Cell
-from harness.registry import make_strategy, strategies
-from harness.strategy import Layout
-from harness.trial import TrialSpec
+from harness.spec.cell import Cell
+from harness.spec.training import Layout
+from harness.strategy.registry import make_strategy, strategies
+from harness.worker.spec import TrialSpec
+from harness.worker.worker import worker
 from harness.workloads import Workload, make_workload, prepare_data
 
 OFFLOADED = [("fairscale_fsdp", {"cpu_offload": True}), ("fsdp2", {"cpu_offload": True})]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.trial import TrialSpec
-from harness.worker import _prepare_process
+from harness.spec.cell import Cell
+from harness.worker.spec import TrialSpec
+from harness.worker.worker import _prepare_process
 
 
 @pytest.mark.parametrize(("links", "kept"), [("10gbit", True), ("", False)])

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cell import Cell
-from harness.errors import Unavailable
+from harness.host.unbuilt import Unbuilt
+from harness.spec.cell import Cell
+from harness.spec.errors import Unavailable
 from harness.strategies import _horovod
 from harness.strategies.horovod import Horovod
-from harness.unbuilt import Unbuilt
 from harness.workloads import make_workload
 
 ROOT = Path(__file__).parents[2]

@@ -13,21 +13,21 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import Expanded, expand, read_matrix
-from harness.cell import Cell
-from harness.expected import references_of, trial_seconds
-from harness.judging import in_fp32
-from harness.plan import Plan
-from harness.references import (
+from harness.parity.judging import in_fp32
+from harness.parity.reference_runs import (
     activations_of_a_sample,
     kept_bytes,
     memory_bytes,
     reference_cell,
     reference_key,
 )
-from harness.registry import make_strategy
+from harness.record.plan import Plan
+from harness.run.expected import references_of, trial_seconds
+from harness.spec.cell import Cell
+from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
-from harness.workloads.model import split_name
+from harness.workloads.counts import model_facts
+from harness.workloads.registry import split_name
 
 GIB = 2**30
 MATRICES = ("full", "quick", "smoke", "scaling", "precision")
@@ -174,7 +174,7 @@ def test_smaller_gpus_have_sizes_of_their_own() -> None:
 @pytest.mark.parametrize("card", CARDS)
 def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
     """Finding 10: with references, their second runs and the twins in fp32; the inputs are in
-    harness/expected.py."""
+    harness/run/expected.py."""
     found, name = planned("full", 8, card), f"NVIDIA {card}"
     plan = Plan.new(
         "full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once

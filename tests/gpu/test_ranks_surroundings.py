@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cell import Cell
-from harness.loop import Loop
 from harness.measure.memory import MemoryMeter
-from harness.strategy import Job, Layout
-from harness.trial import TrialSpec
+from harness.spec.cell import Cell
+from harness.spec.training import Layout
+from harness.strategy.job import Job
+from harness.worker.loop import Loop
+from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload, prepare_data
 
 SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]
@@ -33,14 +34,14 @@ def pinned(
     monkeypatch: pytest.MonkeyPatch, devices: int, processes: int, cores: int = 32
 ) -> list[tuple[int, ...]]:
     """Cores of each process on a host of two sockets with 16 cores each, and two GPUs on each."""
-    from harness import cores as module
+    from harness.host import cores as module
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(Path, "exists", lambda _: False)  # no hardware threads beside the cores
     near = SimpleNamespace(nearby_cores=lambda gpu: tuple(SOCKETS[gpu]))
-    monkeypatch.setitem(sys.modules, "harness.measure.gpu", near)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "harness.host.gpu", near)  # type: ignore[arg-type]
     cell = Cell(strategy="ddp", workload="llama-nano", devices=devices, device="cuda")
-    return list(module.pin(cell, SimpleNamespace(processes=processes, ranks=range(processes))))  # type: ignore[arg-type]
+    return list(module.pin(cell, processes, processes))  # type: ignore[arg-type]
 
 
 def test_each_rank_gets_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def test_cores_that_are_not_allowed_are_not_near(monkeypatch: pytest.MonkeyPatch
 
 def test_a_step_of_the_check_may_use_few_cores_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 7: what one core a rank costs is seen by the check on a GPU."""
-    from harness.cores import few_cores
+    from harness.host.cores import few_cores
 
     pinned(monkeypatch, 4, 4)
     assert few_cores(1, 4) == {0, 8, 16, 24}
@@ -78,7 +79,7 @@ def test_a_step_of_the_check_may_use_few_cores_of_each_gpu(monkeypatch: pytest.M
 
 def test_hardware_threads_stay_with_their_core() -> None:
     """Finding 7."""
-    from harness.cores import share_cores
+    from harness.host.cores import share_cores
 
     cores = [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert share_cores(cores, [range(8), range(8)]) == [(0, 4, 1, 5), (2, 6, 3, 7)]
@@ -156,7 +157,7 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
     does."""
-    from harness import explain as module
+    from harness.worker.worker import profile as module
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))
@@ -179,7 +180,7 @@ def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
 ) -> None:
     """Finding 2: it was said to average in host memory, where its background thread throws and
     shuts down."""
-    from harness.errors import Unavailable
+    from harness.spec.errors import Unavailable
     from harness.strategies import _horovod
     from harness.strategies.horovod import Horovod
 
@@ -258,9 +259,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from harness.cell import Cell
-from harness.trial import TrialSpec
-from harness.worker import _prepare_process
+from harness.spec.cell import Cell
+from harness.worker.spec import TrialSpec
+from harness.worker.worker import _prepare_process
 
 cell = Cell(strategy="single", workload="llama-nano", device={device!r})
 _prepare_process(TrialSpec(cell, None, 1, scratch={str(tmp_path)!r}, cores=((0,),)), 0)

@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-import harness.runner as runner_module
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.outcome import Outcome
-from harness.parity import Reference, judge, update_deviations
-from harness.plan import Plan
-from harness.runner import Runner
-from harness.store import Store
-from harness.strategy import EXACT, Exposed
+import harness.run.runner as runner_module
+from harness.launch.outcome import Outcome
+from harness.parity.deviations import update_deviations
+from harness.parity.reference import Reference
+from harness.parity.verdict import judge
+from harness.record.plan import Plan
+from harness.record.store import Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.spec.training import EXACT
+from harness.strategy.job import Exposed
 from harness.workloads import make_workload
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 
@@ -246,7 +249,7 @@ def test_too_little_disk_leaves_no_run_behind(
     shown from then on."""
     from bench.cli.run import run
 
-    monkeypatch.setattr("harness.references.kept_bytes", lambda _: 2**60)
+    monkeypatch.setattr("harness.parity.reference_runs.kept_bytes", lambda _: 2**60)
     with pytest.raises(Mistake, match=r"reference runs need .* GiB"):
         run(matrix="smoke", results=tmp_path / "results", report=False)
     assert Store(tmp_path / "results").run_ids() == []

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import unbuilt
-from harness.cell import Cell
-from harness.errors import Unavailable
-from harness.registry import admit, make_strategy
+from harness.host import unbuilt
+from harness.spec.cell import Cell
+from harness.spec.errors import Unavailable
 from harness.strategies import _deepspeed
+from harness.strategy.registry import admit, make_strategy
 from harness.workloads import make_workload
 from tests.conftest import ROOT
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bench.cli.run import _require_few
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.fits import device_bytes
-from harness.plan import Plan
+from harness.record.plan import Plan
+from harness.run.fits import device_bytes
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from tests.gpu import fake_nvml
 
 GIB = 2**30

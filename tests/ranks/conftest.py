@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.launch import Launcher
-from harness.plan import Plan
-from harness.registry import strategies
-from harness.runner import Runner
-from harness.store import Results, Store
+from harness.launch.launcher import Launcher
+from harness.record.plan import Plan
+from harness.record.store import Results, Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.strategy.registry import strategies
 
 RunCells = Callable[..., Results]
 

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.errors import Refused, Unavailable
-from harness.registry import admit
+from harness.spec.errors import Refused, Unavailable
 from harness.strategies.accelerate import Accelerate
+from harness.strategy.registry import admit
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness.cell import Cell
-from harness.outcome import Outcome
-from harness.plan import Plan
-from harness.registry import admit
-from harness.ring import Launch, Ring
-from harness.runner import Runner
-from harness.store import Store
+from harness.launch.interleaved import Launch, Ring
+from harness.launch.outcome import Outcome
+from harness.record.plan import Plan
+from harness.record.store import Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.strategy.registry import admit
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Silent, cell
 

@@ -13,10 +13,10 @@ import pytest
 
 import harness.strategies._deepspeed
 import harness.strategies._deepspeed_states
-from harness.errors import Refused, Unavailable
-from harness.registry import admit
+from harness.spec.errors import Refused, Unavailable
 from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
 from harness.strategies._deepspeed_states import lockable_bytes
+from harness.strategy.registry import admit
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 from tests.ranks.test_strategies import states_follow_the_formula

@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.cell import Cell
-from harness.launch import Launcher
+from harness.launch.launcher import Launcher
 from harness.links.emulated import EmulatedNodes, lacking
 from harness.links.launcher import LinksLauncher
-from harness.links.link import Link
-from harness.plan import Plan
-from harness.runner import Runner
-from harness.store import Results, Store
+from harness.record.plan import Plan
+from harness.record.store import Results, Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.spec.link import Link
 from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
 

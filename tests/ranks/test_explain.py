@@ -12,13 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from harness.explained import explain_cell
-from harness.launch import Launcher
-from harness.measure.breakdown import COMPONENTS
-from harness.measure.split import SPLIT
-from harness.plan import Plan
-from harness.runner import Runner
-from harness.store import Store
+from harness.launch.launcher import Launcher
+from harness.record.plan import Plan
+from harness.record.profile import COMPONENTS, SPLIT
+from harness.record.store import Store
+from harness.run.profile import explain_cell
+from harness.run.runner import Runner
 from tests.ranks.conftest import Silent, cell
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.export import export_files, write_files
-from harness.parity import loss_deviations
+from harness.parity.verdict import loss_deviations
 from tests.ranks.conftest import RunCells, cell
 
 STAND_IN = """#!/usr/bin/env bash

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.launch import Launcher
+from harness.launch.launcher import Launcher
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import RunCells, cell
 
@@ -102,8 +102,8 @@ def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
 
 def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
     """A reference that cannot be written: its folder is in the way as a file."""
-    from harness.summary import cells
-    from harness.workloads.data import cache_folder
+    from harness.analysis.summary import cells
+    from harness.host.cache import cache_folder
 
     references = cache_folder() / "references"
     references.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.errors import Refused, Unavailable
+from harness.spec.errors import Refused, Unavailable
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
 from harness.strategies.fairscale_oss import FairscaleOss
 from harness.workloads import make_workload

@@ -12,7 +12,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from harness.errors import Refused, Unavailable
+from harness.spec.errors import Refused, Unavailable
 from harness.strategies import _horovod
 from harness.strategies._horovod import built, places
 from harness.strategies.horovod import Horovod
@@ -164,7 +164,9 @@ def test_a_failing_rank_ends_mpirun_with_the_cause(
     assert fault != "killed" or "rank 1 with PID" in row["log_tail"]
     assert fault != "hangs" or row["stacks"]
     assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "harness.rank" in (p.info["cmdline"] or [])
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "harness.worker.mpi" in (p.info["cmdline"] or [])
     ]
 
 

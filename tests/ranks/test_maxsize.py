@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cell import Cell
-from harness.found import found
-from harness.launch import Launcher
-from harness.maxsize import Search, plan_of
-from harness.runner import Runner
-from harness.store import Store
+from harness.analysis.maxsize import found
+from harness.launch.launcher import Launcher
+from harness.record.store import Store
+from harness.run.maxsize import Search, plan_of
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
 from tests.ranks.conftest import RunCells, Silent, cell
 from tests.unit.test_cli import bench
 

@@ -51,7 +51,7 @@ def planned(python: Path | str, folder: Path) -> dict[str, tuple[str, str]]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     plan: dict[str, Any] = json.loads(done.stdout)
-    from harness.cell import Cell
+    from harness.spec.cell import Cell
 
     found = {Cell(**one).name: ("planned", "") for one in plan["cells"]}
     return found | {

@@ -21,15 +21,15 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.cell import Cell
-from harness.launch import Launcher
-from harness.nodes.head import Nodes, NodesLauncher
-from harness.nodes.wire import Meeting, secure
-from harness.outcome import Outcome
-from harness.plan import Plan
-from harness.registry import admit
-from harness.runner import Runner
-from harness.store import Results, Store
+from harness.launch.launcher import Launcher
+from harness.launch.outcome import Outcome
+from harness.nodes.coordinator import Nodes, NodesLauncher
+from harness.nodes.protocol import Meeting, secure
+from harness.record.plan import Plan
+from harness.record.store import Results, Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.strategy.registry import admit
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import cores
-from harness.trial import TrialSpec
-from harness.workloads import DataSource
+from harness.host import cores
 from tests.ranks.conftest import RunCells, cell
 from tests.ranks.test_strategies import states_follow_the_formula
 
@@ -117,12 +115,8 @@ def test_no_worker_is_heard_twice_in_a_step() -> None:
 
 def test_a_server_has_a_core_and_counts_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "allowed_cores", lambda: [0, 1])
-    two, one, data = (
-        cell("parameter_server"),
-        cell("data_parallel"),
-        DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4),
-    )
-    assert cores.pin(two, TrialSpec(two, data, 3)) == ((0,), (1,), (0,))
-    assert cores.pin(one, TrialSpec(one, data, 1)) == ((0, 1),)
+    two, one = cell("parameter_server"), cell("data_parallel")
+    assert cores.pin(two, 3, 3) == ((0,), (1,), (0,))
+    assert cores.pin(one, 1, 1) == ((0, 1),)
     assert cores.oversubscribed(two, 3)
     assert not cores.oversubscribed(two, 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.store import Store
+from harness.record.store import Store
 
 MATRIX = """
 trials: 2

@@ -10,7 +10,7 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import expand, read_matrix
-from harness.cell import Cell
+from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.errors import Refused, Unavailable
-from harness.registry import admit
+from harness.spec.errors import Refused, Unavailable
 from harness.strategies.trainer import TransformersTrainer
+from harness.strategy.registry import admit
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.judging import in_fp32
-from harness.references import reference_of
+from harness.parity.judging import in_fp32
+from harness.parity.reference_runs import reference_of
+from harness.spec.cell import Cell
 from harness.workloads import make_workload
-from harness.workloads.facts import model_facts
+from harness.workloads.counts import model_facts
 from harness.workloads.variants import ADAPTERS
 from tests.ranks.conftest import RunCells, cell
 

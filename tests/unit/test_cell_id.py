@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-import harness.registry
+import harness.strategy.registry
 from bench.host import Host
 from bench.matrix import AXES, Matrix, expand
-from harness.cell import _ALWAYS_IDENTITY, _NOT_IDENTITY, Cell
-from harness.history import histories
-from harness.plan import Plan, kept_plan
-from harness.registry import make_strategy, with_defaults
-from harness.runner import Runner
-from harness.sides import measured
-from harness.store import Store
-from harness.strategy import Job, Strategy, TrainStep
+from harness.analysis.history import histories
+from harness.analysis.selection import measured
+from harness.record.plan import Plan, kept_plan
+from harness.record.store import Store
+from harness.run.runner import Runner
+from harness.spec.cell import _ALWAYS_IDENTITY, _NOT_IDENTITY, Cell
+from harness.spec.training import TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.registry import make_strategy, with_defaults
 from tests.unit.test_compare import compared
 from tests.unit.test_report import run_row, trial_rows
 
@@ -44,7 +46,7 @@ class After(Before):
 def release(monkeypatch: pytest.MonkeyPatch) -> list[type[Strategy]]:
     """The class that strategy `mine` is of, last; more may be added while a test goes on."""
     classes: list[type[Strategy]] = [Before]
-    monkeypatch.setattr(harness.registry, "strategies", lambda: {"mine": classes[-1]})
+    monkeypatch.setattr(harness.strategy.registry, "strategies", lambda: {"mine": classes[-1]})
     return classes
 
 

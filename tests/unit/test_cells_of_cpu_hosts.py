@@ -11,9 +11,9 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import expand, read_matrix
-from harness.cell import Cell
-from harness.expected import trial_seconds
-from harness.store import Store
+from harness.record.store import Store
+from harness.run.expected import trial_seconds
+from harness.spec.cell import Cell
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cpu_cells.json"
 CPU = Host("cpu", 2, 24 * 2**30)
@@ -41,8 +41,9 @@ def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str) -> None:
 
 
 def test_the_time_of_a_kept_run_is_predicted_within_a_quarter() -> None:
-    """The inputs of harness/expected.py for CPUs are those of real trials: `full` on two cores, all
-    423 of them."""
+    """The inputs of harness/run/expected.py for CPUs are those of real trials: `full` on two cores,
+    all 423 of them.
+    """
     trials = Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False).trials
     trials = trials[trials["wall_seconds"].notna()]
     predicted = sum(trial_seconds(Cell(**json.loads(cell)), 2) for cell in trials["cell"])

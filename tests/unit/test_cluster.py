@@ -18,7 +18,7 @@ import yaml
 from bench.cluster.script import Job, batch_script
 from bench.cluster.site import Nightly, Notify, Site, read_site
 from bench.cluster.slurm import parse
-from harness.errors import Mistake
+from harness.spec.errors import Mistake
 
 ROOT = Path(__file__).parents[2]
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))

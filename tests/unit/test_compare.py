@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bench.cli.compare import compare
-from harness.cell import Cell
-from harness.compare import REGRESSIONS, Compared, Line, compare_cells, compare_sides
-from harness.errors import Mistake
-from harness.schema import RUNS, TRIALS
-from harness.sides import find_run, measured, side, two_sides
-from harness.stats import COMPARISON_METHOD
-from harness.store import Results, Store
+from harness.analysis.compare import REGRESSIONS, Compared, Line, compare_cells, compare_sides
+from harness.analysis.selection import find_run, measured, side, two_sides
+from harness.analysis.stats import COMPARISON_METHOD
+from harness.record.schema import RUNS, TRIALS
+from harness.record.store import Results, Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from reports.comparison import markdown, page
 from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, diverged_rows, left_out, run_row, trial_rows

@@ -14,10 +14,10 @@ import yaml
 from bench.cluster.site import Nightly, Notify, Site
 from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
-from harness.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
-from harness.measure.peaks import gpu_models
-from harness.registry import strategies
-from harness.schema import TABLES
+from harness.host.peaks import gpu_models
+from harness.record.schema import TABLES
+from harness.run.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
+from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[2]
 

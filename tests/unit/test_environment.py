@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.environment import environment
-from harness.schema import RUNS
+from harness.host.environment import environment
+from harness.record.schema import RUNS
 
 
 def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:

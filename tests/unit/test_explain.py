@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from bench.cli.profile import find, name_ranks
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.explain import events_of, replaced, training_thread
-from harness.explained import explained_row
-from harness.measure.breakdown import COMPONENTS, Event, breakdown, own_seconds, stacks, straggler
+from harness.launch.outcome import Outcome
+from harness.measure.breakdown import Event, breakdown, own_seconds, stacks, straggler
 from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
-from harness.measure.split import peak_split
-from harness.outcome import Outcome
-from harness.plan import Plan
-from harness.store import Store, load
-from harness.strategy import Exposed
+from harness.measure.peak_breakdown import peak_split
+from harness.record.plan import Plan
+from harness.record.profile import COMPONENTS
+from harness.record.store import Store, load
+from harness.run.profile import explained_row
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.strategy.job import Exposed
+from harness.worker.profile import events_of, replaced, training_thread
 from tests.unit.test_store import run_row
 
 
@@ -440,7 +441,7 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     """Mean of two ranks: compute 2 and 3 of a step of 4 s, so 2.5 s; 310 bytes sent of 300."""
     import pandas as pd
 
-    from harness.store import Results
+    from harness.record.store import Results
     from reports import explained, write_report
     from reports.groups import records
     from tests.unit.test_report import run_row as report_run

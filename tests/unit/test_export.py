@@ -17,13 +17,13 @@ from bench.cli import app
 from bench.cli.export import find, plainest
 from bench.host import Host
 from bench.matrix import expand, read_matrix
-from harness.cell import Cell
-from harness.errors import Mistake
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
-from harness.plan import Plan
-from harness.registry import make_strategy
-from harness.runner import Runner
-from harness.store import Store
+from harness.record.plan import Plan
+from harness.record.store import Store
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from tests.unit.test_cli import bench
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness.store import load
+from harness.record.store import load
 from reports.svg import Picture, Pictures
 from reports.view import make_view
 

@@ -15,11 +15,11 @@ from typing import Any, get_args
 import pytest
 
 from bench.cli.report import Format, report
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.schema import RUNS, TRIALS
-from harness.store import Results, Store
-from harness.summary import cells as summarise
+from harness.analysis.summary import cells as summarise
+from harness.record.schema import RUNS, TRIALS
+from harness.record.store import Results, Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from reports.brief import SECTIONS, markdown
 from reports.machine import FIGURES, IDENTITY, LISTS, as_csv, as_json
 from reports.page import render

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bench.cli.history import history, sparkline
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
-from harness.sides import measured
-from harness.store import Store
+from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
+from harness.analysis.selection import measured
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from tests import commands
 from tests.unit.test_report import MIB, left_out, run_row, trial_rows
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.record import left_out_row
-from harness.schema import RUNS, TRIALS
-from harness.store import Store
+from harness.record.schema import RUNS, TRIALS
+from harness.record.store import Store
+from harness.run.rows import left_out_row
+from harness.spec.cell import Cell
 from reports import overview, runs, runs_markdown
 from reports.brief import markdown
 from reports.machine import as_csv, as_json

@@ -12,13 +12,13 @@ from hypothesis import strategies as some
 
 from bench.host import Host
 from bench.matrix import Matrix, expand, read_matrix
-from harness.cell import Cell
-from harness.errors import Mistake
 from harness.links.emulated import shares
-from harness.links.link import Link, link_text
-from harness.links.probe import _received
 from harness.links.switch import burst_bytes
-from harness.nodes.facts import shared_machine
+from harness.nodes.probe import _received
+from harness.record.nodes import shared_machine
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.spec.link import Link, link_text
 
 HOST = Host("cpu", 2, 2**34)
 

@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.cell import Cell
-from harness.store import Results
+from harness.record.store import Results
+from harness.spec.cell import Cell
 from reports import links
 from reports.brief import markdown
 from reports.links import Chapter, bits

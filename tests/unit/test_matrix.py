@@ -9,8 +9,8 @@ import yaml
 
 from bench.host import Host
 from bench.matrix import HOME, expand, matrix_names, parse_bytes, parse_changes, read_matrix
-from harness.cell import Cell
-from harness.errors import Mistake
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 
 CPU = Host("cpu", 2, 24 * 2**30)
 GPU = Host("cuda", 1, 80 * 2**30)
@@ -203,7 +203,7 @@ def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.Monkey
 
 
 def test_full_names_every_strategy_of_the_suite() -> None:
-    from harness.registry import strategies
+    from harness.strategy.registry import strategies
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}

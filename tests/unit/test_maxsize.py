@@ -13,32 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cell import Cell
-from harness.found import Found, found, limits, order_notes
-from harness.maxsize import (
-    Search,
-    family,
-    formula,
-    hidden_size,
-    largest,
-    parameters_of,
-    plan_of,
-    predict,
-    sized,
-    wide_size,
-)
-from harness.measure.activations import activation_bytes
+from harness.analysis.maxsize import Found, found, limits, order_notes
+from harness.launch.outcome import Left, judge
 from harness.measure.memory import MemoryMeter
-from harness.measure.shortage import phase, shortage
-from harness.outcome import Left, judge
-from harness.plan import Plan, resumable
-from harness.record import left_out_row
-from harness.runner import Runner
-from harness.store import Store
-from harness.strategy import Exposed
-from harness.trial import log_file
+from harness.measure.oom import phase, shortage
+from harness.record.plan import Plan, resumable
+from harness.record.search import family, sized
+from harness.record.store import Store
+from harness.run.maxsize import Search, formula, hidden_size, largest, plan_of, predict, wide_size
+from harness.run.rows import left_out_row
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.strategy.job import Exposed
+from harness.worker.spec import log_file
 from harness.workloads import make_workload
-from harness.workloads.facts import _count, model_facts
+from harness.workloads.activations import activation_bytes
+from harness.workloads.counts import _count, model_facts, parameters_of
 from tests.unit.test_cli import bench
 
 BUDGET = 2**27
@@ -103,7 +93,7 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk() -> None:
     workload = make_workload("llama-64x5")
     assert model_facts(workload, 16) == _count(workload, 16)
     assert family(sized(base(), 5)) == base()
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     with pytest.raises(Mistake, match="unknown workload 'gpt2-64x5'"):
         make_workload("gpt2-64x5")
@@ -271,7 +261,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
-    from harness.errors import Mistake
+    from harness.spec.errors import Mistake
 
     _, _, store = searched(tmp_path)
     with pytest.raises(Mistake, match="nothing to resume"):

@@ -9,26 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.cell import Cell
+from harness.analysis.disturbance import disturbed
+from harness.analysis.flops import mfu
+from harness.analysis.losses import mean_losses
+from harness.analysis.stats import efficiency, over_cycles, percentile, slowest, trend
+from harness.host.peaks import peak_flops_per_second
 from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.energy import Energy, package_joules
-from harness.measure.flops import mfu, peak_flops_per_second
 from harness.measure.load import (
     FRESH_SECONDS,
     WINDOW_SECONDS,
     Idle,
     Load,
     cpu_seconds,
-    disturbed,
     foreign_load,
     idle_share,
 )
 from harness.measure.memory import imbalance
-from harness.record import figures, mean_losses
-from harness.stats import efficiency, over_cycles, percentile, slowest, trend
-from harness.turns import Turns
-from harness.workloads.facts import ModelFacts
+from harness.run.rows import figures
+from harness.spec.cell import Cell
+from harness.worker.interleave import Turns
+from harness.workloads.counts import ModelFacts
 
 
 class Clock:

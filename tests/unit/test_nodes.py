@@ -12,15 +12,16 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import Matrix, expand
-from harness.cell import Cell
-from harness.cores import oversubscribed
-from harness.errors import Mistake
-from harness.nodes.facts import distinct_cores, link_speed, numa_nodes, shared_machine
-from harness.nodes.head import Node
+from harness.host.cores import oversubscribed
+from harness.launch.outcome import Left, judge
+from harness.nodes.facts import link_speed, numa_nodes
+from harness.nodes.node import Node
+from harness.nodes.protocol import Line, Meeting, addresses_of, interface_of
 from harness.nodes.trial import Trial
-from harness.nodes.wire import Line, Meeting, addresses_of, interface_of
-from harness.outcome import Left, judge
-from harness.trial import TrialSpec
+from harness.record.nodes import distinct_cores, shared_machine
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
 DATA = DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.stats import compare_rounds
-from harness.store import Store
+from harness.analysis.stats import compare_rounds
+from harness.record.store import Store
+from harness.spec.cell import Cell
 from tests.unit.test_report import left_out, run_row, trial_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"

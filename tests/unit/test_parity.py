@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from harness.parity import judge, loss_deviations, plain_name, widest
-from harness.strategy import EXACT, Deviation
+from harness.parity.deviations import plain_name
+from harness.parity.verdict import judge, loss_deviations, widest
+from harness.spec.training import EXACT, Deviation
 
 LOOSE = Deviation(1e-2, 0.5, "coarse rounding")
 REFERENCE = [2.0, 1.0]

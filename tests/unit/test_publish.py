@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from bench.cli.publish import publish
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.store import Results, Store
-from harness.summary import cells as summarise
-from reports.publish import FIGURES, LIBRARIES, quiet
+from harness.analysis.summary import cells as summarise
+from harness.record.store import Results, Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from reports.publish import LIBRARIES
 from reports.publish import publish as write
 from reports.publish.event_files import cell_folder
 from reports.publish.file_store import CELL_TAG, EXPERIMENT, RUN_TAG
+from reports.publish.published import FIGURES, quiet
 from reports.publish.textfile import FILE, PREFIX
 from tests import commands
 from tests.unit.test_report import HOSTILE, REFERENCE, diverged_rows, left_out, run_row, trial_rows

@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 
 from bench.cli import show
 from bench.cli.report import report
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.record import left_out_row
-from harness.registry import strategies
-from harness.schema import TRIALS
-from harness.stats import median_error
-from harness.store import Results, Store
-from harness.summary import cells as summarise
-from harness.summary import systems
+from harness.analysis.stats import median_error
+from harness.analysis.summary import cells as summarise
+from harness.analysis.summary import systems
+from harness.record.schema import TRIALS
+from harness.record.store import Results, Store
+from harness.run.rows import left_out_row
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.strategy.registry import strategies
 from reports import states as kept
 from reports import traffic, write_report
 from reports.compared import variants, wrappers
@@ -1003,7 +1003,7 @@ def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
 
 def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
     """The figure is the median over trials; headings called it the mean."""
-    from harness.stats import estimate
+    from harness.analysis.stats import estimate
     from reports.table import throughput_column
 
     assert estimate([10.0, 20.0, 90.0]).value == 20.0, "their mean is 40"

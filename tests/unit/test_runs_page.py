@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from bench.cli.report import report
-from harness.cell import Cell
-from harness.compare import compare_sides
-from harness.errors import Mistake
-from harness.sides import side
-from harness.store import Results, Store
+from harness.analysis.compare import compare_sides
+from harness.analysis.selection import side
+from harness.record.store import Results, Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from reports import overview, runs, trends
 from reports.ran import only
 from reports.runs_markdown import SECTIONS, markdown

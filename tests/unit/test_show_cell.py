@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from bench.cli.cell import BAR, STEPS, bar, cell, draw, sparkline_of
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.store import Store
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 from reports.onecell import in_full
 from tests import commands
 from tests.unit.test_report import (

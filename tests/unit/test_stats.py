@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.stats import (
+from harness.analysis.stats import (
     CONFIDENCE,
     SMALLEST_EFFECT,
     compare_rounds,

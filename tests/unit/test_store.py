@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.cell import Cell
-from harness.errors import Mistake
-from harness.plan import LeftOut, Plan, resumable
-from harness.record import left_out_row
-from harness.runner import Runner
-from harness.schema import TABLES, VERSION, arrow_schema
-from harness.sides import measured
-from harness.store import Store, TrialKey, load
-from harness.summary import alike, cells, too_wide
+from harness.analysis.selection import measured
+from harness.analysis.summary import alike, cells, too_wide
+from harness.record.plan import LeftOut, Plan, resumable
+from harness.record.schema import TABLES, VERSION, arrow_schema
+from harness.record.store import Store, TrialKey, load
+from harness.run.rows import left_out_row
+from harness.run.runner import Runner
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cell import Cell
-from harness.errors import Mistake, Refused, Unavailable
-from harness.registry import admit, make_strategy, strategies
-from harness.strategy import Layout, Strategy
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused, Unavailable
+from harness.spec.training import Layout
+from harness.strategy.base import Strategy
+from harness.strategy.registry import admit, make_strategy, strategies
 from harness.workloads import make_workload
 
 HOME = Path(__file__).parents[2]
@@ -72,8 +73,8 @@ def test_no_strategy_is_named_outside_its_file() -> None:
 
 def test_listing_strategies_imports_no_torch() -> None:
     code = (
-        "import sys; from harness.registry import strategies; strategies(); sys.exit('torch' in"
-        " sys.modules)"
+        "import sys; from harness.strategy.registry import strategies; strategies();"
+        " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME).returncode == 0
 

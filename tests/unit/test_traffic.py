@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cell import Cell
 from harness.measure.states import held_by, state_bytes
 from harness.measure.traffic import Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
-from harness.record import figures
-from harness.strategy import States
-from harness.training import model_states, whole_model_states
-from harness.workloads.facts import ModelFacts
+from harness.run.rows import figures
+from harness.spec.cell import Cell
+from harness.spec.training import States
+from harness.strategy.formulas import model_states, whole_model_states
+from harness.workloads.counts import ModelFacts
 from tests.unit.test_measure import CELL, FACTS, answer
 
 

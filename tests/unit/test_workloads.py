@@ -12,13 +12,13 @@ import pytest
 
 from bench.host import Host
 from bench.matrix import Matrix, expand
-from harness.cell import Cell
-from harness.errors import Mistake, Refused
-from harness.prepared import more_of_the_same
-from harness.registry import admit
+from harness.run.prepared import more_of_the_same
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused
+from harness.strategy.registry import admit
 from harness.workloads import make_workload, prepare_data, workload_names
-from harness.workloads.facts import model_facts
-from harness.workloads.model import split_name
+from harness.workloads.counts import model_facts
+from harness.workloads.registry import split_name
 
 
 @pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])

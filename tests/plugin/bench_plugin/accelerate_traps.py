@@ -3,9 +3,10 @@
 import os
 from typing import Any, Literal
 
-from harness.cell import Cell
+from harness.spec.cell import Cell
+from harness.spec.training import TrainStep
 from harness.strategies.accelerate import Accelerate
-from harness.strategy import Job, TrainStep
+from harness.strategy.job import Job
 from harness.workloads import Workload
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

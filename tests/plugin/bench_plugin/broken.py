@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from harness.strategy import Batch, Job, Strategy, TrainStep
+from harness.spec.training import Batch, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 
 class Broken(Strategy):

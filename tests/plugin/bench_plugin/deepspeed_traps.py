@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.cell import Cell
+from harness.spec.cell import Cell
+from harness.spec.training import Layout, TrainStep
 from harness.strategies import _deepspeed
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
-from harness.strategy import Job, Layout, TrainStep
+from harness.strategy.job import Job
 from harness.workloads import Workload
 
 
@@ -51,7 +52,7 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
     def layer(self, job: Job, index: int) -> Any:
         from deepspeed.pipe import LayerSpec
 
-        from harness.workloads.stage import Stage
+        from harness.strategy.stage import Stage
 
         return LayerSpec(Stage, job, index, job.layout.pipeline)
 

@@ -4,9 +4,10 @@ its mathematics, not its speed."""
 import contextlib
 from typing import Any
 
-from harness.cell import Cell
+from harness.spec.cell import Cell
+from harness.spec.training import TrainStep
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
-from harness.strategy import Job, TrainStep
+from harness.strategy.job import Job
 from harness.workloads import Workload
 
 

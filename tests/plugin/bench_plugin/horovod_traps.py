@@ -7,8 +7,10 @@ import signal
 import time
 from typing import Any, Literal
 
+from harness.spec.training import Batch, TrainStep
 from harness.strategies.horovod import Horovod
-from harness.strategy import Batch, Job, Strategy, TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
 
 
 class PlainSgd(Job):

@@ -1,7 +1,9 @@
 """A correct strategy of another package."""
 
-from harness.strategy import Job, Strategy, TrainStep
-from harness.training import standard_step
+from harness.spec.training import TrainStep
+from harness.strategy.base import Strategy
+from harness.strategy.job import Job
+from harness.strategy.step import standard_step
 
 
 class Outside(Strategy):

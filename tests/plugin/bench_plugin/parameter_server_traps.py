@@ -4,8 +4,9 @@ import os
 import signal
 from typing import Any, Literal
 
+from harness.spec.training import Batch, TrainStep
 from harness.strategies.parameter_server import ParameterServer
-from harness.strategy import Batch, Job, TrainStep
+from harness.strategy.job import Job
 
 
 class ParameterServerTraps(ParameterServer):

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.spec.training import TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Job, TrainStep
+from harness.strategy.job import Job
 
 
 class Planted(Ddp):

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
+from harness.spec.training import TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Job, TrainStep
+from harness.strategy.job import Job
 
 
 class Slowed(Ddp):

@@ -5,8 +5,9 @@ import types
 from typing import Any, Literal
 
 import harness.strategies.trainer
+from harness.spec.training import Batch, TrainStep
 from harness.strategies.trainer import TransformersTrainer
-from harness.strategy import Batch, Job, TrainStep
+from harness.strategy.job import Job
 from harness.workloads import Workload
 
 ARGUMENTS = {

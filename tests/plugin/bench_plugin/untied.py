@@ -1,14 +1,15 @@
 """The pipeline without the exchange that keeps tied embeddings tied."""
 
+from harness.spec.training import TrainStep
 from harness.strategies.pipeline import Pipeline
-from harness.strategy import Job, TrainStep
+from harness.strategy.job import Job
 
 
 class UntiedPipeline(Pipeline):
     """Two stages whose copies of the embedding train apart."""
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.pipelining import Pipe
+        from harness.strategy.pipelining import Pipe
 
         Pipe.sum_tied = lambda self: None
         return super().setup(job)

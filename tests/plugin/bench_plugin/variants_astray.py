@@ -2,8 +2,9 @@
 
 from typing import Literal
 
+from harness.spec.training import Batch, TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Batch, Job, TrainStep
+from harness.strategy.job import Job
 
 
 class VariantAstray(Ddp):

@@ -1,0 +1,185 @@
+"""What falsifies measurements on GPUs: neighbours, limits, heat, slices, a driver that is too old,
+cores and links that are missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from bench.checks.host import locked_memory_trouble, shared_memory_trouble
+from bench.checks.trouble import Trouble
+from harness.host.environment import unused_gpus
+from harness.host.gpu import Gpu, ask, nvml, visible_gpus
+from harness.host.gpu_facts import GpuFacts, gpu_facts, gpu_topology
+from harness.host.gpu_state import GpuState, state_of
+from harness.host.peaks import gpu_model
+
+GIB = 2**30
+HOT_CELSIUS = 83
+"""At rest; most GPUs slow down from 83 to 90 degrees."""
+
+
+def gpu_troubles() -> list[Trouble]:
+    """Empty on a host without GPUs."""
+    devices = visible_gpus()
+    if not devices:
+        return []
+    found = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
+    found += [trouble for state in _states(devices) for trouble in _state(state)]
+    return found + list(_software()) + list(_surroundings(devices))
+
+
+def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
+    with nvml() as library:
+        for device in devices if library is not None else ():
+            handle = ask(library, "nvmlDeviceGetHandleByUUID", device.uuid)
+            if handle is not None:
+                yield state_of(library, handle, device.index, device.uuid)
+
+
+def _settings(facts: GpuFacts) -> Iterator[Trouble]:
+    """What somebody has set."""
+    who, number = f"GPU {facts.index}", facts.index
+    limit, default = facts.power_limit_watts, facts.default_power_limit_watts
+    if limit is not None and default is not None and limit < 0.99 * default:
+        yield Trouble(
+            who,
+            f"its power limit is {limit:.0f} W where {default:.0f} W is the default",
+            "it runs at lower clocks than others of its kind, and looks slower",
+            f"sudo nvidia-smi -i {number} -pl {default:.0f}",
+        )
+    if facts.persistence is False:
+        yield Trouble(
+            who,
+            "persistence mode is off",
+            "the driver unloads between launches: each begins seconds later, and at other clocks",
+            f"sudo nvidia-smi -i {number} -pm 1",
+        )
+    if facts.ecc is False:
+        yield Trouble(
+            who,
+            "error correction (ECC) is off",
+            "memory is a little faster and larger than where it is on, and wrong bits stay unseen",
+            f"sudo nvidia-smi -i {number} -e 1, then restart the host",
+        )
+    if facts.mig:
+        yield Trouble(
+            who,
+            f"{facts.name} is a slice of a GPU (MIG)",
+            "slices beside it share its power and PCIe link, and its peak is unknown: no MFU",
+            f"sudo nvidia-smi -i {number} -mig 0",
+        )
+
+
+def _state(state: GpuState) -> Iterator[Trouble]:
+    """What it is doing now, when no rank of ours is on it."""
+    who, number = f"GPU {state.index}", state.index
+    others = [process for process in state.processes or () if process.pid != os.getpid()]
+    if others:
+        sizes = [process.memory_bytes for process in others if process.memory_bytes is not None]
+        taken = f" with {sum(sizes) / GIB:.1f} GiB" if sizes else ""
+        pids = " ".join(str(process.pid) for process in others)
+        yield Trouble(
+            who,
+            f"other processes are on it{taken}: {pids}",
+            "they take its time and memory: cells are slower, or out of memory",
+            f"end them (kill {pids}), or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        )
+    if "clocks set by the user" in (state.reasons or ()):
+        yield Trouble(
+            who,
+            f"its clocks are locked or application clocks are set ({state.sm_mhz} MHz now)",
+            "it cannot reach the clocks that others of its kind reach",
+            f"sudo nvidia-smi -i {number} -rgc; sudo nvidia-smi -i {number} -rac",
+        )
+    hot = state.temperature_celsius is not None and state.temperature_celsius >= HOT_CELSIUS
+    if state.slowed or hot:
+        cause = ", ".join(state.slowed) or "no rank is on it"
+        yield Trouble(
+            who,
+            f"it has {state.temperature_celsius} degrees Celsius: {cause}",
+            "its clocks fall while a run goes on",
+            f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d"
+            " TEMPERATURE,PERFORMANCE",
+        )
+    if state.uncorrected_errors:
+        yield Trouble(
+            who,
+            f"{state.uncorrected_errors} errors of its memory could not be corrected",
+            "results may be wrong, and ranks end",
+            f"restart the host; to see them: nvidia-smi -i {number} -q -d ECC",
+        )
+
+
+def _software() -> Iterator[Trouble]:
+    """What driver and torch lack."""
+    import torch
+
+    if reason := unused_gpus():
+        yield Trouble(
+            "GPUs",
+            reason,
+            "every cell runs on the CPU",
+            "make setup, on this host, once the above is so",
+        )
+        return
+    if not torch.distributed.is_nccl_available():
+        what = f"torch {torch.__version__} is built without NCCL"
+        yield Trouble("torch", what, "several GPUs cannot communicate", "make setup, on this host")
+    yield from _stand_ins()
+
+
+def _stand_ins() -> Iterator[Trouble]:
+    """Strategies that would run as something else on a GPU: a library that was built without
+    NCCL."""
+    from importlib.util import find_spec
+
+    from harness.spec.cell import Cell
+    from harness.strategy.registry import strategies
+
+    for name, cls in strategies().items():
+        if all(map(find_spec, cls.requires)):
+            cell = Cell(strategy=name, workload="llama-mini", devices=2, device="cuda")
+            if reason := cls().stand_in(cell):
+                yield Trouble(
+                    name,
+                    reason,
+                    "its times say nothing of the real thing",
+                    "make setup, on this host",
+                )
+
+
+def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
+    """Cores, memory and links between the GPUs."""
+    from harness.host.cores import allowed_cores
+
+    cores = len(allowed_cores())
+    if cores < len(devices):
+        yield Trouble(
+            "CPU",
+            f"{cores} cores for {len(devices)} GPUs",
+            "ranks share cores: GPUs wait for kernels to be launched",
+            "ask the scheduler for more (cpus_per_node), or: taskset, docker run --cpuset-cpus",
+        )
+    if len(devices) < 2:
+        return
+    yield from filter(None, (shared_memory_trouble(), locked_memory_trouble()))
+    words = gpu_topology()
+    for a, b in combinations(range(len(devices)), 2):
+        model, between = gpu_model(devices[a].name), words[a][b]
+        if model and model.nvlink_bytes_per_second and "NVLink" not in between:
+            yield Trouble(
+                f"GPUs {devices[a].index} and {devices[b].index}",
+                f"no NVLink is active between them ({between})",
+                "they communicate over PCIe, many times slower than this kind of GPU does",
+                "systemctl status nvidia-fabricmanager; nvidia-smi nvlink -s",
+            )
+        elif "NVLink" not in between and between == "system":
+            yield Trouble(
+                f"GPUs {devices[a].index} and {devices[b].index}",
+                "they share nothing below the two sockets' link",
+                "their copies go through host memory",
+                "to see it: nvidia-smi topo -m; choose GPUs of one socket with"
+                " CUDA_VISIBLE_DEVICES",
+            )

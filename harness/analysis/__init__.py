@@ -1,0 +1,1 @@
+"""What recorded data says: statistics, summaries, comparisons, histories. Needs no torch."""

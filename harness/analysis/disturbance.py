@@ -1,0 +1,51 @@
+"""Was a trial disturbed by something else on the machine?"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.host.gpu_state import GpuRecord
+
+DISTURBED_CORES = 0.25
+"""Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short
+trials see as up to 0.2 cores."""
+
+
+QUIET = 0.8
+"""Share of idle cores before and after a trial below which it is marked."""
+
+
+Cause = Literal["busy", "shared", "throttled"]
+
+
+CAUSES: dict[Cause, str] = {
+    "busy": "something else used the machine beside",
+    "shared": "another process was on its GPUs beside",
+    "throttled": "heat, hardware or a lowered power limit held its GPUs back in",
+}
+"""What can disturb a trial, in words that a number of trials follows."""
+
+
+def disturbances(
+    foreign_cores: float | None,
+    idle_before: float | None,
+    idle_after: float | None,
+    gpus: GpuRecord | None = None,
+) -> tuple[Cause, ...]:
+    """What disturbed a trial before, during or after it; unknown is not held against it."""
+    idle = [share for share in (idle_before, idle_after) if share is not None]
+    busy = (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET
+    causes: set[Cause] = {one.cause for one in gpus.findings()} if gpus else set()
+    if busy:
+        causes.add("busy")
+    return tuple(cause for cause in CAUSES if cause in causes)
+
+
+def disturbed(
+    foreign_cores: float | None,
+    idle_before: float | None,
+    idle_after: float | None,
+    gpus: GpuRecord | None = None,
+) -> bool:
+    """Whether something disturbed a trial."""
+    return bool(disturbances(foreign_cores, idle_before, idle_after, gpus))

@@ -1,0 +1,27 @@
+"""How many floating-point operations does the model need, and what share of the device's peak is
+that?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+FORMULA = (
+    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit"
+    " model, 2 per multiply-add, attention over the full square, counted by"
+    " torch.utils.flop_counter; recomputation does not count; MFU = FLOPs x steps/s / (devices x"
+    " peak of the device in the precision)"
+)
+
+
+def mfu(
+    flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
+) -> float | None:
+    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), a fraction; None where the peak
+    is unknown."""
+    if flops_per_step is None or peak is None or step_seconds <= 0:
+        return None
+    return flops_per_step / step_seconds / (devices * peak)

@@ -1,0 +1,1 @@
+"""What this machine has: GPUs, cores, libraries, folders and processes."""

@@ -1,0 +1,134 @@
+"""Which CPU cores a process may use, and which of them the ranks of a node get."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.spec.cell import Cell
+
+
+def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
+    """These hardware threads (the kernel's CPU numbers), grouped by the core that they belong
+    to."""
+    groups: dict[str, list[int]] = {}
+    for thread in sorted(threads):
+        path = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+        siblings = path.read_text().strip() if path.exists() else str(thread)
+        groups.setdefault(siblings, []).append(thread)
+    return [tuple(group) for group in groups.values()]
+
+
+def allowed_cores() -> list[int]:
+    """The CPU cores this process may use, one hardware thread per core first."""
+    cores = physical_cores(os.sched_getaffinity(0))
+    return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
+
+
+def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
+    """Cores of each local process: its devices' own (a server has one's), round and round where
+    there are more than cores.
+
+    `processes`: ranks of the whole trial; `local`: those of them that this node starts.
+    """
+    if cell.device == "cuda":
+        return _near_gpus(cell, local)
+    cores = allowed_cores()
+    per_process = cell.threads_per_device * max(1, cell.devices // processes)
+    return tuple(
+        tuple(sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)}))
+        for p in range(local)
+    )
+
+
+def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
+    """Cores of each local process of a GPU cell: its GPUs' shares; a server, which drives no GPU,
+    may use all cores.
+
+    The cores of a rank also run the threads of autograd, of NCCL, of a library (Horovod, CPU Adam,
+    disk access) and of the harness, which prepares batches. On one core, or on cores of the other
+    socket, these threads would be what is measured.
+    """
+    allowed = os.sched_getaffinity(0)
+    gpus = cell.devices // cell.nodes
+    workers = min(local, gpus)
+    shares = _shares(gpus)
+    each = gpus // workers
+    own = (shares[rank * each : (rank + 1) * each] for rank in range(workers))
+    servers = local - workers
+    return (
+        *(tuple(sorted(set().union(*parts))) for parts in own),
+        *[tuple(sorted(allowed))] * servers,
+    )
+
+
+def _shares(gpus: int) -> list[tuple[int, ...]]:
+    """The share of each of the first so many GPUs in the cores that this process may use."""
+    from harness.host.gpu import nearby_cores
+
+    return share_cores(
+        physical_cores(os.sched_getaffinity(0)), [nearby_cores(gpu) for gpu in range(gpus)]
+    )
+
+
+def few_cores(count: int, gpus: int) -> set[int]:
+    """So many cores of each GPU's share, with all their hardware threads: to see what more of them
+    are worth."""
+    return {
+        thread
+        for share in _shares(gpus)
+        for core in physical_cores(share)[:count]
+        for thread in core
+    }
+
+
+def share_cores(
+    cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Each GPU's share of the cores, as hardware threads: GPUs near the same cores divide these
+    evenly among themselves.
+
+    `cores`: the hardware threads of each core. `near`: of each GPU the hardware threads near it;
+    where they are unknown, or none of them is among `cores`, it takes part in dividing all. GPUs
+    take turns where there are fewer cores than GPUs.
+    """
+    groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for gpu, threads in enumerate(near):
+        own = tuple(core for core in cores if set(core) & set(threads)) or tuple(cores)
+        groups.setdefault(own, []).append(gpu)
+    shares: list[tuple[int, ...]] = [()] * len(near)
+    for own, gpus in groups.items():
+        size = len(own) // len(gpus)
+        for place, gpu in enumerate(gpus):
+            part = own[place * size : (place + 1) * size] if size else own[place % len(own) :][:1]
+            shares[gpu] = tuple(thread for core in part for thread in core)
+    return shares
+
+
+def threads_of(cell: Cell, cores: Sequence[int]) -> int:
+    """Intra-op threads of a rank that is pinned to these hardware threads: one for each core of a
+    GPU's rank."""
+    return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
+
+
+def core_ranges(cores: Iterable[int]) -> str:
+    """Core numbers as the kernel writes them: `0-3,8`."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def oversubscribed(cell: Cell, processes: int = 0, cores: int | None = None) -> bool:
+    """Whether its devices, or its processes where servers make them more, have more threads than
+    there are cores.
+
+    `cores`: of all nodes together; without it every node is taken to have as many as this host.
+    """
+    return cell.threads_per_device * max(cell.devices, processes) > (
+        cell.nodes * len(allowed_cores()) if cores is None else cores
+    )

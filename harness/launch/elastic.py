@@ -1,0 +1,96 @@
+"""torchrun's own agent, in this process, over the warm fork server: one node's ranks."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import signal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from harness.worker.spec import TrialSpec
+from harness.worker.worker import run_rank
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+MEET_SECONDS = 60
+"""How long the nodes of a trial wait for each other."""
+
+
+def open_store(address: str) -> Store:
+    """A store on a free port, at which the nodes of a trial meet; its attribute `port` says
+    where."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS)
+    )
+
+
+def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
+    """Runs the ranks of one node; returns the exit codes of those that failed.
+
+    `store`: on node 0, where the nodes meet.
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class Agent(LocalElasticAgent):
+        """Blocks until a rank ends or answers, where torch's agent looks every tenth of a
+        second."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            context: Any = self._pcontext
+            ends = [p.sentinel for p in context._pc.processes]
+            answers = [
+                q._reader
+                for rank, q in context._ret_vals.items()
+                if rank not in context._return_values
+            ]
+            multiprocessing.connection.wait(ends + answers)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+
+        def _exit_barrier(self) -> None:
+            """None: whoever asked for this trial waits for all nodes, and node 0 keeps the store
+            until then."""
+
+    # Every node knows its number, so that there is nothing to elect: the static rendezvous keeps
+    # ranks in the nodes' order and saves the c10d one's random wait of up to 0.3 s. A store that is
+    # open already cannot lose its port to somebody else.
+    if store is None and spec.node == 0:
+        store = open_store(spec.meeting[0])
+    address, port = spec.meeting[0], getattr(store, "port", spec.meeting[1])
+    rendezvous = StaticTCPRendezvous(
+        address, port, spec.node, spec.cell.nodes, spec.token, MEET_SECONDS
+    )
+    rendezvous._store = store
+    worker_spec = WorkerSpec(
+        role="rank",
+        local_world_size=len(spec.ranks),
+        entrypoint=run_rank,
+        args=(spec,),
+        rdzv_handler=rendezvous,
+        max_restarts=spec.max_restarts,
+        monitor_interval=0.001,
+        local_addr="localhost",
+    )
+    agent = Agent(
+        worker_spec,
+        DefaultLogsSpecs(log_dir=spec.scratch),
+        start_method="forkserver",
+        shutdown_timeout=2,
+    )
+    handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
+    try:
+        result = agent.run()
+        return {rank: failure.exitcode for rank, failure in result.failures.items()}
+    except SignalException as stop:
+        raise KeyboardInterrupt from stop
+    finally:
+        rendezvous.shutdown()
+        for number, handler in handlers.items():  # the agent leaves its own behind
+            signal.signal(number, handler)

@@ -1,0 +1,269 @@
+"""Launches that train by turns of a few steps, one at a time: what the machine does in a second
+then meets all of them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.host.process import die_with_parent
+from harness.launch.launcher import Launcher
+from harness.launch.outcome import Outcome
+from harness.spec.cell import Cell
+from harness.worker.interleave import Turns
+from harness.workloads import DataSource
+
+MOST_CELLS = 8
+"""All of them are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One of those that take turns: the arguments of Launcher.run, and the steps after which the
+    strategy's work repeats."""
+
+    cell: Cell
+    data: DataSource
+    processes: int
+    cycle: int = 1
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Ring:
+    """Keeps a process with a warm launcher for each of those that take turns; takes the place of
+    Launcher behind the runner."""
+
+    def __init__(self, packages: Sequence[str], count: int) -> None:
+        self.packages = list(packages)
+        self._keepers = [_Keeper(self.packages) for _ in range(count)]
+        for keeper in self._keepers:
+            keeper.ready()
+
+    def run(self, cell: Cell, data: DataSource, processes: int, **more: Any) -> Outcome:
+        """As Launcher.run, alone."""
+        heard = more.pop("on_progress", None)
+        return self.together([Launch(cell, data, processes, more=more)], heard, by_turns=False)[0]
+
+    def spare(self, pid: int) -> None:
+        """Launchers in processes of their own never see this one's children."""
+
+    def together(
+        self,
+        launches: Sequence[Launch],
+        heard: Callable[[int, float], None] | None = None,
+        by_turns: bool = True,
+    ) -> list[Outcome]:
+        """Runs them all to their ends, in turn; the first turn of each is its start, set-up and
+        warm-up.
+
+        While one trains, the ranks of the others are stopped. Time limits and wall times count a
+        launch's own turns only. KeyboardInterrupt makes all of them `interrupted`, those too that
+        had ended: only together they say something.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="parallelism-bench-"))
+        sides: list[_Side] = []
+        try:
+            for number, launch in enumerate(launches):
+                keeper = self._keepers[number] = self._keepers[number].whole()
+                sides.append(
+                    _Side(keeper, launch, folder / str(number) if by_turns else None, heard)
+                )
+            while any(not side.over for side in sides):
+                for side in sides:
+                    if not side.over:
+                        side.take_turn()
+            return [side.outcome() for side in sides]
+        except KeyboardInterrupt:
+            for side in sides:
+                side.interrupt()
+            return [
+                replace(side.outcome(), status="interrupted", reason="stopped by the user")
+                for side in sides
+            ]
+        finally:
+            for side in sides:
+                side.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        for keeper in self._keepers:
+            keeper.close()
+
+
+class _Keeper:
+    """A process of its own, out of the terminal's reach, that runs one launch at a time."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+        context = multiprocessing.get_context("spawn")
+        self.waited = context.Array("d", 2, lock=False)
+        """Seconds that the launch has waited for its turns, and since when it waits now (0: it does
+        not)."""
+        self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
+        self._pid = self.pool.submit(_warm)
+
+    def ready(self) -> int:
+        """Waits until it is warm; returns its process id."""
+        return self._pid.result()
+
+    def whole(self) -> _Keeper:
+        """This one, or another where somebody has killed it."""
+        try:
+            self.pool.submit(os.getpid).result()
+        except BrokenProcessPool:
+            self.close()
+            return _Keeper(self.packages)
+        return self
+
+    def close(self) -> None:
+        self.pool.shutdown()
+
+
+class _Side:
+    """One launch: whose ranks wait for their turn, and what became of it."""
+
+    def __init__(
+        self,
+        keeper: _Keeper,
+        launch: Launch,
+        address: Path | None,
+        heard: Callable[[int, float], None] | None,
+    ) -> None:
+        self.keeper, self.launch, self.heard = keeper, launch, heard
+        self.turns = Turns.of(str(address), launch.cycle) if address else None
+        self.future: Future[Outcome] | None = None
+        self.stopped: dict[socket.socket, int] = {}
+        """Ranks that wait: their lines and process ids."""
+        self.selector = selectors.DefaultSelector()
+        self.ended, self._end = socket.socketpair()
+        self.selector.register(self.ended, selectors.EVENT_READ)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if address:
+            self.listener.bind(str(address))
+            self.listener.listen()
+            self.selector.register(self.listener, selectors.EVENT_READ)
+        keeper.waited[:] = [0.0, 0.0]
+
+    @property
+    def over(self) -> bool:
+        return self.future is not None and self.future.done()
+
+    def take_turn(self) -> None:
+        """Lets the ranks go on until all of them wait again, or the launch has come to its end;
+        then stops them."""
+        if self.future is None:
+            one = self.launch
+            self.future = self.keeper.pool.submit(
+                _launch, one.cell, one.data, one.processes, {**one.more, "turns": self.turns}
+            )
+            self.future.add_done_callback(self._say_end)
+        else:
+            total, since = self.keeper.waited
+            self.keeper.waited[:] = [total + time.monotonic() - since, 0.0]
+        going, self.stopped = self.stopped, {}
+        for line, pid in going.items():
+            _signal(pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                line.send(b"go")
+        while not self.over and len(self.stopped) < self.launch.processes:
+            for key, _ in self.selector.select():
+                self._hear(key.fileobj)
+        for pid in self.stopped.values():
+            _signal(pid, signal.SIGSTOP)
+        self.keeper.waited[1] = time.monotonic()
+
+    def _say_end(self, _: Future[Outcome]) -> None:
+        with contextlib.suppress(OSError):  # closed: whoever waited saw it before it was said
+            self._end.send(b".")
+
+    def _hear(self, line: Any) -> None:
+        if line is self.listener:
+            self.selector.register(line.accept()[0], selectors.EVENT_READ)
+        elif line is not self.ended:
+            try:
+                said = line.recv(256).split()
+            except OSError:
+                said = []
+            if not said:  # the rank is gone
+                self.stopped.pop(line, None)
+                self.selector.unregister(line)
+                line.close()
+                return
+            self.stopped[line] = int(said[0])
+            if self.heard:
+                self.heard(int(said[1]), float(said[2]))
+
+    def interrupt(self) -> None:
+        """Ends the launch, whose ranks may be stopped."""
+        if self.future and not self.future.cancel() and not self.over:
+            _signal(self.keeper.ready(), signal.SIGINT)
+
+    def outcome(self) -> Outcome:
+        """What became of it; waits for that."""
+        if self.future is None or self.future.cancelled():
+            return Outcome("interrupted", "", time.time(), 0.0)
+        try:
+            found = self.future.result()
+        except BrokenProcessPool:
+            return Outcome(
+                "failed",
+                "the process that launched its ranks was killed from outside",
+                time.time(),
+                0.0,
+            )
+        return replace(found, wall_seconds=found.wall_seconds - self.keeper.waited[0])
+
+    def close(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self.selector.close()
+        self.listener.close()
+        self._end.close()
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+_OWN: dict[str, Any] = {}
+"""In a keeper's process: its launcher, and the array that says how long the launch has waited."""
+
+
+def _begin(packages: Sequence[str], waited: Any) -> None:
+    die_with_parent()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _OWN.update(launcher=Launcher(packages), waited=waited)
+
+
+def _warm() -> int:
+    """Waits until the fork server has imported what it is to hold: it would take the cores from
+    whoever trains."""
+    first = multiprocessing.get_context("forkserver").Process()
+    first.start()
+    first.join()
+    return os.getpid()
+
+
+def _waited() -> float:
+    total, since = _OWN["waited"]
+    return float(total + (time.monotonic() - since if since else 0.0))
+
+
+def _launch(cell: Cell, data: DataSource, processes: int, more: dict[str, Any]) -> Outcome:
+    outcome: Outcome = _OWN["launcher"].run(cell, data, processes, waited=_waited, **more)
+    return outcome

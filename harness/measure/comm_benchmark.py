@@ -1,0 +1,225 @@
+"""How long does a message take between two ranks?
+
+Measured over message sizes, with a fitted latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.analysis.stats import slowest
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = tuple(4**k * 1024 for k in range(1, 9))
+"""4 KiB to 64 MiB."""
+RANKS = 2
+WARMUP = 3
+MOST_REPEATS, LEAST_REPEATS, BYTES_PER_SIZE = 50, 7, 2**26
+METHOD = (
+    f"{RANKS} ranks on this host, each on a core of its own; a message is what one rank gives;"
+    f" median of 7 to 50 repetitions after {WARMUP} that do not count, a repetition being as long"
+    " as its slowest rank's; point-to-point is half of there and back; latency + bytes /"
+    " bandwidth, neither below 0, is fitted by least squares of the relative error"
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Time of a message as latency_seconds + bytes / bandwidth."""
+
+    latency_seconds: float
+    bandwidth_bytes_per_second: float | None
+    """None: the time did not grow with the size."""
+    largest_deviation: float
+    """Largest |fitted - measured| / measured."""
+
+    def seconds(self, size: float) -> float:
+        return self.latency_seconds + (
+            size / self.bandwidth_bytes_per_second if self.bandwidth_bytes_per_second else 0.0
+        )
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Least squares of the relative error, both terms at least 0 (Lawson and Hanson, Solving Least
+    Squares Problems, 1974: NNLS).
+
+    Relative, so that small messages say as much as large ones: latency would drown in the noise of
+    64 MiB.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    x, t = np.asarray(sizes, float), np.asarray(seconds, float)
+    largest = x.max()  # columns of one magnitude
+    (latency, per_largest), _ = nnls(np.stack([1 / t, x / largest / t], axis=1), np.ones(len(t)))
+    bandwidth = float(largest / per_largest) if per_largest > 0 else None
+    found = Fit(float(latency), bandwidth, 0.0)
+    worst = max(
+        abs(found.seconds(size) - measured) / measured
+        for size, measured in zip(sizes, seconds, strict=True)
+    )
+    return Fit(float(latency), bandwidth, float(worst))
+
+
+@dataclass(frozen=True)
+class Link:
+    """One operation over one backend."""
+
+    backend: str
+    operation: str
+    sizes: tuple[int, ...]
+    """Bytes."""
+    seconds: tuple[float, ...]
+    """Median of each size."""
+    fit: Fit
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "operation": self.operation,
+            "ranks": RANKS,
+            "latency_seconds": self.fit.latency_seconds,
+            "bandwidth_bytes_per_second": self.fit.bandwidth_bytes_per_second,
+            "largest_deviation": self.fit.largest_deviation,
+            "messages": [
+                {"bytes": size, "seconds": took}
+                for size, took in zip(self.sizes, self.seconds, strict=True)
+            ],
+        }
+
+
+def repeats(size: int) -> int:
+    """More of small messages, whose times spread more."""
+    return max(LEAST_REPEATS, min(MOST_REPEATS, BYTES_PER_SIZE // size))
+
+
+def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[Link]:
+    """Times of all operations between two ranks of this host: `gloo` between cores, `nccl` between
+    GPUs 0 and 1.
+
+    Raises RuntimeError with the first rank's reason where they could not be measured. Leaves no
+    process.
+    """
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+    with tempfile.TemporaryDirectory(prefix="parallelism-bench-") as scratch:
+        try:
+            spawn(_rank, args=(backend, tuple(sizes), scratch), nprocs=RANKS)
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+        by_rank = [
+            json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(RANKS)
+        ]
+    found = []
+    for operation in by_rank[0]:
+        took = tuple(
+            statistics.median(slowest([rank[operation][i] for rank in by_rank]))
+            for i in range(len(sizes))
+        )
+        found.append(Link(backend, operation, tuple(sizes), took, fit(sizes, took)))
+    return found
+
+
+def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
+    """One rank: every operation at every size; leaves by _exit, as a rank of a trial does (see
+    harness/worker/worker.py)."""
+    import torch
+    import torch.distributed as dist
+
+    from harness.host.cores import allowed_cores
+    from harness.host.process import die_with_parent
+
+    die_with_parent()
+    cores = allowed_cores()
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{scratch}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    synchronize = (
+        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    )
+    times: dict[str, list[list[float]]] = {}
+    for size in sizes:
+        for name, (run, halves) in _operations(rank, size, device).items():
+            took = timed(run, repeats(size), synchronize)
+            times.setdefault(name, []).append([seconds / halves for seconds in took])
+    (Path(scratch) / f"{rank}.json").write_text(json.dumps(times))
+    dist.barrier()
+    os._exit(0)
+
+
+def timed(
+    run: Callable[[], Any],
+    count: int,
+    synchronize: Callable[[], Any],
+    now: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of each repetition after the warm-up."""
+    took = []
+    for _ in range(WARMUP + count):
+        synchronize()
+        begin = now()
+        run()
+        synchronize()
+        took.append(now() - begin)
+    return took[WARMUP:]
+
+
+def _operations(
+    rank: int, size: int, device: torch.device
+) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Each operation on a message of `size` bytes, tried once for its result; and by how many
+    messages its time is divided."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.full((size // 4,), float(rank + 1), device=device)
+    work, other = mine.clone(), torch.empty_like(mine)
+    gathered = [torch.empty_like(mine) for _ in range(RANKS)]
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(mine, 1)
+            dist.recv(other, 1)
+        else:
+            dist.recv(other, 0)
+            dist.send(mine, 0)
+
+    dist.all_reduce(work)
+    dist.all_gather(gathered, mine)
+    there_and_back()
+    right = (
+        (work == 3).all()
+        and all((part == place + 1).all() for place, part in enumerate(gathered))
+        and (other == 2 - rank).all()
+    )
+    if not right:
+        raise RuntimeError(
+            f"rank {rank} got other numbers than were sent, in messages of {size} bytes"
+        )
+    work.zero_()  # sums of sums would overflow
+    return {
+        "all_reduce": (lambda: dist.all_reduce(work), 1),
+        "all_gather": (lambda: dist.all_gather(gathered, mine), 1),
+        "point_to_point": (there_and_back, 2),
+    }

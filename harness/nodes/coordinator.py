@@ -1,0 +1,226 @@
+"""The head of a run over several nodes: who is there, and one trial at a time over as many of them
+as its cell needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from harness.launch.launcher import Launcher
+from harness.launch.outcome import Outcome
+from harness.nodes.node import Node, measured_link
+from harness.nodes.protocol import Meeting, addresses_of, machine_id, new_key, secure
+from harness.nodes.trial import Trial
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+from harness.worker.spec import TrialSpec
+from harness.workloads import DataSource
+
+
+class Nodes:
+    """The agents of a run. One that was lost may come again, under its number."""
+
+    def __init__(
+        self,
+        count: int,
+        meeting: Path,
+        interface: str | None = None,
+        socket_file: Path | None = None,
+    ) -> None:
+        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all
+        nodes; None: any.
+
+        `socket_file`: listens there instead, which nodes on this machine reach from any network
+        namespace, past any link.
+        """
+        self.count, self.meeting = count, meeting
+        self.there: dict[int, Node] = {}
+        self._packages: list[str] | None = None
+        self._lost: dict[int, str] = {}
+        self._waited = False
+        self._change = threading.Condition()
+        if socket_file:
+            addresses, port = [str(socket_file)], 0
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(addresses[0])
+            self._listener.listen()
+        else:
+            addresses = addresses_of(interface)
+            self._listener = socket.create_server((addresses[0] if interface else "", 0))
+            port = self._listener.getsockname()[1]
+        told = Meeting(machine_id(), tuple(addresses), port, new_key())
+        told.write(meeting)
+        threading.Thread(target=self._accept, args=(told.secret,), daemon=True).start()
+
+    def _accept(self, secret: bytes) -> None:
+        while True:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._welcome, args=(raw, secret), daemon=True).start()
+
+    def _welcome(self, raw: socket.socket, secret: bytes) -> None:
+        try:
+            line = secure(raw, secret, head=True)
+            _, facts = line.receive()
+        except (OSError, EOFError, AuthenticationError):
+            raw.close()
+            return  # no agent of ours
+        node = Node(line, facts)
+        with self._change:
+            if before := self.there.get(node.number):
+                before.line.close()
+            self.there[node.number] = node
+            self._lost.pop(node.number, None)
+            self._waited = False
+            if self._packages is not None:
+                with contextlib.suppress(OSError):
+                    line.send("warm", self._packages)
+            self._change.notify_all()
+
+    def warm(self, packages: Sequence[str]) -> None:
+        """Every agent imports these, those that come later too."""
+        with self._change:
+            if self._packages is None:
+                self._packages = list(packages)
+                for node in self.there.values():
+                    with contextlib.suppress(OSError):
+                        node.line.send("warm", self._packages)
+
+    def ready(self, count: int, seconds: float) -> list[Node]:
+        """The first `count` nodes by number, waited for; fewer where they do not come.
+
+        A second wait for the same ones is short.
+        """
+        deadline = time.monotonic() + (1.0 if self._waited else seconds)
+        with self._change:
+            while True:
+                self._drop_gone()
+                if len(self.there) >= count:
+                    return [self.there[number] for number in sorted(self.there)][:count]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._waited = True
+                    return [self.there[number] for number in sorted(self.there)]
+                self._change.wait(left)
+
+    def _drop_gone(self) -> None:
+        """Between trials an agent has nothing to say: a line that can be read is at its end."""
+        lines = {node.line.connection: node for node in self.there.values()}
+        for connection in wait(list(lines), 0):
+            self.lose(lines[connection], "its agent went between two trials")  # type: ignore[index]
+
+    def lose(self, node: Node, why: str) -> None:
+        with self._change:
+            node.line.close()
+            if self.there.get(node.number) is node:
+                del self.there[node.number]
+                self._lost[node.number] = f"{node.name}: {why}"
+
+    def lacking(self, count: int) -> str:
+        """Why there are fewer than `count` nodes."""
+        lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
+        return (
+            f"needs {count} nodes, {len(self.there)} of {self.count}"
+            f" {'is' if len(self.there) == 1 else 'are'} there ({lost})"
+        )
+
+    def check(self) -> None:
+        """Raises Mistake where the nodes do not reach each other by the interfaces that they
+        chose."""
+        nodes = [self.there[number] for number in sorted(self.there)]
+        loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
+        machines = {node.facts["machine"] for node in nodes}
+        if loopback and len(machines) > 1:
+            raise Mistake(
+                f"node {loopback[0]} reaches the head over loopback, others do not; name the"
+                " network interface of the nodes"
+            )
+
+    def measure(self) -> None:
+        """Adds to each node's facts how the head reaches it, over one TCP connection."""
+        for node in list(self.there.values()):
+            try:
+                node.facts |= measured_link(node.line)
+            except (EOFError, OSError):
+                self.lose(node, "its agent is gone")
+
+    def close(self) -> None:
+        """All agents go."""
+        for how in (self._listener.shutdown, None):
+            with contextlib.suppress(OSError):
+                how(socket.SHUT_RDWR) if how else self._listener.close()
+        with self._change:
+            for node in self.there.values():
+                with contextlib.suppress(OSError):
+                    node.line.send("quit")
+                node.line.close()
+            self.there.clear()
+        self.meeting.unlink(missing_ok=True)
+
+
+class NodesLauncher:
+    """Runs cells of one node as ever, others over the agents; takes the place of Launcher behind
+    the runner."""
+
+    patience_seconds = 30.0
+    """How long a trial waits for nodes that are not there: an agent that was lost may be started
+    anew."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        packages: Sequence[str],
+        local: Callable[[Sequence[str]], Launcher] = Launcher,
+    ) -> None:
+        self.nodes, self.packages, self._make = nodes, list(packages), local
+        self._local: Launcher | None = None
+        nodes.warm(packages)
+
+    @property
+    def local(self) -> Launcher:
+        if self._local is None:
+            self._local = self._make(self.packages)
+        return self._local
+
+    def spare(self, pid: int) -> None:
+        """As Launcher.spare."""
+        self.local.spare(pid)
+
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        command: Callable[[Path], list[str] | None] = lambda scratch: None,
+        on_progress: Callable[[int, float], None] | None = None,
+        **more: Any,
+    ) -> Outcome:
+        """As Launcher.run. A cell for which nodes are missing is `unavailable`."""
+        if cell.nodes == 1:
+            return self.local.run(
+                cell, data, processes, command=command, on_progress=on_progress, **more
+            )
+        try:
+            nodes = self.nodes.ready(cell.nodes, self.patience_seconds)
+        except KeyboardInterrupt:
+            return Outcome("interrupted", "stopped by the user", time.time(), 0.0)
+        if len(nodes) < cell.nodes:
+            return Outcome("unavailable", self.nodes.lacking(cell.nodes), time.time(), 0.0)
+        spec = TrialSpec(cell, data, processes, token=secrets.token_hex(8), **more)
+        specs = [
+            dataclasses.replace(spec, node=place, node_name=node.name)
+            for place, node in enumerate(nodes)
+        ]
+        return Trial(self.nodes.lose, nodes, specs, on_progress).run()

@@ -1,0 +1,1 @@
+"""Did a strategy train the same thing as the reference run?"""

@@ -1,0 +1,83 @@
+"""How far a trained model's parameters are from the reference run's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.strategy.job import Exposed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.workloads import Workload
+from harness.parity.reference import Reference, digest
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """The parameter's name in the workload's own model, without what wrappers put before it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+def whole_parameters(exposed: Exposed) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of this rank's model by its plain name, whole and in the workload's own
+    layout.
+
+    Gathers shards (DTensor) with a collective, so all ranks must walk together; a pipeline stage
+    gives only its own.
+    """
+    named: Iterator[tuple[str, Any]] = (
+        exposed.gather() if exposed.gather else exposed.model.named_parameters()
+    )
+    for name, parameter in named:
+        tensor: Any = parameter.detach()
+        if hasattr(tensor, "full_tensor"):
+            whole: Tensor = tensor.full_tensor()
+            tensor = whole
+        plain = plain_name(name)
+        restore = exposed.restore.get(plain)
+        yield plain, restore(tensor) if restore else tensor
+
+
+def update_deviations(
+    exposed: Exposed, workload: Workload, reference: Reference
+) -> dict[str, float]:
+    """|parameter - reference| / |reference's update| by tensor, on this rank's parameters.
+
+    Directions with an analytically zero gradient are exempt: AdamW turns their rounding noise into
+    steps of full size.
+    """
+    from safetensors import safe_open
+
+    facts = reference.facts
+    norms: dict[str, float] = facts["update_norms"]
+    frozen: dict[str, str] = facts.get("frozen", {})
+    tied = workload.split.tied if workload.split else {}
+    deviations: dict[str, float] = {}
+    with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
+        for name, tensor in whole_parameters(exposed):
+            known = name if name in norms else tied.get(name, name)
+            if known in frozen:
+                deviations[name] = 0.0 if digest(tensor) == frozen[known] else math.inf
+                continue
+            if known not in norms:
+                deviations[name] = math.inf
+                continue
+            expected = final.get_tensor(known).to(tensor.device)
+            if expected.shape != tensor.shape:
+                deviations[name] = math.inf
+                continue
+            gap = workload.meaningful(known, tensor.float()) - workload.meaningful(
+                known, expected.float()
+            )
+            distance = float(gap.norm())
+            deviations[name] = (
+                0.0 if distance == 0.0 else (distance / norms[known] if norms[known] else math.inf)
+            )
+    return deviations

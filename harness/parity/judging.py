@@ -1,0 +1,79 @@
+"""What a cell is compared with: its reference run, the fp32 one beside it, and how far it may be
+from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.parity.reference import Noise
+from harness.parity.reference_runs import reference_of
+from harness.parity.verdict import (
+    HALF_BATCH_NORM,
+    PRECISION,
+    SPLIT_BATCH_NORM,
+    Verdict,
+    judge,
+    loss_deviations,
+    widest,
+)
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Deviation, Layout
+from harness.strategy.base import Strategy
+from harness.strategy.registry import batch_norm_is_split
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
+
+
+def in_fp32(cell: Cell) -> Cell | None:
+    """The cell with the same workload's weights in fp32; None where they are."""
+    name = make_workload(cell.workload).in_fp32
+    return cell.model_copy(update={"workload": name}) if name else None
+
+
+def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
+    """Largest relative deviation of the losses from the fp32 reference's; None where weights are
+    fp32 or a loss is not finite."""
+    twin = in_fp32(cell)
+    if twin is None or not (reference := reference_of(twin)).exists:
+        return None
+    farthest = max(loss_deviations(losses, reference.facts["losses"][: cell.parity_steps]))
+    return farthest if math.isfinite(farthest) else None
+
+
+def allowed_deviation(
+    cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
+) -> Deviation:
+    """What the strategy and the workload declare, and what the precision and a split BatchNorm
+    add."""
+    reasons = [strategy.deviation(cell, workload), workload.deviation(cell) or EXACT]
+    if cell.precision in PRECISION:
+        reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
+    if batch_norm_is_split(strategy, cell, workload, layout):
+        reasons.append(SPLIT_BATCH_NORM)
+    return widest(*reasons)
+
+
+def verdict_of(
+    cell: Cell,
+    workload: Workload,
+    allowed: Deviation,
+    losses: Sequence[float | None],
+    updates: Sequence[Mapping[str, float]],
+    reference_losses: Sequence[float],
+    why_not: str,
+    noise: Noise | None = None,
+) -> Verdict:
+    """The verdict on a trial by its `losses` at each step and each rank's `updates` (see
+    harness/parity/verdict.py); unknown, for the reason `why_not`, without a reference."""
+    if not reference_losses:
+        return Verdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
+    return judge(
+        losses,
+        reference_losses,
+        updates,
+        model_facts(workload, cell.sequence_length).trainable,
+        allowed,
+        workload.split.tied if workload.split else None,
+        noise,
+    )

@@ -1,0 +1,103 @@
+"""A reference run on disk: losses, parameters after the parity segment, and its noise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.workloads import Workload
+
+
+VERSION = 1  # of the reference files; raise it when what they hold changes meaning
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far two reference runs are apart that differ only in how the batch is split: by rounding
+    alone."""
+
+    loss: float
+    """Largest |difference| / |loss| at any step of the segment."""
+    update: float
+    """Largest norm of the difference of any tensor, relative to its update."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference run on disk: losses of the segment, trained tensors after it, the norm of each
+    tensor's update.
+
+    Of a tensor that is not trained a digest is kept: it must stay bit for bit what it was.
+    """
+
+    folder: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((Path(self.folder) / "reference.json").read_text())
+        return loaded
+
+    @property
+    def exists(self) -> bool:
+        return (Path(self.folder) / "reference.json").is_file()
+
+    def save(
+        self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]
+    ) -> None:
+        """Written by the reference run itself; the JSON comes last and makes it exist."""
+        from safetensors.torch import save_file
+
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        before = dict(initial.named_parameters())
+        parameters = dict(model.named_parameters())
+        final = {
+            name: p.detach().cpu().contiguous() for name, p in parameters.items() if p.requires_grad
+        }
+        frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
+        mine = (  # tasks of an array may make the same reference at the same time
+            f"{platform.node()}.{os.getpid()}.tmp"
+        )
+        save_file(final, Path(self.folder) / f"final.{mine}")
+        norms = dict.fromkeys(frozen, 0.0)
+        for name, tensor in final.items():
+            moved = workload.meaningful(name, tensor.float()) - workload.meaningful(
+                name, before[name].detach().float().cpu()
+            )
+            norms[name] = float(moved.norm())
+        (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
+        self._write({"losses": losses, "update_norms": norms, "frozen": frozen})
+
+    def note(self, noise: Noise) -> None:
+        """Keeps the run's own noise with it."""
+        self._write(self.facts | {"noise": asdict(noise)})
+
+    @property
+    def noise(self) -> Noise | None:
+        """None where it was not measured."""
+        known = self.facts.get("noise")
+        return Noise(**known) if known else None
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        temporary = Path(self.folder) / f"reference.{platform.node()}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(Path(self.folder) / "reference.json")
+
+
+def digest(tensor: Tensor) -> str:
+    """Tells a tensor from every other, whichever device and precision it is kept in.
+
+    Of a copy: NumPy takes a tensor's storage for good, and FSDP1 resizes the storage of what it
+    gathered.
+    """
+    import torch
+
+    numbers = tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
+    return hashlib.blake2b(numbers.data, digest_size=16).hexdigest()

@@ -1,0 +1,165 @@
+"""Is this trial the same training as the reference?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.spec.training import EXACT, Deviation
+
+if TYPE_CHECKING:
+    pass
+from harness.parity.reference import Noise
+
+# What a precision costs against the fp32 reference, over at most 20 steps. docs/parity.md has the
+# measured figures.
+PRECISION = {
+    "bf16": Deviation(
+        2e-3, 0.12, "bf16 keeps 8 bits of mantissa: every product is rounded to 0.4 %"
+    ),
+    "fp16": Deviation(
+        1e-3, 0.05, "fp16 keeps 11 bits of mantissa, gradients are scaled by a power of two"
+    ),
+}
+
+
+HALF_BATCH_NORM = Deviation(
+    2e-2,
+    1.0,
+    "BatchNorm divides by statistics of rounded activations, which amplifies the rounding",
+)
+
+
+SPLIT_BATCH_NORM = Deviation(
+    0.3, 3.0, "BatchNorm normalises each replica's or micro-batch's own samples: another training"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and what
+    was allowed."""
+
+    verdict: str
+    reason: str
+    max_loss_deviation: float | None
+    max_update_deviation: float | None
+    worst_tensor: str | None
+    loss_tolerance: float
+    update_tolerance: float
+
+
+def noise_of(
+    losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]
+) -> Noise | None:
+    """What another run of the reference shows of its noise; None where that run did not stay
+    finite."""
+    noise = Noise(max(loss_deviations(losses, reference)), max(updates.values(), default=math.inf))
+    return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
+
+
+def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
+    """|loss - reference| / |reference| at each step; infinite where a loss is missing or not
+    finite."""
+    gaps = []
+    for step, expected in enumerate(reference):
+        loss = losses[step] if step < len(losses) else None
+        usable = loss is not None and math.isfinite(loss)
+        gaps.append(
+            abs(loss - expected) / max(abs(expected), 1e-12)
+            if usable and loss is not None
+            else math.inf
+        )
+    return gaps
+
+
+def judge(
+    losses: Sequence[float | None],
+    reference_losses: Sequence[float],
+    updates: Sequence[Mapping[str, float]],
+    all_names: Sequence[str],
+    allowed: Deviation,
+    tied: Mapping[str, str] | None = None,
+    noise: Noise | None = None,
+) -> Verdict:
+    """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the
+    model must be in one.
+
+    `noise`: the reference's own; where that alone is more than what is allowed, the reason says so.
+    """
+    gaps = loss_deviations(losses, reference_losses)
+    worst_loss = max(gaps)
+    merged: dict[str, float] = {}
+    for one in updates:
+        for name, value in one.items():
+            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
+    missing = [
+        name
+        for name in all_names
+        if name not in merged and not any(t in merged for t, o in (tied or {}).items() if o == name)
+    ]
+    worst_tensor = max(merged, key=lambda n: merged[n], default=None)
+    worst_update = merged[worst_tensor] if worst_tensor is not None else math.inf
+
+    def verdict(word: str, reason: str) -> Verdict:
+        finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
+        reason = "; ".join(part for part in (reason, beyond(allowed, noise)) if part)
+        return Verdict(
+            word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update
+        )
+
+    if missing:
+        return verdict(
+            "diverged",
+            f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one",
+        )
+    if worst_loss > allowed.loss:
+        step = next(i for i, gap in enumerate(gaps) if gap > allowed.loss)
+        said = (
+            "is not finite"
+            if not math.isfinite(gaps[step])
+            else f"is off by {gaps[step]:.1e} (allowed {allowed.loss:.0e})"
+        )
+        return verdict(
+            "diverged", f"loss {said} at step {step}, largest deviation {worst_loss:.1e}"
+        )
+    if worst_update > allowed.update:
+        return verdict(
+            "diverged",
+            f"parameters of {worst_tensor} are off by {worst_update:.1e} of their update (allowed"
+            f" {allowed.update:.0e})",
+        )
+    if worst_loss <= EXACT.loss and worst_update <= EXACT.update:
+        return verdict("exact", "")
+    return verdict("within tolerance", allowed.reason)
+
+
+def beyond(allowed: Deviation, noise: Noise | None) -> str:
+    """Says that the reference's noise alone exceeds what is allowed; empty where it does not."""
+    if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
+        return ""
+    return (
+        f"the reference itself moves by {noise.loss:.1e} in the loss and {noise.update:.1e} in the"
+        f" parameters when its batch is split differently (allowed {allowed.loss:.0e} and"
+        f" {allowed.update:.0e})"
+    )
+
+
+def widest(*deviations: Deviation) -> Deviation:
+    """What is allowed when several reasons to deviate meet: the larger of each, with all
+    reasons."""
+    loose = [d for d in deviations if d != EXACT]
+    if not loose:
+        return EXACT
+    return Deviation(
+        max(d.loss for d in loose),
+        max(d.update for d in loose),
+        "; ".join(dict.fromkeys(d.reason for d in loose)),
+    )
+
+
+def as_row(verdict: Verdict) -> dict[str, Any]:
+    """Column names and values of a verdict."""
+    return {f"parity_{name}": value for name, value in asdict(verdict).items()}

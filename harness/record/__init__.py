@@ -1,0 +1,1 @@
+"""What is written down: plans, the schema of the tables, and the store that keeps them."""

@@ -1,0 +1,155 @@
+"""What a run is to do: cells, trials and their order, kept with the run so that it can be gone on
+with."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A cell that will not be launched, and why."""
+
+    cell: Cell
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One execution of a matrix: everything that is needed to go on with it elsewhere."""
+
+    run_id: str
+    matrix: str
+    cells: tuple[Cell, ...]
+    trials: int
+    left_out: tuple[LeftOut, ...] = ()
+    order_seed: int = 0
+    search: dict[str, Any] | None = None
+    """What a search knew before it began (see harness/run/maxsize.py); its cells are then families,
+    not what is launched.
+    """
+    precision: float | None = None
+    """Half width of the interval over the throughput that further rounds are to reach; None:
+    `trials` rounds and no more."""
+    time_budget_seconds: float | None = None
+    """When no further round is begun; None: never."""
+    by_turns: bool = False
+    """Whether the launches of a round train at once, by turns of a few steps (see
+    harness/launch/interleaved.py)."""
+    once: frozenset[str] = frozenset()
+    """Ids of the cells that are launched once, for parity: their time is no measurement."""
+
+    @classmethod
+    def new(
+        cls,
+        matrix: str,
+        cells: Sequence[Cell],
+        trials: int,
+        left_out: Sequence[LeftOut],
+        run_id: str = "",
+        once: Iterable[str] = (),
+    ) -> Plan:
+        """A plan of its own order. `run_id`: without one the run is named by its time."""
+        seed = secrets.randbelow(2**31)
+        return cls(
+            run_id or new_run_id(),
+            matrix,
+            tuple(cells),
+            trials,
+            tuple(left_out),
+            seed,
+            once=frozenset(once),
+        )
+
+    def schedule(self) -> list[tuple[Cell, int]]:
+        """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all
+        cells alike."""
+        rounds = ((trial, self.shuffled(self.cells, trial)) for trial in range(self.trials))
+        return [
+            (cell, trial)
+            for trial, cells in rounds
+            for cell in cells
+            if trial < self.trials_of(cell)
+        ]
+
+    def trials_of(self, cell: Cell) -> int:
+        """Launches of a cell."""
+        return 1 if cell.id in self.once else self.trials
+
+    def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
+        """The order of cells in a round."""
+        order = list(cells)
+        random.Random(self.order_seed + trial).shuffle(order)
+        return order
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "cells": [c.model_dump(mode="json") for c in self.cells],
+                "trials": self.trials,
+                "order_seed": self.order_seed,
+                "left_out": [
+                    {"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason}
+                    for x in self.left_out
+                ],
+                **({"search": self.search} if self.search else {}),
+                "precision": self.precision,
+                "time_budget_seconds": self.time_budget_seconds,
+                "by_turns": self.by_turns,
+                **({"once": sorted(self.once)} if self.once else {}),
+            }
+        )
+
+    @classmethod
+    def from_row(cls, row: Any) -> Plan:
+        """The plan of a run that is in the store."""
+        plan = json.loads(row["plan"])
+        left_out = tuple(
+            LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"]
+        )
+        cells = tuple(Cell(**c) for c in plan["cells"])
+        more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
+        more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
+        return cls(
+            row["run_id"],
+            row["matrix"],
+            cells,
+            plan["trials"],
+            left_out,
+            plan["order_seed"],
+            **more,
+        )
+
+
+def new_run_id() -> str:
+    """Sorts by time."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+
+
+def kept_plan(store: Store, run_id: str) -> Plan:
+    """The plan of a run that has begun."""
+    return Plan.from_row(store.run_row(run_id))
+
+
+def resumable(store: Store, matrix: str | None) -> Plan:
+    """The newest run (of this matrix), also where only its report is missing; raises Mistake where
+    there is none."""
+    for run_id in reversed(store.run_ids()):
+        plan = kept_plan(store, run_id)
+        if matrix == plan.matrix or (matrix is None and plan.search is None):
+            return plan
+    of = f" of matrix {matrix!r}" if matrix else ""
+    raise Mistake(
+        f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one"
+    )

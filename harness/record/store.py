@@ -1,0 +1,278 @@
+"""Reading and writing results: append-only parquet files, each whole or absent.
+
+results/runs/RUN.parquet                        one row, written before the first trial
+results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
+results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
+results/explained/RUN/CELL-aATTEMPT.parquet     one row, of a launch that explains a cell
+results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, only to be read faster
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.record.schema import arrow_schema
+from harness.spec.errors import Mistake
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = Mapping[str, Any]
+_COPIED = "files"
+"""Key in the metadata of a run's copy: how many files it holds."""
+_AT_ONCE = 200
+"""Files copied at a time, which bounds the memory that it takes."""
+
+
+@dataclass(frozen=True)
+class TrialKey:
+    """Identity of a trial's record within a run."""
+
+    cell_id: str
+    trial: int
+    attempt: int = 1
+
+    @property
+    def stem(self) -> str:
+        return f"{self.cell_id}-t{self.trial}-a{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The tables of one or several runs as pandas frames, columns as in
+    harness/record/schema.py."""
+
+    runs: pd.DataFrame
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    explained: pd.DataFrame = field(default_factory=lambda: _read("explained", []))
+
+
+class Store:
+    """A results folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def require_writable(self) -> None:
+        """Raises Mistake where nothing can be written; leaves nothing behind."""
+        nearest = self.folder
+        while not nearest.exists():
+            nearest = nearest.parent
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise Mistake(
+                f"results folder {str(self.folder)!r} cannot be written; choose another with"
+                " --results DIR"
+            )
+
+    def write_run(self, row: Row) -> bool:
+        """False where the run is there already: of several that begin the same one, the first says
+        what it is."""
+        path = self.folder / "runs" / f"{row['run_id']}.parquet"
+        mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [row])
+        try:
+            os.link(mine, path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+
+    def write_trial(self, row: Row, steps: Iterable[Row]) -> Path:
+        """Steps first: the trial's own row makes both count."""
+        key = TrialKey(row["cell_id"], row["trial"], row["attempt"])
+        steps = list(steps)
+        if steps:
+            self._write(
+                "steps", self.folder / "steps" / row["run_id"] / f"{key.stem}.parquet", steps
+            )
+        return self._write(
+            "trials", self.folder / "trials" / row["run_id"] / f"{key.stem}.parquet", [row]
+        )
+
+    def write_explained(self, row: Row) -> Path:
+        file = f"{row['cell_id']}-a{row['attempt']}.parquet"
+        return self._write("explained", self.folder / "explained" / row["run_id"] / file, [row])
+
+    def run_ids(self) -> list[str]:
+        """All runs, oldest first."""
+        return sorted(path.stem for path in (self.folder / "runs").glob("*.parquet"))
+
+    def run_row(self, run_id: str) -> dict[str, Any]:
+        """The row of a run in table `runs`, without reading its trials."""
+        return dict(_read("runs", [self.folder / "runs" / f"{run_id}.parquet"]).iloc[0])
+
+    def statuses(self, run_id: str) -> dict[TrialKey, str]:
+        """How each trial of a run that has its record ended."""
+        found = _read(
+            "trials", self._files("trials", run_id), ("cell_id", "trial", "attempt", "status")
+        )
+        return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
+
+    def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
+        """The tables of these runs, or of all. Raises Mistake for a run that is not there."""
+        known = self.run_ids()
+        if not known:
+            raise Mistake(
+                f"no runs in results folder {str(self.folder)!r}; make one with: python -m bench"
+                " run --matrix smoke"
+            )
+        wanted = known if run_ids is None else list(run_ids)
+        for run_id in wanted:
+            if run_id not in known:
+                raise Mistake(
+                    f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
+                    f" {', '.join(known[-5:])}"
+                )
+        runs = _read("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
+        trials = _read("trials", [path for r in wanted for path in self._files("trials", r)])
+        step_files = [path for r in wanted for path in self._files("steps", r)] if steps else []
+        explained = [
+            path
+            for r in wanted
+            for path in sorted((self.folder / "explained" / r).glob("*.parquet"))
+        ]
+        return Results(runs, trials, _read("steps", step_files), _read("explained", explained))
+
+    def gather(self, run_id: str) -> None:
+        """Copies a run's rows into one file per table: thousands of small files take long to read.
+
+        Adds nothing to what is recorded.
+        """
+        import pyarrow as pa
+
+        for table in ("trials", "steps"):
+            files = self._single(table, run_id)
+            schema = _nullable(table).with_metadata({_COPIED: str(len(files))})
+            parts = (
+                pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks()
+                for i in range(0, len(files), _AT_ONCE)
+            )
+            self._whole(self._copy(table, run_id), schema, parts)
+
+    def _copy(self, table: str, run_id: str) -> Path:
+        return self.folder / "gathered" / run_id / f"{table}.parquet"
+
+    def _single(self, table: str, run_id: str) -> list[Path]:
+        """The files of the trials that count; none where only the copy was kept."""
+        counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
+        return (
+            counted
+            if table == "trials"
+            else [
+                file
+                for one in counted
+                if (file := self.folder / table / run_id / one.name).exists()
+            ]
+        )
+
+    def _files(self, table: str, run_id: str) -> list[Path]:
+        """Where the rows of a run are: in the copy, if that is as new as they are or all that was
+        kept, else each in its own file."""
+        single, copy = self._single(table, run_id), self._copy(table, run_id)
+        if not copy.exists():
+            return single
+        import pyarrow.parquet as pq
+
+        copied = pq.read_schema(copy).metadata.get(_COPIED.encode())
+        return [copy] if not single or copied == str(len(single)).encode() else single
+
+    def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
+        """Table `steps` of one cell of a run, without reading that of the others."""
+        single, copy = self._single("steps", run_id), self._copy("steps", run_id)
+        files = (
+            [file for file in single if file.stem.startswith(f"{cell_id}-")]
+            if single or not copy.exists()
+            else [copy]
+        )
+        found = _read("steps", files)
+        return found[found["cell_id"] == cell_id].reset_index(drop=True)
+
+    def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
+        import pyarrow as pa
+
+        schema = arrow_schema(table)
+        if unknown := set().union(*rows) - set(schema.names):
+            raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
+        return self._whole(path, schema, [pa.Table.from_pylist(rows, schema=schema)])
+
+    def _whole(self, path: Path, schema: Any, parts: Iterable[Any]) -> Path:
+        """Writes a file whole or not at all."""
+        import pyarrow.parquet as pq
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{_who()}.tmp")
+        try:
+            with open(temporary, "wb") as sink:
+                with pq.ParquetWriter(sink, schema) as writer:
+                    for part in parts:
+                        writer.write_table(part.cast(schema))
+                sink.flush()
+                os.fsync(sink.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return path
+
+
+def _who() -> str:
+    """This process among all that share the folder, on whichever node."""
+    return f"{platform.node()}.{os.getpid()}"
+
+
+def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
+    """Everything recorded in a results folder as pandas frames."""
+    return Store(folder).load(run_ids)
+
+
+def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
+    """Files of any schema version, all columns or these; columns that a file's version did not have
+    are null."""
+    import pyarrow as pa
+
+    whole = (
+        pa.concat_tables(_tables(table, files, columns))
+        if files
+        else _nullable(table, columns).empty_table()
+    )
+    frame: pd.DataFrame = whole.combine_chunks().to_pandas()
+    return frame
+
+
+def _nullable(table: str, columns: Sequence[str] = ()) -> Any:
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            field.with_nullable(True)
+            for field in arrow_schema(table)
+            if not columns or field.name in columns
+        ]
+    )
+
+
+def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[Any]:
+    """Each file's rows in the columns of today's schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema, found = _nullable(table, columns), []
+    for one in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
+        present = set(one.column_names)
+        cast = [
+            one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type)
+            for f in schema
+        ]
+        found.append(pa.table(cast, schema=schema))
+    return found

@@ -1,0 +1,1 @@
+"""What runs a plan: references, trials in order, searches; and the rows that it records."""

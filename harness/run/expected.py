@@ -1,0 +1,230 @@
+"""How long will a trial take? Arithmetic on stated inputs: start-up, FLOPs, and bytes over links,
+disks and host memory.
+
+No clock and no torch: the same numbers come out on every machine. What was measured before is
+better, and goes before this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.host.peaks import gpu_model, peak_flops_per_second
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused
+from harness.strategy.registry import make_strategy
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a prediction rests on, for one kind of device."""
+
+    launch_seconds: float
+    """A launch and its end, beside what ranks do: forks, answers, records."""
+    rank_seconds: float
+    """For each rank of a trial: process, device context, process group, model, its part of the
+    comparison with the reference."""
+    interpreter_seconds: float
+    """Where ranks are not forked but begin as new interpreters (spawn, mpirun, accelerate launch),
+    each of which imports all."""
+    library_seconds: float
+    """Start-up of one of the libraries around torch: DeepSpeed, Horovod, Accelerate and the like.
+    """
+    step_seconds: float
+    """A micro-batch that computes nothing: Python, kernel launches, latency of collectives."""
+    fp32_flops_per_second: float
+    """Reached by one device (a CPU core) in fp32; of a GPU whose peak is known that share of it."""
+    bf16_flops_per_second: float
+    fp16_flops_per_second: float
+    fp32_share_of_peak: float
+    half_share_of_peak: float
+    link_bytes_per_second: float
+    """Between two devices of a node."""
+    moved_bytes_per_second: float
+    """To and from a disk, or through one process in host memory."""
+    compared_bytes_per_second: float
+    """Reading a reference's parameters and comparing with them, each rank beside the others."""
+
+
+CPU = Inputs(
+    launch_seconds=0.6,
+    rank_seconds=0.1,
+    interpreter_seconds=5.0,
+    library_seconds=0.5,
+    step_seconds=0.012,
+    fp32_flops_per_second=57e9,
+    bf16_flops_per_second=75e9,
+    fp16_flops_per_second=5.5e9,
+    fp32_share_of_peak=1.0,
+    half_share_of_peak=1.0,
+    link_bytes_per_second=1e9,
+    moved_bytes_per_second=1e9,
+    compared_bytes_per_second=1e9,
+)
+"""Source: fitted to the 423 trials of the kept run of `full` on two cores (results/reference);
+another CPU is as much faster or slower."""
+
+
+GPU = Inputs(
+    launch_seconds=1.0,
+    rank_seconds=0.15,
+    interpreter_seconds=10.0,
+    library_seconds=1.5,
+    step_seconds=0.02,
+    fp32_flops_per_second=10e12,
+    bf16_flops_per_second=40e12,
+    fp16_flops_per_second=40e12,
+    fp32_share_of_peak=0.7,
+    half_share_of_peak=0.35,
+    link_bytes_per_second=20e9,
+    moved_bytes_per_second=1.5e9,
+    compared_bytes_per_second=3e9,
+)
+"""Source: estimates, no run yet: PCIe 4 where there is no NVLink, one NVMe disk, a card of 2020
+where the name is unknown."""
+
+
+NVLINK_SHARE = 0.3
+"""Of the data sheet's bytes per second, both directions together, that a collective reaches.
+
+An estimate.
+"""
+
+
+CONTEXT_SECONDS = 2.5
+"""CUDA's context, the kernels of its libraries and NCCL's first connections: once a trial, ranks
+beside each other.
+
+An estimate too.
+"""
+
+
+LIMIT_FACTOR = 8.0
+"""A time limit is so many times the prediction: a hang is to be ended, not a slow machine."""
+
+
+LEAST_LIMIT_SECONDS = 120.0
+
+
+def inputs_of(cell: Cell) -> Inputs:
+    return GPU if cell.device == "cuda" else CPU
+
+
+def trial_seconds(cell: Cell, cores: int, gpu: str | None = None) -> float:
+    """Seconds of one trial. `cores`: of the host, for CPU ranks; `gpu`: NVML's name of the GPUs."""
+    known, strategy = inputs_of(cell), make_strategy(cell)
+    workload = make_workload(cell.workload)
+    facts = model_facts(workload, cell.sequence_length)
+    try:
+        layout = strategy.layout(cell.devices)
+    except Refused:
+        return known.launch_seconds
+    started = (
+        known.launch_seconds
+        + known.rank_seconds * layout.processes
+        + known.library_seconds * bool(strategy.requires)
+    )
+    started += CONTEXT_SECONDS * (cell.device == "cuda")
+    if cell.launcher == "spawn" or strategy.one_node:
+        started += known.interpreter_seconds
+    busy = (
+        cell.devices
+        if cell.device == "cuda"
+        else min(cores, cell.devices * cell.threads_per_device)
+    )
+    rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
+    computed = facts.flops_per_sample * cell.global_batch / (busy * rate)
+    sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(known, gpu)
+    moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
+    overhead = known.step_seconds * cell.micro_batches
+    compared = facts.trained_bytes / known.compared_bytes_per_second
+    crowded = (
+        max(1.0, layout.processes / cores) if cell.device == "cpu" else 1.0
+    )  # ranks on one core wait for each other
+    # A GPU computes while its kernels are launched.
+    worked = max(computed, overhead) if cell.device == "cuda" else computed + overhead
+    return (started + cell.total_steps * (worked + sent + moved)) * crowded + compared
+
+
+def _link_bytes_per_second(known: Inputs, gpu: str | None) -> float:
+    model = gpu_model(gpu)
+    return (
+        NVLINK_SHARE * model.nvlink_bytes_per_second
+        if model and model.nvlink_bytes_per_second
+        else known.link_bytes_per_second
+    )
+
+
+def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:
+    known = inputs_of(cell)
+    peak = peak_flops_per_second(gpu, precision) if cell.device == "cuda" else None
+    if peak is not None:
+        return peak * (
+            known.fp32_share_of_peak if precision == "fp32" else known.half_share_of_peak
+        )
+    return {
+        "fp32": known.fp32_flops_per_second,
+        "bf16": known.bf16_flops_per_second,
+        "fp16": known.fp16_flops_per_second,
+    }[precision]
+
+
+def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
+    """A limit for a GPU cell that has none of its own."""
+    return max(LEAST_LIMIT_SECONDS, round(LIMIT_FACTOR * trial_seconds(cell, 1, gpu)))
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference runs that a plan needs, where none is kept from before."""
+
+    number: int
+    seconds: float
+    kept_bytes: int
+
+
+def references_of(cells: Sequence[Cell], cores: int, gpu: str | None) -> References:
+    """What they take together; on GPUs each is run twice, for its noise."""
+    from harness.parity.judging import in_fp32
+    from harness.parity.reference_runs import (
+        kept_bytes,
+        reference_cell,
+        reference_key,
+        split_differently,
+    )
+
+    twins = [in_fp32(cell) for cell in cells]
+    every = {reference_key(cell): cell for cell in (*cells, *twins) if cell}
+    runs = [reference_cell(cell) for cell in every.values()]
+    runs += [again for run in runs if (again := split_differently(run))]
+    return References(
+        len(every),
+        sum(trial_seconds(run, cores, gpu) for run in runs),
+        sum(map(kept_bytes, every.values())),
+    )
+
+
+def expected_seconds(
+    store: Store, cells: Sequence[Cell], cores: int, gpu: str | None = None
+) -> dict[str, float]:
+    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by
+    harness/run/expected.py.
+
+    `gpu`: NVML's name of the GPUs that it is for.
+    """
+    before: dict[str, float] = {}
+    if store.run_ids():
+        trials = store.load(steps=False).trials
+        done = trials[trials["wall_seconds"].notna()]
+        before = {
+            str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()
+        }
+    measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
+    return {
+        cell.id: trial_seconds(cell, cores, gpu) if (took := measured[cell.id]) is None else took
+        for cell in cells
+    }

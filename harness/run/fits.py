@@ -1,0 +1,58 @@
+"""Do launches that are all in memory at once fit one GPU together?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.parity.reference_runs import CONTEXT_BYTES
+from harness.spec.cell import Cell
+from harness.strategy.formulas import model_states
+from harness.strategy.registry import admit
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
+
+GIB = 2**30
+
+
+def device_bytes(cell: Cell) -> float:
+    """About what a launch takes of each of its GPUs from its first step on, also while another one
+    trains.
+
+    By the strategy's own formula of what a rank keeps and needs for a while, its share of what
+    forward and backward keep of one micro-batch (torch's allocator holds on to it), and CUDA's
+    context.
+    """
+    from harness.workloads.activations import activation_bytes
+
+    workload = make_workload(cell.workload)
+    strategy, layout = admit(cell, workload)
+    facts = model_facts(workload, cell.sequence_length)
+    states = strategy.states(cell, layout, facts) or model_states(cell, facts)
+    samples = max(1, cell.global_batch // cell.micro_batches)
+    activations = (
+        activation_bytes(workload.countable(), samples, cell.sequence_length) / cell.devices
+    )
+    return states.total + states.transient + activations + CONTEXT_BYTES
+
+
+def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
+    """Why these launches do not fit one GPU of this size together, and what to leave out; empty
+    where they fit."""
+    sizes = {cell.name: device_bytes(cell) for cell in cells}
+    total = sum(sizes.values())
+    if total <= gpu_bytes:
+        return ""
+    remaining, left_out = total, []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if remaining <= gpu_bytes:
+            break
+        remaining -= sizes[name]
+        left_out.append(f"{name!r} ({sizes[name] / GIB:.1f} GiB)")
+    need = (
+        f"together they need about {total / GIB:.1f} GiB of each GPU, which has"
+        f" {gpu_bytes / GIB:.1f} GiB"
+    )
+    return (
+        f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out with"
+        " --skip, or make the batch smaller"
+    )

@@ -1,0 +1,94 @@
+"""A trial before it is launched: what its launcher is told, what the machine does meanwhile, and
+what it may be spared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.host.cuda import to_preload
+from harness.host.environment import device_type
+from harness.host.gpu_state import GpuState, as_json
+from harness.launch.interleaved import Launch
+from harness.launch.outcome import Outcome
+from harness.parity.reference import Reference
+from harness.parity.reference_runs import mark_used
+from harness.record.store import TrialKey
+from harness.spec.cell import Cell
+from harness.strategy.registry import admit, make_strategy
+from harness.workloads import make_workload, prepare_data
+from harness.workloads.counts import model_facts
+
+
+class PreparedTrial:
+    """A trial, and what a launcher is told to launch it."""
+
+    def __init__(
+        self, cell: Cell, key: TrialKey, position: int, reference: Reference | None
+    ) -> None:
+        self.cell, self.key, self.position, self.reference = cell, key, position, reference
+        self.known = reference if reference and reference.exists else None
+        if self.known:
+            mark_used(self.known)
+        self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
+        """GPUs of the first node that it uses."""
+        self.workload = make_workload(cell.workload)
+        self.strategy, self.layout = admit(cell, self.workload)
+        more = {
+            "reference": self.known.folder if self.known else None,
+            "max_restarts": self.strategy.max_restarts,
+            "command": functools.partial(self.strategy.command, cell),
+        }
+        data = prepare_data(cell.data, self.workload, cell.sequence_length)
+        self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the machine did just before a launch and just after its end."""
+
+    gpus_before: tuple[GpuState, ...]
+    gpus_after: tuple[GpuState, ...]
+    idle_before: float | None
+    idle_after: float | None
+
+    def columns(self, gpus: int, outcome: Outcome) -> dict[str, Any]:
+        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are
+        nobody else."""
+        own = {answer.get("pid") for answer in outcome.answers}
+        return {
+            "gpu_before": as_json(self.gpus_before[:gpus]),
+            "gpu_after": as_json([state.without(own) for state in self.gpus_after[:gpus]]),
+            "idle_before": self.idle_before,
+            "idle_after": self.idle_after,
+        }
+
+
+def more_of_the_same(cell: Cell, other: Cell) -> bool:
+    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices to spread
+    it over."""
+    sizes = {"workload", "global_batch", "sequence_length", "devices"}
+    if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
+        return False
+    one, two = make_workload(cell.workload), make_workload(other.workload)
+    same_kind = one.family is two.family is not None and one.suffixes == two.suffixes
+    if cell.workload != other.workload and not same_kind:
+        return False
+
+    def needs(one: Cell) -> tuple[int, ...]:
+        parameters = model_facts(make_workload(one.workload), one.sequence_length).parameters
+        return parameters, one.global_batch, one.sequence_length, -one.devices
+
+    return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
+
+
+def packages(cells: Sequence[Cell]) -> list[str]:
+    """What the fork server imports for these cells: packages that strategies and workloads require,
+    and modules of theirs."""
+    strategies = [make_strategy(cell) for cell in cells]
+    needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
+    needed += [p for cell in cells for p in make_workload(cell.workload).requires]
+    with_gpus = device_type() == "cuda" or any(cell.device == "cuda" for cell in cells)
+    return to_preload(list(dict.fromkeys(needed)), with_gpus)

@@ -1,0 +1,1 @@
+"""What is asked for: cells, links, and how a training is laid out."""

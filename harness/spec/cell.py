@@ -1,0 +1,208 @@
+"""A cell: everything needed to repeat a measurement, nothing measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from harness.spec.link import link_text, over
+
+# What may change without making it another measurement.
+_NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
+# Parts of the id whatever their value. An axis that is added later is one only where it is not at
+# its default, so that ids stay; the default of such an axis must then never change.
+_ALWAYS_IDENTITY = {
+    "strategy",
+    "options",
+    "workload",
+    "data",
+    "sequence_length",
+    "devices",
+    "nodes",
+    "links",
+    "device",
+    "precision",
+    "regime",
+    "global_batch",
+    "micro_batches",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "epsilon",
+    "seed",
+    "warmup_steps",
+    "timed_steps",
+    "parity_steps",
+    "launcher",
+    "threads_per_device",
+    "memory_limit_bytes",
+}
+
+
+def _hash(identity: dict[str, Any]) -> str:
+    return hashlib.blake2s(json.dumps(identity, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+class Cell(BaseModel):
+    """One strategy with its options x one workload x one world size x one precision x one batch
+    regime."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    strategy: str
+    """Name of the strategy, see `bench list strategies`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The strategy's own options; what is not given keeps its default."""
+    defaults: dict[str, Any] | None = None
+    """The options that are not given, with the values that they had when the cell was planned; null
+    where that was not noted, as before schema version 7. Filled in by the suite, not by a matrix.
+    """
+    workload: str = "llama-mini"
+    """Name of the workload, see `bench list workloads`."""
+    data: str = "stdlib"
+    """`stdlib`, `images`, `text:FILE`, `parquet:FILE` or `hf:DATASET`."""
+    sequence_length: int = Field(default=64, ge=2)
+    """Tokens per sample (ignored by image workloads)."""
+    devices: int = Field(default=1, ge=1)
+    """Number of devices (GPUs, or groups of CPU cores) that the strategy spreads over."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes (machines) that the devices are on, equally many on each."""
+    links: str = ""
+    """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
+    delay); empty: the nodes' own network."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Type of the devices."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast precision, or the precision that the strategy itself brings about (AMP)."""
+    regime: Literal["strong", "weak"] = "strong"
+    """strong: the global batch stays the same at every number of devices; weak: the batch per
+    device does."""
+    global_batch: int = Field(default=8, ge=1)
+    """Samples per optimizer step over all devices."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Parts into which each rank cuts its share of the batch: gradient accumulation, or a
+    pipeline's micro-batches."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with momentum 0.9."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    epsilon: float = Field(default=1e-5, gt=0)
+    """AdamW's eps.
+
+    The value of Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies rounding
+    noise.
+    """
+    seed: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=3, ge=1)
+    """First steps, recorded but left out of every timing."""
+    timed_steps: int = Field(default=10, ge=1)
+    parity_steps: int = Field(default=13, ge=1, le=20)
+    """Length of the segment, from step 0, that is compared with the reference run."""
+    launcher: Literal["elastic", "spawn"] = "elastic"
+    """torchrun's elastic agent, or torch.multiprocessing.spawn."""
+    threads_per_device: int = Field(default=1, ge=1)
+    """CPU cores that each device's rank is pinned to, and its intra-op threads."""
+    memory_limit_bytes: int | None = Field(default=None, ge=1)
+    """Memory a rank may take beyond its imports (CPU) or in all (GPU)."""
+    time_limit_seconds: float = Field(default=120.0, gt=0)
+    expect: Literal["ok", "diverged"] = "ok"
+    """What the matrix's author expects of parity; `diverged` makes a divergence no failure."""
+    system: str = ""
+    """The system under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
+
+    @field_validator("links", mode="before")
+    @classmethod
+    def _one_text_for_one_link(cls, value: object) -> str:
+        try:
+            return link_text(value)
+        except ValueError as error:
+            raise PydanticCustomError("link", "{said}", {"said": str(error)}) from None
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits, the same for the same measurement on every host: of all that it
+        depends on, defaults included.
+
+        Where the defaults of the strategy's options were not noted it is the older id.
+        """
+        if self.defaults is None:
+            return self.older_id
+        return _hash(
+            self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}}
+        )
+
+    @property
+    def older_id(self) -> str:
+        """The id by the rule of before schema version 7, which left out all that was at its
+        default.
+
+        A default that changed gave another training the old id.
+        """
+        return _hash(self._identity(set()))
+
+    def _identity(self, always: set[str]) -> dict[str, Any]:
+        """The fields that make it this measurement: these always, others where they are not at
+        their default."""
+        fields = type(self).model_fields.items()
+        usual = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        told = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
+        return {
+            name: value for name, value in told.items() if name in always or value != usual[name]
+        }
+
+    @property
+    def label(self) -> str:
+        """The strategy with its options, as a person would write it: `ddp(static_graph=true)`."""
+        shown = [
+            f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
+            for k, v in sorted(self.options.items())
+        ]
+        if self.launcher != "elastic":
+            shown.append(f"launcher={self.launcher}")
+        if self.micro_batches > 1:
+            shown.append(f"micro_batches={self.micro_batches}")
+        if self.optimizer != "adamw":
+            shown.append(self.optimizer)
+        return self.strategy + (f"({', '.join(shown)})" if shown else "")
+
+    @property
+    def name(self) -> str:
+        """The label with its axes: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
+        weak = " weak" if self.regime == "weak" else ""
+        on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        if self.links:
+            on += f" {over(self.links)}"
+        return (
+            f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch"
+            f" {self.global_batch}{weak}"
+        )
+
+    @property
+    def total_steps(self) -> int:
+        return max(self.warmup_steps + self.timed_steps, self.parity_steps)
+
+    def reference(self) -> Cell:
+        """The fp32 single-process cell that trains the same thing: what parity compares with."""
+        return self.model_copy(
+            update={
+                "strategy": "single",
+                "options": {},
+                "defaults": None,
+                "devices": 1,
+                "nodes": 1,
+                "links": "",
+                "precision": "fp32",
+                "regime": "strong",
+                "micro_batches": 1,
+                "launcher": "elastic",
+                "warmup_steps": self.parity_steps,
+                "timed_steps": 1,
+                "memory_limit_bytes": None,
+                "expect": "ok",
+                "system": "",
+            }
+        )

@@ -1,0 +1,152 @@
+"""The one seam: a strategy is a frozen set of options with one required method, `setup(job) ->
+TrainStep`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from harness.spec.cell import Cell
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+    from harness.workloads.counts import ModelFacts
+from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
+from harness.strategy.job import Job
+
+
+@dataclass(frozen=True)
+class Export:
+    """How a strategy runs outside the suite (see harness/export): what differs between it and all
+    others."""
+
+    template: str
+    """Its training script, in the folder `templates` beside the strategy's file; extends
+    harness/export/templates/train.py.j2."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the template needs to know beside the cell, the model and the strategy's options."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Config files beside the script, by name."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks."""
+    needs: tuple[str, ...] = ()
+    """Packages beyond torch and transformers."""
+
+
+class Strategy(BaseModel, ABC):
+    """One way to spread training over devices.
+
+    Fields are its options; the first docstring line describes it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages beyond torch; a missing one makes the cell `unavailable`."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Their modules that every rank would import, and that the fork server therefore imports for
+    all."""
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    """Values of the cell's precision axis that the strategy can honour."""
+    process_group: ClassVar[bool] = True
+    """Whether its ranks need torch.distributed."""
+    synchronizes_batch_norm: ClassVar[bool] = False
+    """Whether BatchNorm sees the whole global batch."""
+    max_restarts: ClassVar[int] = 0
+    """Elastic restarts that a trial may take."""
+    max_devices: ClassVar[int | None] = None
+    """The largest number of devices it can use; None for any."""
+    least_devices: ClassVar[int] = 1
+    """The smallest number of devices on which it means something."""
+    wraps_ddp: ClassVar[str | None] = None
+    """Name of the library whose wrapper around DDP's mathematics it shows; such cells are compared
+    side by side."""
+
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        """Compiled parts of its library by name, as `bench doctor` shows them: `built`, or the
+        command that builds them."""
+        return {}
+
+    def layout(self, devices: int) -> Layout:
+        """Data x pipeline x tensor for this many devices; raises Refused where there is none."""
+        return Layout(data=devices)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        """Raises Refused or Unavailable, with the reason, for a cell that this strategy cannot
+        run."""
+
+    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+        """How far its training may be from the reference; stricter than EXACT does not exist."""
+        return EXACT
+
+    def stand_in(self, cell: Cell) -> str | None:
+        """What it runs instead of the real thing on this device, None where it is the real
+        thing."""
+        return None
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which its work repeats: more than 1 where some of them do what others do not,
+        such as communicate."""
+        return 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether it cuts parameters into parts that are put together when their layer runs."""
+        return False
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """What the fullest rank keeps between steps by the formula, for the dtypes and copies the
+        library keeps; None: no formula."""
+        return None
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Bytes that a rank must send per step for the collectives that its library calls, mean of
+        the ranks; None: no formula.
+
+        Counted as harness/measure/collectives.py does: an all-reduce of S bytes over N ranks is
+        2(N-1)/N S, a reduce-scatter or an all-gather (N-1)/N S. The docstring says where the
+        library differs from the paper.
+        """
+        return None
+
+    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """Bytes that a step takes to and from a disk, or through one process in host memory; all
+        ranks together, about."""
+        return 0.0
+
+    @property
+    def one_node(self) -> str | None:
+        """Name of the launcher of its own (see `command`), which starts ranks on one node only;
+        None where it has none."""
+        return None
+
+    def same_as_ddp(self, cell: Cell) -> str | None:
+        """Who wraps DDP's mathematics in this cell, `wraps_ddp` unless options change the
+        mathematics."""
+        return self.wraps_ddp if not self.model_fields_set else None
+
+    def command(self, cell: Cell, scratch: Path) -> list[str] | None:
+        """Command line that starts the ranks, to which the rank's own is appended, where it brings
+        a launcher of its own.
+
+        Files that it reads are written to `scratch`. None: the cell's launcher starts them.
+        """
+        return None
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """How the cell runs outside the suite under the launcher `to` (see harness/export); None:
+        not under this one."""
+        return None
+
+    @abstractmethod
+    def setup(self, job: Job) -> TrainStep:
+        """Builds, wraps and places model and optimizer; returns the training step.
+
+        Runs in every rank.
+        """

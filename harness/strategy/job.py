@@ -1,0 +1,153 @@
+"""What the harness hands to a strategy, and what a strategy shows the harness."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.spec.cell import Cell
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from harness.workloads import Workload
+from harness.spec.training import Batch, Held, Layout
+
+
+@dataclass
+class Exposed:
+    """What a strategy shows the harness: looked at before and after the steps, never during a timed
+    one."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    restore: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """Parameter name -> function from the whole tensor as the strategy holds it to the workload's
+    own layout."""
+    compute: Sequence[tuple[Any, str]] = ()
+    """(object, method name) pairs that are this rank's computation; timed in a pass of its own for
+    the pipeline bubble."""
+    gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+    """Whole tensors by name, where walking the model does not give them.
+
+    Called on all ranks together.
+    """
+    states: Callable[[], Iterable[Held]] | None = None
+    """Everything this rank keeps between steps, where walking model and optimizers does not find it
+    or names it wrongly."""
+    library: Callable[[], Iterable[Held]] | None = None
+    """Buffers of the library by name, beside what is found in model and optimizers."""
+    offload_folder: Path | None = None
+    """Folder of a disk that states are kept on; what is read from and written to the disk is then
+    recorded."""
+    waits: Sequence[
+        tuple[Any, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
+    ] = ()
+    """(object or module, function name, component) whose time, where nothing computes in it,
+    belongs to that component; for waits that torch's profiler cannot see. Wrapped in a pass of its
+    own.
+    """
+    collectives: Sequence[tuple[Any, str, str]] = ()
+    """(object or module, function name, operation) that send their first argument among all ranks
+    without torch.distributed."""
+    wire: Literal["gloo", "ring"] = "gloo"
+    """Whose algorithms move the bytes: torch's gloo backend's, or rings."""
+    over_tcp: bool = True
+    """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those
+    sent are unknown."""
+
+
+@dataclass
+class Job:
+    """What the harness hands to a strategy: factories made from the cell, and the place of this
+    rank."""
+
+    cell: Cell
+    workload: Workload
+    layout: Layout
+    device: torch.device
+    rank: int
+    scratch: Path
+    """A folder of this trial, shared by the ranks of a node and kept across an elastic restart."""
+    restart_count: int = 0
+    interface: str | None = None
+    """Network interface that reaches all ranks, for libraries that choose one themselves; None
+    leaves it to them."""
+    node: str = ""
+    """Name of this rank's node; empty where the cell has but one."""
+    local_processes: int = 1
+    """Ranks of this node."""
+    threads: int = 1
+    """Intra-op threads of this rank."""
+    weights_device: torch.device | None = None
+    """Where initial weights are drawn, by default on `device`. In a GPU cell it is a GPU on every
+    rank, also on one that keeps its model in host memory: the CPU's generator would draw other
+    weights than the reference's.
+    """
+    exposed: Exposed | None = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that this process drives: its own, or all of the cell's where one process
+        drives several."""
+        return self.layout.driven(self.device)
+
+    def model(self) -> nn.Module:
+        """The workload's model with its seeded weights, on this rank's device, in training mode."""
+        return self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """The cell's optimizer as (class, keyword arguments), for libraries that make their own
+        instance."""
+        import torch
+
+        cell = self.cell
+        if cell.optimizer == "sgd":
+            return torch.optim.SGD, {
+                "lr": cell.learning_rate,
+                "momentum": 0.9,
+                "weight_decay": cell.weight_decay,
+            }
+        kwargs = {
+            "lr": cell.learning_rate,
+            "betas": (0.9, 0.95),
+            "eps": cell.epsilon,
+            "weight_decay": cell.weight_decay,
+        }
+        return torch.optim.AdamW, kwargs
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        factory, kwargs = self.optimizer_class()
+        return factory(parameters, **kwargs)
+
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            self.cell.precision
+        ]
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast in the cell's precision; does nothing in fp32."""
+        import torch
+
+        if self.cell.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype())
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """Forward and mean loss, under the cell's autocast."""
+        with self.autocast():
+            return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
+
+    def expose(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
+        """Shows the harness the trained module and optimizers (see `Exposed`).
+
+        Every strategy calls it once.
+        """
+        self.exposed = Exposed(model, optimizers, **more)

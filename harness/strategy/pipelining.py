@@ -1,0 +1,180 @@
+"""This rank's part of a pipeline: its stages of the model, their schedule, and the parameters tied
+across stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from harness.spec.errors import Refused
+from harness.strategy.stage import Stage
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from harness.spec.training import Batch, TrainStep
+    from harness.strategy.job import Job
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this
+    many ranks."""
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise Refused(
+            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
+            f" {micro_batches}"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if schedule.startswith("interleaved") and micro_batches % rounds:
+        raise Refused(
+            f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds}"
+            f" rounds, into which they do not divide; use a multiple of {ranks}"
+        )
+
+
+class Pipe:
+    """This rank's stages under one of torch's schedules; every micro-batch's loss is divided by
+    their number.
+
+    `wrap` puts a data-parallel wrapper around a stage. Names are taken before it: a wrapper may
+    change or hide them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        schedule: str,
+        stages: Sequence[Stage],
+        group: dist.ProcessGroup | None = None,
+        wrap: Callable[[Stage], nn.Module] = lambda stage: stage,
+    ) -> None:
+        self.job, self.stages, self.group, self.parts = job, stages, group, job.cell.micro_batches
+        _tie_on_one_rank(stages)
+        self.named = [pair for stage in stages for pair in stage.model.named_parameters()]
+        self.torch_stages = [
+            PipelineStage(wrap(stage), stage.index, stage.count, job.device, group=group)
+            for stage in stages
+        ]
+        self.parameters = list(
+            dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters())
+        )
+        kind = SCHEDULES[schedule]
+        self.schedule = kind(
+            self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
+            n_microbatches=self.parts,
+            loss_fn=lambda logits, labels: self.loss(
+                logits, labels
+            ),  # late: the harness may wrap `loss` to time it
+            scale_grads=False,
+        )
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.job.workload.loss(logits, labels) / self.parts
+
+    def forward_backward(self, batch: Batch) -> Tensor | None:
+        """All micro-batches through the schedule; the mean loss on the rank that has the last
+        stage, else None."""
+        inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
+        losses: list[Tensor] = []
+        self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
+        return torch.stack(losses).detach().sum() if losses else None
+
+    @torch.no_grad()
+    def sum_tied(self) -> None:
+        """Gives both copies of a parameter that is tied across two ranks the sum of their
+        gradients.
+
+        Each copy would train on its own without. Two ranks exchange instead of joining a group made
+        for them: a + b and b + a are the same bits, so the copies stay equal.
+        """
+        ranks = self.torch_stages[0].stage_index_to_group_rank
+        first, last = ranks[0], ranks[self.stages[0].count - 1]
+        for stage in self.stages:
+            if first == last or not (stage.first or stage.last):
+                continue
+            for name, owner in stage.split.tied.items():
+                mine = _local(stage.model.get_parameter(owner if stage.first else name).grad)
+                other, peer = torch.empty_like(mine), last if stage.first else first
+                send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer)
+                receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
+                for work in dist.batch_isend_irecv([send, receive]):
+                    work.wait()
+                mine += other
+
+
+def _local(tensor: Any) -> Tensor:
+    """The storage of a DTensor on this rank, or the tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
+    """A rank with both the first and the last of several stages holds a tied parameter once:
+    autograd sums its gradients."""
+    first, last = stages[0], stages[-1]
+    if len(stages) > 1 and first.first and last.last:
+        for name, owner in first.split.tied.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(last.model.get_submodule(module), leaf, first.model.get_parameter(owner))
+
+
+def train_step(
+    job: Job,
+    pipe: Pipe,
+    optimizer: Optimizer,
+    average_over: dist.ProcessGroup | None = None,
+    **shown: Any,
+) -> TrainStep:
+    """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied
+    gradients, update."""
+    compute: list[tuple[Any, str]] = [(pipe, "loss"), (optimizer, "step")]
+    for stage in pipe.torch_stages:
+        compute += [
+            (stage, name)
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+        ]
+    states: Optimizer = getattr(
+        optimizer, "optim", optimizer
+    )  # ZeroRedundancyOptimizer's are those of the one that it wraps
+    job.expose(
+        nn.ParameterList(pipe.parameters),
+        states,
+        compute=compute,
+        gather=lambda: iter(pipe.named),
+        **shown,
+    )
+
+    def step(batch: Batch) -> Tensor | None:
+        loss = pipe.forward_backward(batch)
+        if average_over is not None:
+            for parameter in pipe.parameters:
+                assert parameter.grad is not None
+                parameter.grad /= average_over.size()
+                dist.all_reduce(parameter.grad, group=average_over)
+        pipe.sum_tied()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step

@@ -1,0 +1,177 @@
+"""Which strategies there are, and whether a cell can run here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from harness.host.unbuilt import unbuilt
+from harness.spec.cell import Cell
+from harness.spec.errors import Mistake, Refused, Unavailable, complaint
+from harness.spec.training import Layout
+from harness.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from harness.workloads import Workload
+
+ENTRY_POINTS = "parallelism_bench.strategies"
+# What provides a package that has an extra of its own name but is not installed by it alone.
+INSTALL = {"horovod": "make setup builds it from its source release (needs g++ and make)"}
+
+HOME = "harness.strategies"
+"""The package in which each file is one strategy."""
+
+
+def _load(module_name: str, name: str) -> type[Strategy]:
+    module = importlib.import_module(module_name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Strategy)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise Mistake(
+            f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for"
+            f" {name!r})"
+        )
+    return found[0]
+
+
+@cache
+def strategies() -> dict[str, type[Strategy]]:
+    """All strategies by name: files of harness/strategies/, then other packages' entry points.
+
+    Both are found, not imported by name: a strategy may import this package, never the reverse.
+    """
+    home = importlib.import_module(HOME)
+    names = sorted(
+        info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_")
+    )
+    found = {name: _load(f"{HOME}.{name}", name) for name in names}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        loaded = point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+            raise Mistake(
+                f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class,"
+                f" it names {point.value!r}"
+            )
+        found[point.name] = loaded
+    return found
+
+
+def make_strategy(cell: Cell) -> Strategy:
+    """The cell's strategy with its options; raises Mistake for an unknown name or option."""
+    known = strategies()
+    if cell.strategy not in known:
+        raise Mistake(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
+    cls = known[cell.strategy]
+    for option in cell.options:
+        if option not in cls.model_fields:
+            options = ", ".join(cls.model_fields) or "none"
+            raise Mistake(
+                f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}"
+            )
+    usual = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in cls.model_fields.items()
+    }
+    noted = {
+        name: value
+        for name, value in (cell.defaults or {}).items()
+        if name in usual and value != usual[name]
+    }
+    try:
+        return cls(**{**noted, **cell.options})
+    except ValidationError as error:
+        raise Mistake(f"strategy {cell.strategy!r}, option {complaint(error)}") from None
+
+
+def with_defaults(cell: Cell) -> Cell:
+    """The cell with the present defaults of the options that it leaves out: they are part of what
+    it measures.
+
+    Raises Mistake.
+    """
+    left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
+    return cell.model_copy(update={"defaults": left_out})
+
+
+def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
+    """Whether BatchNorm sees only a part of the global batch, which is another training."""
+    parts = layout.data * cell.micro_batches
+    return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
+
+
+def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
+    """Raises Refused where the ranks cannot be spread evenly over the cell's nodes."""
+    if cell.devices % cell.nodes:
+        raise Refused(
+            f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
+            f" {cell.nodes}"
+        )
+    if layout.devices_per_process > 1:
+        raise Refused(
+            f"{cell.strategy} drives all devices from one process, which cannot be on {cell.nodes}"
+            " nodes"
+        )
+    if cell.launcher == "spawn":
+        raise Refused(
+            "torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out"
+        )
+    if strategy.max_restarts:
+        raise Refused(f"{cell.strategy} is restarted by the agent of one node: leave nodes out")
+    if strategy.one_node:
+        raise Refused(
+            f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that"
+            " option"
+        )
+
+
+def _how(package: str) -> str:
+    """What provides a package, or why set-up could not."""
+    if failure := unbuilt(package):
+        return failure.reason
+    return INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
+
+
+def admit(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
+    """The strategy and its layout, if the cell can run; raises Mistake, Refused or Unavailable.
+
+    `here`: on this host; otherwise its packages are not looked for.
+    """
+    strategy = make_strategy(cell)
+    for package in (*strategy.requires, *workload.requires) if here else ():
+        if importlib.util.find_spec(package) is None:
+            raise Unavailable(f"package {package} is not installed: {_how(package)}")
+    if strategy.max_devices is not None and cell.devices > strategy.max_devices:
+        raise Refused(
+            f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}"
+        )
+    layout = strategy.layout(cell.devices)
+    if cell.links and cell.nodes < 2:
+        raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
+    if cell.nodes > 1:
+        _admit_nodes(cell, strategy, layout)
+    if cell.precision not in strategy.precisions:
+        raise Refused(
+            f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}"
+        )
+    pieces = layout.data * cell.micro_batches
+    if cell.global_batch % pieces:
+        raise Refused(
+            f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel"
+            f" ranks x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
+        )
+    if layout.pipeline > 1 or layout.tensor > 1:
+        workload.check_split(layout)
+    workload.check(cell, strategy.shards_parameters)
+    strategy.check(cell, workload)
+    return strategy, layout

@@ -1,0 +1,80 @@
+"""The training step that most strategies share: forward, backward, optimizer, over
+micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from harness.spec.training import Batch, TrainStep
+from harness.strategy.job import Job
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+
+LOSS_SCALE = 4096.0
+
+
+def standard_step(
+    job: Job,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    before_update: Callable[[], None] | None = None,
+    around_update: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    scaler: GradScaler | None = None,
+    clear: Callable[[], object] | None = None,
+) -> TrainStep:
+    """One optimizer step: every micro-batch forward and backward, then the update.
+
+    The loss of each micro-batch is divided by their number, so that equal parts give the whole
+    batch's mean gradient. fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions
+    none. `no_sync` is entered for all micro-batches but the last; `before_update` runs between the
+    last backward and the optimizer, `around_update` is entered around the optimizer's step.
+    `scaler` takes the place of the one made here, `clear` that of the optimizer's `zero_grad`.
+    """
+    import torch
+
+    scaler = scaler or loss_scaler(job)
+    clear = clear or optimizer.zero_grad
+    parts = job.cell.micro_batches
+
+    def step(batch: Batch) -> Tensor:
+        total = torch.zeros((), device=job.device)
+        for index, part in enumerate(batch.split(parts)):
+            with no_sync() if no_sync and index < parts - 1 else contextlib.nullcontext():
+                loss = job.loss(model, part) / parts
+                scaler.scale(loss).backward()
+            total += loss.detach()
+        if before_update:
+            before_update()
+        with around_update():
+            scaler.step(optimizer)
+        scaler.update()
+        clear()
+        return total
+
+    return step
+
+
+def loss_scaler(job: Job) -> GradScaler:
+    """Dynamic loss scaling in an fp16 cell, none in any other.
+
+    It starts at 4096: torch's 65536 overflows now and then in the first steps, and the step that is
+    then skipped is another training than the reference's.
+    """
+    from torch.amp.grad_scaler import GradScaler
+
+    return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
+
+
+def own_precision(job: Job) -> Job:
+    """The job without autocast and loss scaling: for strategies that bring about the cell's
+    precision themselves."""
+    return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))

@@ -1,0 +1,1 @@
+"""What runs inside each rank: set-up, the training loop, the profile."""

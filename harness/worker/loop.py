@@ -1,0 +1,235 @@
+"""The training loop of one rank: its steps, and what is looked at between them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from harness.measure.bubble import busy_fraction
+from harness.measure.clock import timed_step
+from harness.measure.energy import Energy
+from harness.measure.gpu_use import RankGpus
+from harness.measure.load import Load
+from harness.measure.memory import MemoryMeter
+from harness.measure.states import KINDS, held, state_bytes
+from harness.measure.traffic import Traffic, folder_bytes
+from harness.parity.deviations import update_deviations
+from harness.parity.reference import Reference
+from harness.spec.training import Batch, TrainStep
+from harness.strategy.job import Exposed, Job
+from harness.worker.batches import Batches
+from harness.worker.interleave import Place
+from harness.worker.spec import TrialSpec
+
+
+class Progress:
+    """Tells the parent of finished steps, at most twice a second, without ever waiting for it."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
+        if self.socket:
+            self.socket.setblocking(False)
+        self.last = 0.0
+
+    def tell(self, step: int, seconds: float) -> None:
+        now = time.monotonic()
+        if self.socket is None or self.address is None or now - self.last < 0.5:
+            return
+        self.last = now
+        with contextlib.suppress(OSError):
+            self.socket.sendto(
+                json.dumps({"step": step, "seconds": seconds}).encode(), self.address
+            )
+
+
+class Loop:
+    """The training loop of one rank: steps, peaks, the look at the parameters after the parity
+    segment."""
+
+    def __init__(self, spec: TrialSpec, job: Job, step: TrainStep, meter: MemoryMeter) -> None:
+        self.spec, self.job, self.step, self.meter = spec, job, step, meter
+        self.progress = Progress(spec.progress if job.rank == 0 else None)
+        self.rows: list[dict[str, Any]] = []
+        self.peak_allocated: int | None = None
+        self.peak_reserved: int | None = None
+        self.peak_host: int | None = None
+        self.deviations: dict[str, float] | None = None
+        self.dtypes: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
+        self.settling = False
+        self.timed = 0
+        """Timed steps so far."""
+        self.traffic = Traffic(
+            over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp
+        )
+        self.gpus = RankGpus(meter.devices)
+        self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
+        self._counted_from: int | None = None
+        self.place = Place(spec.turns.address) if spec.turns else None
+        self.turns_began: list[tuple[int, float]] = []
+        """First step of each turn, and when that began, in seconds after the epoch."""
+        share = job.layout.share(job.rank)
+        size = job.cell.global_batch // job.layout.shares
+        rows = slice(share * size, (share + 1) * size)
+        self.batches = Batches(spec.data, job.cell.seed, job.cell.global_batch, rows, job.device)
+
+    def synchronize(self) -> None:
+        """Waits for all that this process's devices were given to do."""
+        if self.job.device.type == "cuda":
+            import torch
+
+            for device in self.job.devices:
+                torch.cuda.synchronize(device)
+
+    def fetch(self, index: int) -> Batch:
+        return self.batches.fetch(index)
+
+    def start_counting(self) -> None:
+        """Readings around a stretch of timed steps: what they sent, took and met costs them
+        nothing."""
+        self._counted_from = len(self.rows)
+        self.traffic.start()
+        self.gpus.start()
+        self.energy.start()
+        self.load.start()
+
+    def stop_counting(self) -> None:
+        self.load.stop()
+        self.energy.stop()
+        self.gpus.stop()
+        self.traffic.stop(0 if self._counted_from is None else len(self.rows) - self._counted_from)
+        self._counted_from = None
+
+    def per_step(self, total: float | None) -> float | None:
+        return total / self.traffic.steps if total is not None and self.traffic.steps else None
+
+    def offload(self) -> dict[str, float | None] | None:
+        """What travelled to and from the disk per step, and what lies there; None where the
+        strategy keeps nothing there."""
+        exposed = self.job.exposed
+        if exposed is None or exposed.offload_folder is None:
+            return None
+        return {
+            "read": self.per_step(self.traffic.disk_read),
+            "written": self.per_step(self.traffic.disk_written),
+            "kept": folder_bytes(exposed.offload_folder),
+        }
+
+    def over(self) -> bool:
+        """Whether all steps were taken; by turns more of them, for those that settle."""
+        cell = self.job.cell
+        return len(self.rows) >= cell.total_steps and (
+            self.spec.turns is None or self.timed >= cell.timed_steps
+        )
+
+    def take_turn(self, index: int) -> None:
+        """Waits for it. The step after that does not count: caches are cold."""
+        assert self.place is not None
+        self.stop_counting()
+        last = self.rows[-1]["step_seconds"]
+        self.turns_began.append((index, self.place.wait(index - len(self.turns_began) - 1, last)))
+        self.settling = True
+
+    def one(self, index: int) -> None:
+        if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
+            self.take_turn(index)
+        if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
+            self.start_counting()
+        loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
+        warm = index < self.job.cell.warmup_steps
+        phase = "warmup" if warm else "settling" if self.settling else "timed"
+        self.settling = False
+        self.timed += phase == "timed"
+        value = None if loss is None else float(loss.detach())
+        self.rows.append({"step": index, "phase": phase, **asdict(took), "loss": value})
+        self.progress.tell(index, took.step_seconds)
+
+    def note_peak(self) -> None:
+        peak = self.meter.peak()
+        self.meter.method = peak.method
+        self.peak_allocated = _larger(self.peak_allocated, peak.allocated)
+        self.peak_reserved = _larger(self.peak_reserved, peak.reserved)
+        self.peak_host = _larger(self.peak_host, peak.host)
+
+    def verify(self) -> None:
+        """Compares or saves the parameters; what that costs in memory is not counted, nor is the
+        step that follows it."""
+        self.stop_counting()
+        self.note_peak()
+        exposed, workload = self.job.exposed, self.job.workload
+        assert exposed is not None
+        self.dtypes = dtypes_of(exposed)
+        kept = state_bytes(
+            itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type
+        )
+        self.states = {
+            "state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")},
+            "library_buffers": kept["library_buffers"],
+        }
+        with self.meter.unlimited():
+            if self.spec.reference_output:
+                initial = workload.build(self.job.cell.seed, self.job.device)
+                Reference(self.spec.reference_output).save(
+                    workload, exposed.model, initial, [row["loss"] for row in self.rows]
+                )
+            if self.spec.reference:
+                self.deviations = update_deviations(
+                    exposed, workload, Reference(self.spec.reference)
+                )
+        self.meter.reset()
+        self.settling = True
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def dtypes_of(exposed: Exposed) -> dict[str, Any]:
+    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements
+    this rank holds."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    def names(tensors: Any) -> list[str]:
+        return sorted(
+            {str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)}
+        )
+
+    parameters = list(exposed.model.parameters())
+    state = [
+        v
+        for o in exposed.optimizers
+        for s in o.state.values()
+        if isinstance(s, dict)
+        for k, v in s.items()
+        if k != "step"
+    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return {
+        "parameter_dtypes": names(parameters),
+        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd
+        # accumulates into that).
+        "gradient_dtypes": names(gradients) or names(p for p in parameters if p.requires_grad),
+        "optimizer_state_dtypes": names(state),
+        "held_parameters": sum(
+            (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters
+        ),
+    }
+
+
+def busy_share(loop: Loop) -> float | None:
+    """This rank's busy share, in a pass of its own after everything that is timed."""
+    exposed = loop.job.exposed
+    assert exposed is not None
+    if not exposed.compute:
+        return None
+    index = loop.job.cell.total_steps
+    return busy_fraction(
+        lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize
+    )

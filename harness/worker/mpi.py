@@ -1,0 +1,40 @@
+"""One rank that another launcher's command starts: `mpirun ... python -m harness.worker.mpi
+SPEC`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+
+from harness.worker.spec import TrialSpec, answer_file
+from harness.worker.worker import run_rank
+
+_MPI = {
+    "RANK": "RANK",
+    "WORLD_SIZE": "SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+}
+
+
+def main(spec_file: str) -> None:
+    spec: TrialSpec = pickle.loads(Path(spec_file).read_bytes())
+    for name, of_mpi in _MPI.items():
+        if name not in os.environ:
+            os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
+    run_rank(spec)
+    # mpirun kills the other ranks when one leaves without MPI_Finalize: all answers first, then all
+    # leave.
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not all(
+        answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)
+    ):
+        time.sleep(0.01)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

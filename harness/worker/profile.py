@@ -1,0 +1,327 @@
+"""Where a cell's time, bytes and memory go: a launch of its own, whose ranks profile a few steps
+after their warm-up.
+
+This is the rank's side; harness/run/profile.py launches it and makes a row of what the ranks
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.measure.breakdown import Event, Kind, breakdown
+from harness.measure.collectives import Call, counting, tensor_bytes
+from harness.measure.patched import replaced
+from harness.measure.peak_breakdown import STEPS as TRACKED_STEPS
+from harness.measure.peak_breakdown import peak_split
+from harness.record.profile import COMPONENTS
+from harness.spec.cell import Cell
+from harness.worker.spec import answer_file, write_json
+
+if TYPE_CHECKING:
+    from harness.strategy.job import Exposed
+    from harness.worker.loop import Loop
+
+PLAIN_STEPS = 5
+"""Steps without a profiler, which the profiled ones are compared with."""
+PROFILED_STEPS = 6
+"""The first of them is left out: the ranks start their profilers at different times."""
+_MARK = "bench:"
+_MARKS: dict[str, Kind] = {
+    "wait": "wait",
+    "communication": "wait",
+    "optimizer": "optimizer",
+    "data": "data",
+    "bubble": "bubble",
+    "offload": "offload",
+}
+_NOT_COMPUTING = ("autograd::", "torch::autograd::", "profiler::")
+_FUNCTION = 0
+"""Scope of an operator; that of an annotation is another."""
+_HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_NODE = "autograd::engine::evaluate_function"
+_TRANSFERS = ("gloo:send", "gloo:recv")
+
+
+def explained_cell(cell: Cell) -> Cell:
+    """The cell with as many steps after its warm-up as are looked at: plain, profiled, counted,
+    tracked."""
+    return cell.model_copy(
+        update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
+    )
+
+
+def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
+    """What this rank sees, for its answer.
+
+    `traces`: folder that its trace is written to as rankN.json.gz.
+    """
+    cell, exposed = loop.job.cell, loop.job.exposed
+    assert exposed is not None
+    indices = iter(range(cell.total_steps))
+    for _ in range(cell.warmup_steps + PLAIN_STEPS):
+        loop.one(next(indices))
+    loop.stop_counting()
+    profiled = _profiled(loop, exposed, indices, traces)
+    calls, sees = _counted(loop, exposed, next(indices))
+    found = {
+        "plain_seconds": [row["step_seconds"] for row in loop.rows if row["phase"] == "timed"],
+        "profiled": profiled,
+        "calls": calls,
+        "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
+        "wire": (
+            "ring" if loop.job.device.type == "cuda" else exposed.wire
+        ),  # NCCL's algorithms, which move what rings do
+        "memory": None,
+        "memory_reason": (
+            "torch's memory tracker sees the thread that calls the step only, and the library"
+            " trains in one of its own"
+        ),
+        "private_bytes": None,
+    }
+    if not sees:
+        return found
+    answer = answer_file(loop.spec.scratch, loop.job.rank)
+    told = {"rank": loop.job.rank, "status": "ok", **found}
+    write_json(answer, {**told, "memory_reason": "torch's memory tracker failed on another rank"})
+    loop.meter.reset()
+    try:
+        split = peak_split(
+            exposed, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
+        )
+    except Exception as error:
+        # The other ranks wait for this one in the middle of a step: its end frees them, and what
+        # all know so far is written.
+        said = " ".join(str(error).split())[:300]
+        write_json(
+            answer,
+            {**told, "memory_reason": f"torch's memory tracker: {type(error).__name__}: {said}"},
+        )
+        os._exit(1)
+    return {
+        **found,
+        "memory": split,
+        "memory_reason": "",
+        "private_bytes": loop.meter.peak().allocated,
+    }
+
+
+def _counted(loop: Loop, exposed: Exposed, index: int) -> tuple[list[list[Any]] | None, bool]:
+    """(operation, bytes, group size, count) of a step's collectives, None where they cannot be
+    seen; whether any operator was."""
+    import torch.distributed as dist
+
+    calls: Counter[Call] = Counter()
+    batch, processes, seen = loop.fetch(index), loop.job.layout.processes, [0]
+    with _sends(exposed, processes, calls), counting(calls, seen):
+        loop.step(batch)
+    other_means = processes > 1 and not (dist.is_initialized() or exposed.collectives)
+    known = bool(seen[0]) and not other_means
+    return (
+        [[c.operation, c.tensor_bytes, c.group_size, count] for c, count in sorted(calls.items())]
+        if known
+        else None
+    ), bool(seen[0])
+
+
+def _profiled(
+    loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str | None
+) -> list[dict[str, float | None]]:
+    """The components of each profiled step, its time by the clock with them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (loop.job.device.type == "cuda")
+    # Strategies and libraries compute in other threads than the one that starts the profiler.
+    everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    took: list[float] = []
+    with (
+        _named(exposed),
+        _waits(),
+        profile(
+            activities=activities, record_shapes=True, experimental_config=everyone
+        ) as profiler,
+    ):
+        for _ in range(PROFILED_STEPS):
+            index = next(indices)
+            loop.synchronize()
+            begin = time.perf_counter()
+            with record_function(f"{_MARK}step"):
+                with record_function(f"{_MARK}data"):
+                    batch = loop.fetch(index)
+                loop.step(batch)
+                loop.synchronize()
+            took.append(time.perf_counter() - begin)
+    if traces:
+        profiler.export_chrome_trace(str(Path(traces) / f"rank{loop.job.rank}.json.gz"))
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    raw = profiler.profiler.kineto_results.events()
+    steps = sorted(
+        (e.start_ns(), e.end_ns(), e.start_thread_id())
+        for e in raw
+        if e.name() == f"{_MARK}step" and _on_host(e)
+    )
+    zero = steps[0][0]  # seconds since the epoch would lose nanoseconds in a double
+    events = events_of(raw, zero)
+    thread = training_thread(events, steps[0][2])
+    layout = loop.job.layout
+    found = []
+    for seconds, (begin_ns, end_ns, _) in list(zip(took, steps, strict=True))[1:]:
+        begin, end = (begin_ns - zero) / 1e9, (end_ns - zero) / 1e9
+        parts = breakdown(
+            events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
+        )
+        parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
+        # What a library's own threads send is not seen, and so not what it overlaps.
+        found.append(
+            {
+                "step": seconds,
+                **parts,
+                "overlapped": None if exposed.collectives else parts["overlapped"],
+            }
+        )
+    return found
+
+
+def _on_host(event: Any) -> bool:
+    return bool(event.device_type().name == "CPU")
+
+
+def events_of(raw: Sequence[Any], zero: int) -> list[Event]:
+    """The profiler's events that say something of where time goes, in seconds after `zero`
+    nanoseconds."""
+    events = [
+        Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
+        for e in raw
+        if (kind := _kind(e))
+    ]
+    nodes: dict[int, list[float]] = {}
+    for e in raw:
+        if e.name().startswith(_NODE):
+            nodes.setdefault(e.start_thread_id(), []).append((e.end_ns() - zero) / 1e9)
+    for e in raw:
+        if e.name() == f"{_MARK}backward":
+            begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
+            inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
+            # What is left to do when all gradients are there: wrappers wait for their collectives.
+            if inside:
+                events.append(Event("hook", e.start_thread_id(), max(inside), end))
+    return events
+
+
+def training_thread(events: list[Event], calling: int) -> int:
+    """The thread that trains: the one that calls the step, unless it hardly computes and another
+    one does (a library's own loop).
+
+    Where it is another one, getting the batch is still the calling one's: its events are moved.
+    """
+    computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
+    for event in events:
+        if event.kind == "operator":
+            computed[event.thread] += event.end - event.begin
+    most = max(computed, key=lambda thread: computed[thread])
+    if most == calling or computed[calling] > 0.05 * computed[most]:
+        return calling
+    events += [Event("data", most, e.begin, e.end) for e in events if e.kind == "data"]
+    return most
+
+
+def _kind(event: Any) -> Kind | None:
+    name: str = event.name()
+    if not _on_host(event):
+        return _device_kind(event, name)
+    if name.startswith(_MARK):
+        return _MARKS.get(name.removeprefix(_MARK))
+    if name.startswith(("gloo:", "nccl:")):
+        if name.endswith("barrier"):
+            return "wait"
+        return "transfer" if name.startswith(_TRANSFERS) else "flight"
+    if name == "_c10d_functional::wait_tensor":
+        return "wait"
+    if name.startswith(("c10d::", "_c10d_functional::", "c10d_functional::")):
+        return "launch"
+    if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
+        return "optimizer"
+    if name.startswith(_HOOKS):
+        return "hook"
+    return (
+        "operator"
+        if "::" in name and event.scope() == _FUNCTION and not name.startswith(_NOT_COMPUTING)
+        else None
+    )
+
+
+def _device_kind(event: Any, name: str) -> Kind | None:
+    activity = event.activity_type()
+    if activity == "gpu_user_annotation":
+        return "device optimizer" if name.startswith("Optimizer.step#") else None
+    if "nccl" in name.lower():
+        return "device transfer" if "SendRecv" in name else "device communication"
+    if activity == "gpu_memcpy":
+        return "device compute" if "DtoD" in name else "device copy"
+    return "device compute" if activity in ("kernel", "gpu_memset") else None
+
+
+def _marked(component: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(_MARK + component):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _named(exposed: Exposed) -> Iterator[None]:
+    """The methods that the strategy names, marked with their component."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, component in exposed.waits:
+            stack.enter_context(replaced(owner, name, functools.partial(_marked, component)))
+        yield
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[None]:
+    """Marks where torch's ranks wait for a collective from Python, and where backward begins and
+    ends."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as stack:
+        if dist.is_available():
+            stack.enter_context(replaced(dist.Work, "wait", functools.partial(_marked, "wait")))
+        stack.enter_context(
+            replaced(torch.futures.Future, "wait", functools.partial(_marked, "wait"))
+        )
+        stack.enter_context(
+            replaced(torch.autograd, "_engine_run_backward", functools.partial(_marked, "backward"))
+        )
+        yield
+
+
+@contextlib.contextmanager
+def _sends(exposed: Exposed, processes: int, calls: Counter[Call]) -> Iterator[None]:
+    """Counts the collectives that a library calls without torch.distributed, where the strategy
+    names its functions."""
+
+    def counted(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[Call(operation, tensor_bytes(tensor), processes)] += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, operation in exposed.collectives:
+            stack.enter_context(replaced(owner, name, functools.partial(counted, operation)))
+        yield

@@ -1,0 +1,91 @@
+"""What a trial's ranks are told, and what each of them answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.spec.cell import Cell
+from harness.worker.interleave import Turns
+from harness.workloads import DataSource
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """Sent to every rank of a trial; small and picklable.
+
+    What a node fills in for its own ranks comes last.
+    """
+
+    cell: Cell
+    data: DataSource
+    processes: int
+    """Of all nodes together."""
+    reference: str | None = None
+    """Folder of the reference run to compare with; None: not compared."""
+    reference_output: str | None = None
+    """Folder that this trial is to write as a reference run."""
+    max_restarts: int = 0
+    """Elastic restarts that the ranks may take."""
+    explain: bool = False
+    """Whether the ranks are to say where time and memory go, instead of being timed (see
+    harness/worker/profile.py)."""
+    traces: str | None = None
+    """Folder for the traces of such a launch."""
+    turns: Turns | None = None
+    """How this launch trains by turns with others; None: alone."""
+    node: int = 0
+    """Which of the cell's nodes this is."""
+    node_name: str = ""
+    """Empty: the host's."""
+    meeting: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of the store at which the nodes meet; it is on node 0."""
+    token: str = "trial"
+    """Tells this trial's keys in that store from another's."""
+    interface: str | None = None
+    """Network interface that reaches all ranks; None leaves the choice to the libraries."""
+    scratch: str = ""
+    """Folder of this trial on this node: answers, logs, stacks, the strategy's own files."""
+    cores: tuple[tuple[int, ...], ...] = ()
+    """CPU cores of each local rank."""
+    progress: str | None = None
+    """Address of a datagram socket that likes to hear of steps."""
+    parent: int = 0
+    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for
+    another launcher's."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node: equally many on each, and processes beside the devices' on the
+        last."""
+        each = self.processes // self.cell.nodes
+        return range(
+            self.node * each,
+            self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each,
+        )
+
+
+def answer_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.json"
+
+
+def log_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.log"
+
+
+def stacks_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.stacks"
+
+
+def pid_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.pid"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)

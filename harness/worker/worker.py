@@ -1,0 +1,307 @@
+"""What one rank does: set up, warm up, measure, verify, answer."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.host.cores import core_ranges, threads_of
+from harness.host.process import die_with_parent
+from harness.measure.memory import MemoryMeter
+from harness.measure.oom import shortage
+from harness.spec.cell import Cell
+from harness.strategy.job import Job
+from harness.strategy.registry import make_strategy
+from harness.worker.loop import Loop, busy_share
+from harness.worker.nccl import nccl_variables
+from harness.worker.spec import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
+from harness.workloads import make_workload
+
+if TYPE_CHECKING:
+    import torch
+
+# Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever,
+# because the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
+# They live until the process leaves by _exit.
+_KEPT: list[Any] = []
+
+# What a rank says when another one has gone: the consequence of a failure, not its cause.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "lost connection",
+    "connection refused",
+    "store is shut down",
+    "horovod has been shut down",
+    "this error originated at tensorpipe",
+    "did the remote server shutdown or crash",  # torch's store
+    # NCCL's and torch's words for it. A collective that timed out is none of them: ranks that wait
+    # for each other may all be there.
+    "remote process exited or there was a network error",
+    "ncclremoteerror",
+    "connection closed by remote peer",
+    "nccl communicator was aborted",
+)
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "_status_alloc_failed",  # cuBLAS, cuSOLVER, cuSPARSE, cuDNN 8
+    "_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "failed to cuda calloc",  # NCCL's buffers
+    "failed to cuda malloc",
+    "failed to cuda host alloc",
+)
+
+
+LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
+"""Environment variable that tells the fork server the process id it must not outlive."""
+PRELOAD = "PARALLELISM_BENCH_PRELOAD"
+"""Environment variable with the packages that the fork server is to import beside the usual ones.
+"""
+
+
+def run_rank(spec: TrialSpec) -> None:
+    """Entry point of every rank under the elastic launcher; rank and world size are torchrun's
+    variables."""
+    rank = int(os.environ["RANK"])
+    _prepare_process(spec, rank)
+    answer: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "entered_at": time.time()}
+    standing = Standing()
+    try:
+        answer |= _train(spec, rank, standing)
+        answer["status"] = "ok"
+    except BaseException as error:
+        if standing.meter:
+            standing.meter.lift()
+        answer |= failure(error)
+        if answer["status"] == "out_of_memory" and standing.meter:
+            answer |= shortage(
+                error, standing.meter, standing.job.exposed if standing.job else None
+            )
+        traceback.print_exc()
+        _flush()
+        write_json(answer_file(spec.scratch, rank), answer)
+        os._exit(1)
+    _flush()
+    write_json(answer_file(spec.scratch, rank), answer)
+
+
+@dataclass
+class Standing:
+    """How far a rank has come: what it can still be asked when it fails."""
+
+    meter: MemoryMeter | None = None
+    job: Job | None = None
+
+
+def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
+    """Entry point of every rank under torch.multiprocessing.spawn: sets the variables that torchrun
+    would have set."""
+    os.environ |= {
+        "RANK": str(local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(spec.processes),
+        "LOCAL_WORLD_SIZE": str(spec.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    run_rank(spec)
+    os._exit(0)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Status and reason of an exception, and whether it is only the consequence of another rank's
+    failure."""
+    said = str(error).strip().splitlines()
+    line = said[0] if said else ""
+    text = " ".join(said).lower()
+    memory = (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(m in text for m in _NO_MEMORY)
+    )
+    return {
+        "status": "out_of_memory" if memory else "failed",
+        "reason": f"{type(error).__name__}: {line}" if line else type(error).__name__,
+        "failed_at": time.time(),
+        "consequence": not memory and any(m in text for m in _LOST_PEER),
+    }
+
+
+def no_memory(text: str) -> str:
+    """The line of a log that says there was no memory; empty where none does."""
+    return next(
+        (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
+        "",
+    )
+
+
+def _prepare_process(spec: TrialSpec, rank: int) -> None:
+    die_with_parent()
+    if spec.parent and os.getppid() != spec.parent:  # it was gone before the kernel was told
+        os._exit(1)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    with contextlib.suppress(PermissionError):  # a session of its own makes the whole tree killable
+        os.setsid()
+    answer_file(spec.scratch, rank).unlink(missing_ok=True)
+    pid_file(spec.scratch, rank).write_text(str(os.getpid()))
+    log = os.open(log_file(spec.scratch, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    _flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    _KEPT.append(stacks := open(stacks_file(spec.scratch, rank), "w"))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    cores = spec.cores[local_rank]
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    if (
+        spec.cell.device == "cpu"
+    ):  # libraries that choose a device themselves would take a GPU that is there
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if spec.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
+        if spec.cell.nodes > 1:
+            os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
+    os.environ |= nccl_variables(spec.cell.links, spec.node_name)
+
+    import torch
+
+    import harness.worker.preload  # noqa: F401
+
+    torch.set_num_threads(threads_of(spec.cell, cores))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _device(cell: Cell, serves: bool) -> torch.device:
+    """Where this rank's model is: its GPU or the CPU; a server's is in host memory."""
+    import torch
+
+    if cell.device == "cuda" and not serves:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _require_cuda() -> None:
+    """Raises RuntimeError where this process was forked from one that had initialised CUDA, and
+    says what did."""
+    culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
+    if culprit is not None:
+        raise RuntimeError(
+            f"importing {culprit} initialised CUDA in the process that ranks are forked from, so no"
+            " rank can use a GPU; import what does so inside the strategy's setup()"
+        )
+
+
+def _flush() -> None:
+    with contextlib.suppress(ValueError, OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    import harness.worker.preload
+
+    cell = spec.cell
+    strategy = make_strategy(cell)
+    layout = strategy.layout(cell.devices)
+    workload = make_workload(cell.workload)
+    serves = rank >= layout.processes - layout.servers  # beside the devices, in host memory
+    device = _device(cell, serves)
+    if cell.device == "cuda":
+        _require_cuda()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(cell.seed)
+    harness.worker.preload.import_packages(
+        (*strategy.requires, *strategy.preload, *workload.requires)
+    )
+    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
+    begin = time.perf_counter()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if strategy.process_group:
+        # torchrun keeps one store over its restarts: without a prefix a rank may read the address
+        # of one that has died.
+        meet: Any = rendezvous
+        store, _, size = next(meet("env://"))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
+        )
+    standing.job = job = Job(
+        cell,
+        workload,
+        layout,
+        device,
+        rank,
+        Path(spec.scratch),
+        restarts,
+        spec.interface,
+        spec.node_name,
+        local_processes=len(spec.ranks),
+        threads=torch.get_num_threads(),
+        weights_device=torch.device("cuda", 0) if serves and cell.device == "cuda" else device,
+    )
+    step = strategy.setup(job)
+    if job.exposed is None:
+        raise RuntimeError(
+            f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup"
+        )
+    _KEPT.extend([job, step])
+    setup_seconds = time.perf_counter() - begin
+    setup_peak = meter.peak().allocated
+
+    loop = Loop(spec, job, step, meter)
+    if spec.explain:
+        from harness.worker.profile import explain
+
+        return explain(loop, spec.traces)
+    gc.collect()
+    meter.reset()
+    gc.disable()  # a collection in a timed step is a noise of the harness's making
+    while not loop.over():
+        loop.one(len(loop.rows))
+        if len(loop.rows) == cell.parity_steps:
+            loop.verify()
+    loop.stop_counting()
+    loop.note_peak()
+    gc.enable()
+    busy = busy_share(loop) if layout.pipeline > 1 else None
+    return {
+        "setup_seconds": setup_seconds,
+        "setup_peak_memory_bytes": setup_peak,
+        "restarts": restarts,
+        "cores": core_ranges(os.sched_getaffinity(0)),
+        "steps": loop.rows,
+        "turns": loop.turns_began,
+        "peak_memory_bytes": loop.peak_allocated,
+        "reserved_memory_bytes": loop.peak_reserved,
+        "host_peak_bytes": loop.peak_host,
+        "gpu_use": None if (use := loop.gpus.use()) is None else asdict(use),
+        "memory_method": meter.method,
+        "update_deviations": loop.deviations,
+        "busy_fraction": busy,
+        "offload": loop.offload(),
+        "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
+        "load": {"seconds": loop.load.seconds, "own": loop.load.own, "busy": loop.load.busy},
+        "joules_per_step": loop.per_step(loop.energy.joules),
+        **loop.dtypes,
+        **loop.states,
+    }

@@ -1,0 +1,170 @@
+"""What the unsplit model is: parameter names, their number, FLOPs; counted once and kept."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+from harness.host.cache import cache_folder
+from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
+from harness.host.environment import device_type, version_of
+from harness.spec.cell import Cell
+from harness.workloads.registry import make_workload
+from harness.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a workload's model at a sequence length."""
+
+    trainable: tuple[str, ...]
+    """Names of the parameters that are trained; a tied one appears once."""
+    parameters: int
+    flops_per_sample: int
+    sizes: tuple[int, ...]
+    """Elements of each trainable parameter, in the order of `trainable`."""
+    parameter_bytes: int = 0
+    """Of all parameters as they are stored; fp32 where nothing else is said."""
+    trained_bytes: int = 0
+    """Of the trainable ones, and so of their gradients and of each AdamW moment."""
+    buffer_bytes: int = 0
+    """Of what the layers keep beside their parameters: buffers, scales of quantised weights."""
+
+    def __post_init__(self) -> None:
+        for name, elements in (
+            ("parameter_bytes", self.parameters),
+            ("trained_bytes", sum(self.sizes)),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, 4 * elements)
+
+
+@functools.cache
+def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
+    """The facts, from the cache where another run has counted them for the same model and library
+    versions."""
+    if grown := _from_smaller(workload, sequence_length):
+        return grown
+    versions = " ".join(
+        str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
+    )
+    said = f"3 {workload.name} {workload.config} {sequence_length} {versions}"
+    folder = cache_folder() / "facts"
+    file = folder / f"{hashlib.blake2s(said.encode(), digest_size=8).hexdigest()}.json"
+    if file.exists() and not workload.pretrained:
+        return _read(file.read_text())
+    apart = (
+        not set(workload.requires) <= LEAVE_CUDA_ALONE
+        and device_type() == "cuda"
+        and not cuda_is_initialized()
+    )
+    facts = _count_apart(workload, sequence_length) if apart else _count(workload, sequence_length)
+    folder.mkdir(exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(asdict(facts)))
+    temporary.replace(file)
+    return facts
+
+
+def _read(text: str) -> ModelFacts:
+    known: dict[str, Any] = json.loads(text)
+    return ModelFacts(**(known | {name: tuple(known[name]) for name in ("trainable", "sizes")}))
+
+
+def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
+    """Counts in a process that sees no GPU: a library that asks for one on import would leave a
+    context on GPU 0.
+
+    The process that plans a run lives as long as the run, and its context would take memory from
+    every trial.
+    """
+    command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"counting the parameters of {workload.name} failed:\n{done.stderr}")
+    return _read(done.stdout.splitlines()[-1])
+
+
+_APART = """
+import dataclasses, json, sys
+from harness.workloads.counts import model_facts
+from harness.workloads.registry import make_workload
+print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(sys.argv[2])))))
+"""
+
+
+def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
+    """The facts of a model that grows block by block, from its relatives of one and two blocks: a
+    walk takes 50 ms a block."""
+    base, by, blocks = workload.name.rpartition("x")
+    if not (
+        by
+        and blocks.isdecimal()
+        and workload.split
+        and workload.family
+        and workload.family.sized
+        and workload.blocks > 2
+    ):
+        return None
+    one, two = (model_facts(make_workload(f"{base}x{n}"), sequence_length) for n in (1, 2))
+    trainable, sizes = list(one.trainable), list(one.sizes)
+    of_first = [
+        i for i, name in enumerate(trainable) if name.startswith(f"{workload.split.blocks}.0.")
+    ]
+    after = of_first[-1] + 1
+    for block in reversed(range(1, workload.blocks)):
+        trainable[after:after] = [trainable[i].replace(".0.", f".{block}.", 1) for i in of_first]
+        sizes[after:after] = [sizes[i] for i in of_first]
+    more = workload.blocks - 1
+    parameters = one.parameters + more * (two.parameters - one.parameters)
+    flops = one.flops_per_sample + more * (two.flops_per_sample - one.flops_per_sample)
+    return ModelFacts(
+        tuple(trainable), parameters, flops, tuple(sizes), buffer_bytes=one.buffer_bytes
+    )
+
+
+def _count(workload: Workload, sequence_length: int) -> ModelFacts:
+    import torch
+    import transformers
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from harness.workloads.flops import model_flops
+
+    transformers.utils.logging.set_verbosity_error()
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),
+    ):  # it cannot move what has no data
+        model = workload.countable().build(seed=0, saved_weights=False)
+        flops = model_flops(
+            model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))
+        )
+        stored, beside = workload.stored_bytes(model)
+    named = dict(model.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    return ModelFacts(
+        trainable=tuple(trained),
+        parameters=sum(p.numel() for p in named.values()),
+        flops_per_sample=flops,
+        sizes=tuple(p.numel() for p in trained.values()),
+        parameter_bytes=stored,
+        trained_bytes=sum(p.numel() * p.element_size() for p in trained.values()),
+        buffer_bytes=beside,
+    )
+
+
+def parameters_of(cell: Cell) -> int:
+    return model_facts(make_workload(cell.workload), cell.sequence_length).parameters

@@ -1,0 +1,93 @@
+"""What is published of a cell, under which names, and what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+FIGURES = (
+    "samples_per_second",
+    "samples_per_second_low",
+    "samples_per_second_high",
+    "tokens_per_second",
+    "tokens_per_second_low",
+    "tokens_per_second_high",
+    "step_seconds_p50",
+    "step_seconds_p95",
+    "data_seconds_p50",
+    "setup_seconds",
+    "peak_memory_bytes",
+    "state_bytes",
+    "sent_bytes_per_step",
+    "efficiency_own",
+    "efficiency_single",
+    "mfu",
+    "energy_joules_per_sample",
+    "parity_max_loss_deviation",
+    "parity_max_update_deviation",
+)
+"""A cell's figures that are published, under the names of its record."""
+
+
+AXES = (
+    "strategy",
+    "label",
+    "options",
+    "workload",
+    "data",
+    "sequence_length",
+    "devices",
+    "device",
+    "precision",
+    "regime",
+    "global_batch",
+    "micro_batches",
+    "optimizer",
+    "launcher",
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was written."""
+
+    path: Path
+    cells: int
+    already: int
+    """Cells that were there before and were left as they are."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """MLflow with its file store, which asks for this since 3.0, and without sending anything about
+    its use anywhere."""
+    import os
+
+    wanted = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """The known ones of a cell's record."""
+    return {name: float(record[name]) for name in FIGURES if record[name] is not None}
+
+
+def loss_curve(record: Mapping[str, Any]) -> Sequence[float | None]:
+    """Mean loss of each step, of the trial that parity judged by."""
+    return record["losses"] or []
