@@ -36,7 +36,7 @@ are now. Importing one still works and warns."""
 
 
 class _Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a former module: a module whose names are looked up where they are now."""
+    """Makes a former module of the names that are elsewhere now."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -50,14 +50,8 @@ class _Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             DeprecationWarning,
             stacklevel=2,
         )
-
-        def look_up(name: str) -> object:
-            for home in map(importlib.import_module, homes):
-                if hasattr(home, name):
-                    return getattr(home, name)
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-
-        module.__dict__["__getattr__"] = look_up
+        for home in map(importlib.import_module, reversed(homes)):
+            module.__dict__.update({k: v for k, v in vars(home).items() if not k.startswith("__")})
 
 
 sys.meta_path.append(_Renamed())
