@@ -32,7 +32,7 @@ LEAST_SECONDS = 5.0
 GOOD_PARITY = ("exact", "within tolerance")
 TAIL = 20
 
-Verdict = Literal["confirmed", "refuted", "not checked"]
+CheckOutcome = Literal["confirmed", "refuted", "not checked"]
 
 
 class Step(BaseModel):
@@ -55,7 +55,7 @@ class Outcome:
 
     name: str
     claim: str
-    verdict: Verdict
+    verdict: CheckOutcome
     reason: str
     seconds: float
     shown: dict[str, Any] = field(default_factory=dict)
@@ -148,7 +148,7 @@ def run_step(step: Step, results: Path, seconds: float) -> Outcome:
     return _outcome(step, *judge(step, shown), passed, shown)
 
 
-def judge(step: Step, shown: dict[str, Any]) -> tuple[Verdict, str]:
+def judge(step: Step, shown: dict[str, Any]) -> tuple[CheckOutcome, str]:
     """What a command's JSON says of the claim."""
     cells = shown.get("cells") or shown.get("strategies") or [shown]
     ran = [cell for cell in cells if cell.get("status") not in NOT_LAUNCHED]
@@ -180,7 +180,11 @@ def _name(cell: dict[str, Any]) -> str:
 
 
 def _outcome(
-    step: Step, verdict: Verdict, reason: str, seconds: float, shown: dict[str, Any] | None = None
+    step: Step,
+    verdict: CheckOutcome,
+    reason: str,
+    seconds: float,
+    shown: dict[str, Any] | None = None,
 ) -> Outcome:
     return Outcome(step.name, step.claim, verdict, reason, round(seconds, 1), shown or {})
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Unavailable
-from harness.strategy.registry import admit, make_strategy
+from harness.spec.errors import Unavailable, UsageError
+from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 
 
@@ -47,7 +47,7 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """This host, or the one that `8 x h100-80gb` names; raises Mistake with the known GPUs."""
+    """This host, or the one that `8 x h100-80gb` names; raises UsageError with the known GPUs."""
     from harness.host.peaks import gpu_models
 
     if not text:
@@ -56,7 +56,7 @@ def host_of(text: str, nodes: int) -> Host:
     by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
     model = by_name.get(found[2].replace("-", "")) if found else None
     if found is None or model is None:
-        raise Mistake(
+        raise UsageError(
             f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are"
             f" {', '.join(gpu_models())}"
         )
@@ -71,15 +71,15 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 def admit_here(cell: Cell, host: Host) -> None:
-    """Raises Mistake, Refused or Unavailable where the cell cannot run on this host."""
+    """Raises UsageError, Refused or Unavailable where the cell cannot run on this host."""
     workload = make_workload(cell.workload)
     if cell.device == "cuda":
         if host.device != "cuda":
-            admit(cell, workload)
+            validate(cell, workload)
             raise Unavailable("no GPU that this torch can use; device: cpu runs here")
         _require_gpus(cell, host)
     try:
-        admit(cell, workload, here=not host.elsewhere)
+        validate(cell, workload, here=not host.elsewhere)
     except Unavailable:
         if not host.elsewhere:
             raise

@@ -45,14 +45,14 @@ from bench.host import Host, admit_here
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused, Unavailable, complaint
+from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.strategy.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Launches that show a difference of 3 % where launches spread by 1.1 % (tests/unit/test_stats.py).
-"""
+"""LauncherProtocol that show a difference of 3 % where launches spread by 1.1 %
+(tests/unit/test_stats.py)."""
 _COUNTED = (
     "batch",
     "micro_batches",
@@ -110,7 +110,7 @@ class Matrix(Sizes):
         return next((rule for rule in self.hosts if rule.fits(host)), Rule())
 
     def trials_on(self, host: Host) -> int:
-        """Launches of each cell on a host."""
+        """LauncherProtocol of each cell on a host."""
         return self.rule(host).trials or self.trials
 
 
@@ -130,10 +130,10 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """`60GiB`, `500MB` or a number of bytes; raises Mistake for anything else."""
+    """`60GiB`, `500MB` or a number of bytes; raises UsageError for anything else."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
     if not match:
-        raise Mistake(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
+        raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
     return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
 
 
@@ -142,7 +142,7 @@ def matrix_names() -> list[str]:
 
 
 def read_matrix(name: str) -> Matrix:
-    """The matrix of this name, or in this file; raises Mistake with the file and the key."""
+    """The matrix of this name, or in this file; raises UsageError with the file and the key."""
     return read_as(name, Matrix)
 
 
@@ -152,23 +152,23 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
     if not path.is_file():
         path = Path(name)
     if not path.is_file():
-        raise Mistake(
+        raise UsageError(
             f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a"
             " YAML file"
         )
     try:
         content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Mistake(
+        raise UsageError(
             f"matrix {path}: not readable as YAML: {' '.join(str(error).split())}"
         ) from None
     if not isinstance(content, dict):
-        raise Mistake(f"matrix {path}: must be a mapping with a key 'cells'")
+        raise UsageError(f"matrix {path}: must be a mapping with a key 'cells'")
     _known_keys(content, kind.model_fields, f"matrix {path}")
     try:
         matrix = kind(**content)
     except ValidationError as error:
-        raise Mistake(f"matrix {path}, {complaint(error)}") from None
+        raise UsageError(f"matrix {path}, {first_error(error)}") from None
     places: list[tuple[str, Sizes | None]] = [("", matrix)]
     for index, rule in enumerate(matrix.hosts):
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
@@ -185,7 +185,7 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            raise Mistake(f"{where}: unknown key {key!r}; {hint}")
+            raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def expand(
     """All cells of a matrix on a host. `only` and `skip`: strategy names, or patterns over the
     cell's words.
 
-    Raises Mistake for an axis, value or pattern that means nothing.
+    Raises UsageError for an axis, value or pattern that means nothing.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
@@ -274,7 +274,7 @@ def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
-    """The cell of these axes; raises Mistake where one of them means nothing."""
+    """The cell of these axes; raises UsageError where one of them means nothing."""
     named_numbers = {
         axis: sizes.numbers[value]
         for axis, value in axes.items()
@@ -292,7 +292,7 @@ def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: 
     named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
     fields["workload"] = sizes.workloads.get(named, named) + plus + suffixes
     if not (isinstance(batch, int) and isinstance(devices, int)):
-        raise Mistake(
+        raise UsageError(
             f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}"
         )
     fields["global_batch"] = batch * devices if fields.get("regime") == "weak" else batch
@@ -310,7 +310,7 @@ def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: 
     try:
         cell = Cell(**fields)
     except ValidationError as error:
-        raise Mistake(f"{where}: {complaint(error)}") from None
+        raise UsageError(f"{where}: {first_error(error)}") from None
     if parts == "fit" and rule.micro_batch_tokens:
         cell = cell.model_copy(update={"micro_batches": _fewest(cell, rule.micro_batch_tokens)})
     if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
@@ -346,14 +346,14 @@ def _choose(cells: list[Cell], only: Sequence[str], skip: Sequence[str]) -> list
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
                 names = ", ".join(sorted({cell.strategy for cell in cells}))
-                raise Mistake(
+                raise UsageError(
                     f"{option} {pattern!r} matches no cell of the matrix; its strategies are:"
                     f" {names}"
                 )
     kept = [c for c in cells if not only or any(matches(c, p) for p in only)]
     kept = [c for c in kept if not any(matches(c, p) for p in skip)]
     if not kept:
-        raise Mistake("--only and --skip leave no cell of the matrix")
+        raise UsageError("--only and --skip leave no cell of the matrix")
     return kept
 
 
@@ -363,10 +363,12 @@ def parse_changes(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         axis, sign, value = setting.partition("=")
         if not sign:
-            raise Mistake(f"--set {setting!r}: write it as axis=value, for example --set batch=16")
+            raise UsageError(
+                f"--set {setting!r}: write it as axis=value, for example --set batch=16"
+            )
         _known_keys([axis], AXES, f"--set {setting!r}")
         try:
             changes[axis] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise Mistake(f"--set {setting!r}: the value is not readable as YAML") from None
+            raise UsageError(f"--set {setting!r}: the value is not readable as YAML") from None
     return changes

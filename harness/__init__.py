@@ -33,6 +33,20 @@ RENAMED = {
 }
 """Former modules that strategies and notebooks of other packages may import, and where their names
 are now. Importing one still works and warns."""
+RENAMED_NAMES = {
+    "Deviation": "Tolerance",
+    "Exposed": "TrainState",
+    "Held": "Retained",
+    "Mistake": "UsageError",
+    "admit": "validate",
+    "complaint": "first_error",
+}
+"""Former names in these modules, and in harness.strategy."""
+
+
+def warn_renamed(former: str, name: str) -> None:
+    """Says to the author of the code that called the caller that a name has changed."""
+    warnings.warn(f"{former} is deprecated, it is {name} now", DeprecationWarning, stacklevel=3)
 
 
 class _Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -52,6 +66,9 @@ class _Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
         for home in map(importlib.import_module, reversed(homes)):
             module.__dict__.update({k: v for k, v in vars(home).items() if not k.startswith("__")})
+        for former, name in RENAMED_NAMES.items():
+            if name in vars(module):
+                setattr(module, former, getattr(module, name))
 
 
 sys.meta_path.append(_Renamed())

@@ -14,7 +14,7 @@ __all__ = ["write_report", "write_whole"]
 def write_report(results: Results, path: Path) -> Path:
     """Writes the report of one run (whole or not at all) and returns its path.
 
-    Raises Mistake where the file cannot be written, ValueError where `results` is not one run.
+    Raises UsageError where the file cannot be written, ValueError where `results` is not one run.
     """
     from reports.page import render
 
@@ -22,11 +22,11 @@ def write_report(results: Results, path: Path) -> Path:
 
 
 def write_whole(text: str, path: Path, instead: str) -> Path:
-    """Writes a text file whole or not at all; raises Mistake where it cannot.
+    """Writes a text file whole or not at all; raises UsageError where it cannot.
 
     `instead`: the command that writes another file.
     """
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -34,7 +34,7 @@ def write_whole(text: str, path: Path, instead: str) -> Path:
         temporary.write_text(text, encoding="utf-8", newline="\n")
         return temporary.replace(path)
     except OSError as error:
-        raise Mistake(
+        raise UsageError(
             f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with:"
             f" {instead}"
         ) from None

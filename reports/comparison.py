@@ -11,7 +11,7 @@ from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import Compared, Line
+    from harness.analysis.compare import ComparedCell, RunComparison
     from harness.analysis.selection import Measured
 
 COLUMNS = (
@@ -27,7 +27,7 @@ NUMBERS = [column for column in COLUMNS if column not in ("cell", "verdict")]
 FOLDED = ("added", "no difference seen", "not compared")
 
 
-def words(line: Line) -> list[str]:
+def words(line: ComparedCell) -> list[str]:
     """A compared cell's row of the table."""
     speed = line.throughput
     interval = (
@@ -46,14 +46,14 @@ def words(line: Line) -> list[str]:
     ]
 
 
-def memory(line: Line) -> str:
+def memory(line: ComparedCell) -> str:
     """`96.1 MiB to 98.0 MiB, x 1.02`; a dash where it is unknown or was measured in another way."""
     if line.first is None or line.second is None or line.memory is None:
         return DASH
     return f"{size(line.first.peak)} to {size(line.second.peak)}, x {line.memory.ratio:.2f}"
 
 
-def disturbed(compared: Compared) -> list[tuple[str, str]]:
+def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
     """Cells some of whose trials something disturbed, with these trials."""
     return [
         (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
@@ -64,7 +64,7 @@ def trials(one: Measured | None) -> str:
     return "" if one is None else plural(one.trials, "trial")
 
 
-def markdown(compared: Compared) -> str:
+def markdown(compared: RunComparison) -> str:
     """Fit for a comment on a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
@@ -94,7 +94,7 @@ def markdown(compared: Compared) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _md_lines(lines: Sequence[Line]) -> list[str]:
+def _md_lines(lines: Sequence[ComparedCell]) -> list[str]:
     measured = [line for line in lines if line.throughput]
     others = [
         f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.said)}"
@@ -106,7 +106,7 @@ def _md_lines(lines: Sequence[Line]) -> list[str]:
     )
 
 
-def page(compared: Compared) -> str:
+def page(compared: RunComparison) -> str:
     """One HTML page that loads nothing and runs nothing but its own script."""
     from reports.page import fill
 

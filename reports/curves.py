@@ -15,7 +15,7 @@ COLOURED = 6
 
 
 @dataclass(frozen=True)
-class Line:
+class ScalingLine:
     label: str
     devices: tuple[int, ...]
     values: tuple[float, ...]
@@ -32,7 +32,7 @@ class Scaling:
     name: str
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[ScalingLine, ...]
     ideal: tuple[tuple[int, float], ...]
     summary: str
     notes: tuple[str, ...]
@@ -82,7 +82,7 @@ def _scaling(name: str, regime: str, size: object, curves: list[list[Row]]) -> S
         last = {**rows[-1], "nodes": 1}  # a curve may go from one node to several
         label = named(last) if regime == "strong" else named(last).replace(" · weak", "")
         lines.append(
-            Line(
+            ScalingLine(
                 label,
                 tuple(int(r["devices"]) for r in rows),
                 values,

@@ -183,7 +183,7 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FastestVerdict:
     group: Group
     fastest: Pick
     frugal: Pick | None
@@ -194,7 +194,7 @@ class Verdict:
     the real thing, so it does not lead."""
 
 
-def verdict(group: Group) -> Verdict:
+def verdict(group: Group) -> FastestVerdict:
     """Fastest and most memory-frugal of a group, each with its interval; of the real things where
     there are any.
 
@@ -204,7 +204,7 @@ def verdict(group: Group) -> Verdict:
     best, first = timed[0], group.rows[0]
     tied = tuple(tied_with_fastest(dataclasses.replace(group, rows=tuple(timed))))
     ahead = _fast(group, first, ()) if best is not first else None
-    return Verdict(
+    return FastestVerdict(
         group,
         _fast(group, best, tied),
         _frugal(genuine, best),

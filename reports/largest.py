@@ -16,7 +16,7 @@ from reports.text import missing, number, plain, size
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.analysis.maxsize import Found
+    from harness.analysis.maxsize import MaxsizeResult
     from harness.record.store import Results
 
 MATRIX = "maxsize"
@@ -82,7 +82,7 @@ def largest(results: Results) -> Largest | None:
     )
 
 
-def _row(one: Found, cell: Any) -> Row:
+def _row(one: MaxsizeResult, cell: Any) -> Row:
     return {
         "cell_id": (
             cell.model_copy(update={"workload": one.workload}).id if cell and one.parameters else ""
@@ -111,7 +111,7 @@ def _row(one: Found, cell: Any) -> Row:
     }
 
 
-def order_sentence(rows: Sequence[Found], chain: Sequence[str]) -> str:
+def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
     """`As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a size."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]

@@ -29,7 +29,7 @@ ALIKE_BYTES = 0.02
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     """A link: asked for, and as the run measured it."""
 
     asked: str
@@ -63,7 +63,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Line:
+class BandwidthLine:
     """A strategy's throughput over bandwidth, slowest link first."""
 
     label: str
@@ -81,7 +81,7 @@ class Bandwidths:
     name: str
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[BandwidthLine, ...]
     links: tuple[tuple[float, str], ...]
     summary: str
     notes: tuple[str, ...]
@@ -108,7 +108,7 @@ class Chapter:
     """One setting on all its links."""
 
     title: str
-    links: tuple[Measured, ...]
+    links: tuple[MeasuredLink, ...]
     """By bandwidth, slowest first, delayed ones and unknown ones last."""
     chart: Bandwidths | None
     grid: Grid
@@ -151,7 +151,7 @@ def chapters(cells: Sequence[Row], trials: pd.DataFrame, explained: pd.DataFrame
     return sorted(made, key=lambda one: -len(one.grid.rows))
 
 
-def _measured(trials: pd.DataFrame) -> dict[str, Measured]:
+def _measured(trials: pd.DataFrame) -> dict[str, MeasuredLink]:
     """What the trials say of each link that they ran over."""
     if "links" not in trials:
         return {}
@@ -161,7 +161,7 @@ def _measured(trials: pd.DataFrame) -> dict[str, Measured]:
         bandwidth, latency = (
             statistics.median(known[name]) if known[name] else None for name in _MEASURED[:2]
         )
-        found[str(asked)] = Measured(
+        found[str(asked)] = MeasuredLink(
             str(asked), bandwidth, latency, str(next(iter(known["link_emulation"]), ""))
         )
     return found
@@ -176,7 +176,7 @@ def _wire(explained: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def _ordered(links: dict[str, Measured]) -> list[Measured]:
+def _ordered(links: dict[str, MeasuredLink]) -> list[MeasuredLink]:
     return sorted(
         links.values(),
         key=lambda one: (one.delayed, one.bits_per_second is None, one.bits_per_second or 0.0),
@@ -184,7 +184,7 @@ def _ordered(links: dict[str, Measured]) -> list[Measured]:
 
 
 def _chapter(
-    index: int, rows: Sequence[Row], links: Sequence[Measured], series: list[Series]
+    index: int, rows: Sequence[Row], links: Sequence[MeasuredLink], series: list[Series]
 ) -> Chapter:
     group = Group({name: rows[0].get(name) for name in SETTING} | {"links": None}, tuple(rows))
     title, slowest = f"{group.workload} · {group.title}", links[0].asked
@@ -211,7 +211,7 @@ def _chapter(
 
 
 def _chart(
-    name: str, title: str, group: Group, links: Sequence[Measured], series: Sequence[Series]
+    name: str, title: str, group: Group, links: Sequence[MeasuredLink], series: Sequence[Series]
 ) -> Bandwidths:
     lines = []
     for one in series:
@@ -227,7 +227,7 @@ def _chart(
         bandwidths = tuple(link.bits_per_second or 0.0 for link in there)
         if rows:
             lines.append(
-                Line(
+                BandwidthLine(
                     one.label,
                     bandwidths,
                     tuple(float(row[group.throughput]) for row in rows),
@@ -252,7 +252,7 @@ def _chart(
 
 
 def _grid(
-    name: str, title: str, throughput: str, links: Sequence[Measured], series: Sequence[Series]
+    name: str, title: str, throughput: str, links: Sequence[MeasuredLink], series: Sequence[Series]
 ) -> Grid:
     """Strategy by link; a row's own cell is that of the first link it ran over."""
     rows = []
@@ -260,7 +260,7 @@ def _grid(
         first = next(one.by_link[link.asked] for link in links if link.asked in one.by_link)
         rows.append(first | {"links": None, "nodes": 1, "by_link": one.by_link, "sent": one.sent})
 
-    def over(link: Measured) -> Callable[[Row], Td]:
+    def over(link: MeasuredLink) -> Callable[[Row], Td]:
         return lambda row: (
             interval(row["by_link"][link.asked], throughput, False)
             if link.asked in row["by_link"]
@@ -284,7 +284,7 @@ def _grid(
 
 
 def crossovers(
-    series: Sequence[Series], links: Sequence[Measured], throughput: str
+    series: Sequence[Series], links: Sequence[MeasuredLink], throughput: str
 ) -> list[tuple[float, str]]:
     """Where two strategies change places, in words, with how clear that is: the lesser of the two
     logarithms of their ratio.
@@ -318,7 +318,7 @@ def crossovers(
     return found
 
 
-def _by_delay(series: Sequence[Series], links: Sequence[Measured]) -> list[tuple[float, str]]:
+def _by_delay(series: Sequence[Series], links: Sequence[MeasuredLink]) -> list[tuple[float, str]]:
     """Strategies that change places when a link of the same rate is further away."""
     by_rate = {Link.of(one.asked).bits_per_second: one for one in links if not one.delayed}
     found = []
@@ -360,7 +360,7 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
     return x + (after - x) * y / (y - then) if y != then else x
 
 
-def _by_bytes(series: Sequence[Series], slowest: Measured) -> str:
+def _by_bytes(series: Sequence[Series], slowest: MeasuredLink) -> str:
     """Whether the slowest link puts the strategies in the order of what they send."""
     known = [one for one in series if one.sent is not None and slowest.asked in one.by_link]
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if _order(a, b, slowest.asked)]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from harness.analysis.compare import Compared, compare_sides
-from harness.analysis.selection import Side, side
-from harness.spec.errors import Mistake
+from harness.analysis.compare import RunComparison, compare_sides
+from harness.analysis.selection import RunSelection, side
+from harness.spec.errors import UsageError
 from reports import facts
-from reports.groups import Row, Verdict, headline, named, verdict
+from reports.groups import FastestVerdict, Row, headline, named, verdict
 from reports.largest import largest
-from reports.ran import Ran, only, ran
+from reports.run_report import RunReport, only, ran
 from reports.text import listed, plain, plural
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Entry:
 def entries(store: Store, folder: Path) -> list[Entry]:
     """Every run of the store, newest first; `folder`: where the index and the reports lie."""
     found: list[Entry] = []
-    earlier: list[tuple[Row, Side]] = []
+    earlier: list[tuple[Row, RunSelection]] = []
     whole = store.load(steps=False)
     for run_id in whole.runs["run_id"]:
         one = ran(only(whole, [run_id]))
@@ -57,8 +57,8 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 
 
 def _against(
-    earlier: Sequence[tuple[Row, Side]], one: Ran, now: Side
-) -> tuple[str, Compared | None]:
+    earlier: Sequence[tuple[Row, RunSelection]], one: RunReport, now: RunSelection
+) -> tuple[str, RunComparison | None]:
     """The newest earlier run of the same matrix on equal hardware, and the comparison with it."""
     for row, was in reversed(earlier):
         alike = any(
@@ -69,12 +69,12 @@ def _against(
         if row["matrix"] == one.run["matrix"] and alike:
             try:
                 return was.name, compare_sides(was, now)
-            except Mistake:  # no cell in common
+            except UsageError:  # no cell in common
                 continue
     return "", None
 
 
-def _entry(one: Ran, folder: Path, before: str, change: Compared | None) -> Entry:
+def _entry(one: RunReport, folder: Path, before: str, change: RunComparison | None) -> Entry:
     said, details = _verdict(one)
     file = f"{one.run_id}.html"
     link = quote(file) if (folder / file).is_file() else ""
@@ -94,7 +94,7 @@ def _entry(one: Ran, folder: Path, before: str, change: Compared | None) -> Entr
     )
 
 
-def _verdict(one: Ran) -> tuple[str, str]:
+def _verdict(one: RunReport) -> tuple[str, str]:
     if search := largest(one.results):
         best = search.winner
         return (f"largest: {named(best)}" if best else "nothing fits yet"), (
@@ -102,7 +102,7 @@ def _verdict(one: Ran) -> tuple[str, str]:
         )
     if (group := headline(list(one.groups))) is None:
         return "nothing is ranked", ""
-    found: Verdict = verdict(group)
+    found: FastestVerdict = verdict(group)
     tied = [named(row) for row in found.fastest.tied]
     alike = f"; cannot be told apart from {listed(tied, 3)}" if tied else ""
     return (

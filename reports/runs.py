@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.analysis.compare import RUNS_METHOD, Compared, Line, compare_sides
+from harness.analysis.compare import RUNS_METHOD, ComparedCell, RunComparison, compare_sides
 from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import Measured, measured, side
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from reports import facts, trends
 from reports.groups import Row, records
-from reports.ran import only
+from reports.run_report import only
 from reports.svg import Picture, Pictures
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Run:
     hardware: str
     verified: int
     cells: int
-    against: Compared | None
+    against: RunComparison | None
     """None of the newest run itself, and where the two have no cell in common."""
     why_not: str = ""
     """Why nothing or not everything is compared."""
@@ -94,10 +94,10 @@ class Runs:
         return 2 * MIN_RUNS
 
     @functools.cached_property
-    def rows(self) -> list[tuple[Measured, list[Line | None]]]:
+    def rows(self) -> list[tuple[Measured, list[ComparedCell | None]]]:
         """Each cell of the newest run that is compared, by name, with its line for each of the
         shown runs."""
-        found: dict[str, tuple[Measured, list[Line | None]]] = {}
+        found: dict[str, tuple[Measured, list[ComparedCell | None]]] = {}
         for place, run in enumerate(self.shown):
             for line in run.against.lines if run.against else ():
                 if line.throughput and line.second:
@@ -108,7 +108,7 @@ class Runs:
         return sorted(found.values(), key=lambda row: row[0].cell_name)
 
     @property
-    def others(self) -> list[tuple[Run, Line]]:
+    def others(self) -> list[tuple[Run, ComparedCell]]:
         """What could not be compared by throughput, findings first."""
         found = [
             (run, line)
@@ -131,7 +131,7 @@ class Runs:
 def compare_all(results: Results) -> Runs:
     """The runs of a store's frames against each other.
 
-    Raises Mistake where fewer than two of them measured cells.
+    Raises UsageError where fewer than two of them measured cells.
     """
     known = measured(results)
     counted = {
@@ -141,7 +141,7 @@ def compare_all(results: Results) -> Runs:
     rows = [row for row in records(results.runs) if row["run_id"] in counted]
     if len(rows) < 2:
         told = ", ".join(str(row["run_id"]) for row in rows) or "none"
-        raise Mistake(
+        raise UsageError(
             f"comparing takes two runs with recorded trials of a matrix; there is {told} (a search"
             " for the largest model is none)"
         )
@@ -156,7 +156,7 @@ def compare_all(results: Results) -> Runs:
                 against = compare_sides(side(run_id, only(results, [run_id])), newest)
                 if row["matrix"] != rows[-1]["matrix"]:
                     against, why_not = _shared(against)
-            except Mistake as mistake:
+            except UsageError as mistake:
                 why_not = str(mistake)
         cells = counted[run_id]
         runs.append(
@@ -171,7 +171,7 @@ def compare_all(results: Results) -> Runs:
     )
 
 
-def _shared(found: Compared) -> tuple[Compared, str]:
+def _shared(found: RunComparison) -> tuple[RunComparison, str]:
     """The comparison of two matrices without the cells that only one of them has, and how many
     these are."""
     kept = tuple(line for line in found.lines if line.first and line.second)

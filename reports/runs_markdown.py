@@ -12,7 +12,7 @@ from reports.sections import require_some
 from reports.text import DASH, number, plural
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import Line
+    from harness.analysis.compare import ComparedCell
     from harness.analysis.history import Series
 
 
@@ -20,7 +20,7 @@ def markdown(found: Runs, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
     """The comparison, of all sections that have data or of the wanted ones; and which of these it
     lacks.
 
-    Raises Mistake for all lacking.
+    Raises UsageError for all lacking.
     """
     parts = {name: made for name, (_, make) in SECTIONS.items() if (made := make(found))}
     absent = require_some(wanted, parts)
@@ -69,7 +69,7 @@ def _cells(found: Runs) -> list[str]:
     return ["Below 1 the newest is slower.", table(columns, columns[1:], rows)] if rows else []
 
 
-def _ratio(line: Line | None) -> str:
+def _ratio(line: ComparedCell | None) -> str:
     if line is None or line.throughput is None:
         return DASH
     found = line.throughput

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from reports.page import TEMPLATES, digest
 
 _TAG = r'<section (?:[^<>]* )?aria-labelledby="([\w-]+)"[^<>]*>'
@@ -28,21 +28,22 @@ def known(template: str) -> list[str]:
 
 
 def require_known(wanted: Sequence[str], names: Sequence[str]) -> None:
-    """Raises Mistake for a section that no page of this kind has."""
+    """Raises UsageError for a section that no page of this kind has."""
     for name in wanted:
         if name not in names:
-            raise Mistake(
+            raise UsageError(
                 f"--section {name!r} is no section of this report; its sections are"
                 f" {', '.join(names)}"
             )
 
 
 def require_some(wanted: Sequence[str], there: Collection[str]) -> list[str]:
-    """Those of the wanted sections that the report lacks for want of data; raises Mistake where it
-    lacks all."""
+    """Those of the wanted sections that the report lacks for want of data; raises UsageError where
+    it lacks all.
+    """
     absent = [name for name in wanted if name not in there]
     if wanted and len(absent) == len(wanted):
-        raise Mistake(
+        raise UsageError(
             f"--section {', '.join(wanted)}: this report has no data for it; it has"
             f" {', '.join(there)}"
         )

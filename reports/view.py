@@ -10,22 +10,22 @@ from reports import (
     compared,
     curves,
     data,
-    explained,
     facts,
     figures,
     groups,
     largest,
     lines,
     links,
+    profile,
     states,
     systems,
     table,
     traffic,
 )
-from reports.groups import Group, Row, Verdict
+from reports.groups import FastestVerdict, Group, Row
 from reports.largest import Largest
 from reports.links import Chapter
-from reports.ran import ran
+from reports.run_report import ran
 from reports.states import Buffers
 from reports.svg import Picture, Pictures
 from reports.systems import Missing, Overview
@@ -52,7 +52,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedView:
     """A comparison as a picture and as a table."""
 
     title: str
@@ -78,8 +78,8 @@ class View:
     environment: list[tuple[str, str]]
     counts: str
     measured: list[tuple[str, str]]
-    headline: Verdict | None = None
-    verdicts: list[Verdict] = field(default_factory=list)
+    headline: FastestVerdict | None = None
+    verdicts: list[FastestVerdict] = field(default_factory=list)
     parity: Parity | None = None
     ranking: list[Panel] = field(default_factory=list)
     other_ranking: list[Panel] = field(default_factory=list)
@@ -111,8 +111,8 @@ class View:
     """In words, for the numbers of ranks that occur."""
     offload: table.Grid | None = None
     links: list[tuple[Chapter, Panel | None]] = field(default_factory=list)
-    wrappers: list[Compared] = field(default_factory=list)
-    variants: list[Compared] = field(default_factory=list)
+    wrappers: list[ComparedView] = field(default_factory=list)
+    variants: list[ComparedView] = field(default_factory=list)
     largest: Largest | None = None
     largest_panel: Panel | None = None
     figure_styles: str = ""
@@ -156,8 +156,8 @@ def make_view(results: Results) -> View:
         traffic.ranks(cells),
     )
     linked = links.chapters(cells, trials, results.explained)
-    told = [] if largest.is_search(run) else explained.known(cells, results.explained)
-    view.parts_table, view.peak_table = explained.table(told), explained.memory(told)
+    told = [] if largest.is_search(run) else profile.known(cells, results.explained)
+    view.parts_table, view.peak_table = profile.table(told), profile.memory(told)
     if largest.is_search(run):
         view.largest = largest.largest(results)
     unreached = [] if view.largest else facts.unreached(run, cells)
@@ -261,17 +261,19 @@ def _pictures(
     if not view.largest:  # models of a search differ in size
         view.states = [lined(one, lines.stacks) for one in states.charts(cells)[:MOST_PANELS]]
         view.traffic = [lined(one, lines.bars) for one in traffic.charts(cells)[:MOST_PANELS]]
-    view.parts = [lined(one, lines.stacks) for one in explained.charts(told)[:MOST_PANELS]]
+    view.parts = [lined(one, lines.stacks) for one in profile.charts(told)[:MOST_PANELS]]
     view.links = [(one, panel(one.chart, figures.links) if one.chart else None) for one in linked]
     if (uneven := states.ranks(cells)) is not None:
         view.ranks = [lined(uneven, lines.ranks)]
     view.wrappers = [
-        Compared(one.title, lined(one.bars, lines.bars), one.grid)
+        ComparedView(one.title, lined(one.bars, lines.bars), one.grid)
         for one in compared.wrappers(cells)[:MOST_PANELS]
     ]
     for one in compared.variants(cells)[:MOST_PANELS]:
         view.variants.append(
-            Compared(one.title, lined(one.stacks, lines.stacks) if one.stacks else None, one.grid)
+            ComparedView(
+                one.title, lined(one.stacks, lines.stacks) if one.stacks else None, one.grid
+            )
         )
     if view.largest:
         view.largest_panel = lined(view.largest.bars, lines.bars)

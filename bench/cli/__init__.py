@@ -6,20 +6,20 @@ import sys
 
 import typer
 
-from bench.cli.cell import cell
 from bench.cli.compare import compare
 from bench.cli.doctor import doctor
 from bench.cli.export import export
 from bench.cli.history import history
-from bench.cli.listing import listing
+from bench.cli.list_cmd import listing
 from bench.cli.maxsize import maxsize
 from bench.cli.profile import profile
 from bench.cli.publish import publish
 from bench.cli.report import report
 from bench.cli.run import run
+from bench.cli.show import cell
 from bench.cli.status import status
 from bench.cli.submit import submit
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 app = typer.Typer(
     name="bench",
@@ -52,7 +52,7 @@ def main() -> None:
     """Runs a command; a user's mistake becomes one sentence on stderr and exit code 2."""
     try:
         app(prog_name="python -m bench")
-    except Mistake as mistake:
+    except UsageError as mistake:
         print(f"bench: {mistake}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

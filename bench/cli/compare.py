@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import Compared
+    from harness.analysis.compare import RunComparison
     from harness.analysis.selection import Measured
 
 REFERENCES = "reference"
@@ -64,7 +64,7 @@ def compare(
 
     Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
     """
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     found = (
         _within(sides or [], baseline, cells, results)
@@ -79,7 +79,7 @@ def compare(
     if out is not None and not json_output:
         print(out)
     if fail_on and not found.comparisons and not found.regressions:
-        raise Mistake(
+        raise UsageError(
             "--fail-on regression: no cell could be compared, so nothing is guarded; the table"
             " says why"
         )
@@ -87,17 +87,17 @@ def compare(
         raise typer.Exit(1)
 
 
-def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
+def _between(sides: list[str], baseline: str | None, results: Path) -> RunComparison:
     from harness.analysis.compare import compare_sides
     from harness.analysis.selection import two_sides
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if baseline is not None:
         kept = results / REFERENCES / baseline
         sides = [str(kept) if kept.is_dir() else baseline, *(sides or ["latest"])]
     if len(sides) != 2:
         usage = "python -m bench compare A B, or --baseline A"
-        raise Mistake(
+        raise UsageError(
             f"a comparison is of two runs or folders, not of {len(sides)}: {usage}; the newest two"
             " runs are latest~1 latest"
         )
@@ -106,16 +106,16 @@ def _between(sides: list[str], baseline: str | None, results: Path) -> Compared:
 
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
-) -> Compared:
+) -> RunComparison:
     """Cells that differ in nothing but what the patterns name, each of the first with each of the
     second."""
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import find_run, measured
     from harness.record.store import Store
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if baseline is not None or len(sides) > 1:
-        raise Mistake("--cells compares cells of one run: give one run, and no --baseline")
+        raise UsageError("--cells compares cells of one run: give one run, and no --baseline")
     store = Store(results)
     run_id = find_run(store, *(sides or ["latest"]))
     known = measured(store.load([run_id], steps=False))
@@ -128,7 +128,7 @@ def _within(
     ]
     if not pairs:
         setting = "in one setting (workload, devices, precision, batch)"
-        raise Mistake(
+        raise UsageError(
             f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}"
         )
     return compare_cells(run_id, pairs, patterns)
@@ -137,14 +137,14 @@ def _within(
 def _matching(known: list[Measured], pattern: str) -> list[Measured]:
     from bench.matrix import matches
     from harness.spec.cell import Cell
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     found = [one for one in known if one.label == pattern] or [
         one for one in known if matches(Cell(**json.loads(one.cell)), pattern)
     ]
     if not found:
         labels = ", ".join(dict.fromkeys(one.label for one in known))
-        raise Mistake(
+        raise UsageError(
             f"--cells {pattern!r} is no label or pattern over labels of the run; it has {labels}"
         )
     return found
@@ -160,7 +160,7 @@ def _by_suffix(out: Path | None) -> str:
     return {".md": "md", ".json": "json", ".html": "html"}.get(out.suffix if out else "", "table")
 
 
-def _text(found: Compared, chosen: str) -> str:
+def _text(found: RunComparison, chosen: str) -> str:
     from reports.comparison import markdown, page
 
     if chosen == "json":
@@ -177,7 +177,7 @@ def _give(text: str, out: Path | None) -> None:
         write_whole(text, out, "python -m bench compare A B --out FILE")
 
 
-def _table(found: Compared, out: Path | None) -> None:
+def _table(found: RunComparison, out: Path | None) -> None:
     """The table, what could not be compared and why, and how it was decided."""
     import io
 
@@ -185,11 +185,11 @@ def _table(found: Compared, out: Path | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from bench.cli import show
+    from bench.cli import terminal
     from reports.comparison import COLUMNS, disturbed, words
 
     console = (
-        show.console()
+        terminal.console()
         if out is None
         else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.checks.trouble import Trouble
-    from harness.measure.comm_benchmark import Link
+    from harness.measure.comm_benchmark import LinkFit
 
 
 def doctor(
@@ -122,7 +122,7 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
         out.print(f"    mend: {escape(trouble.mend)}")
 
 
-def _measured_links() -> tuple[list[Link], dict[str, str]]:
+def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
     """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a
     backend that could not be measured."""
     from harness.host.environment import device_type, gpus
@@ -139,7 +139,7 @@ def _measured_links() -> tuple[list[Link], dict[str, str]]:
     return found, failed
 
 
-def _show_links(out: Console, backend: str, links: list[Link]) -> None:
+def _show_links(out: Console, backend: str, links: list[LinkFit]) -> None:
     from rich.table import Table
 
     from harness.measure.comm_benchmark import METHOD
@@ -234,8 +234,8 @@ def _strategies() -> dict[str, str]:
     it."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
-    from harness.spec.errors import Mistake, Refused, Unavailable
-    from harness.strategy.registry import admit, strategies
+    from harness.spec.errors import Refused, Unavailable, UsageError
+    from harness.strategy.registry import strategies, validate
     from harness.workloads import make_workload
 
     rows = {}
@@ -255,13 +255,13 @@ def _strategies() -> dict[str, str]:
                 }
                 cell = Cell(**axes, device=device_type(), warmup_steps=3)  # type: ignore[arg-type]
                 try:
-                    admit(cell, make_workload(workload))
+                    validate(cell, make_workload(workload))
                     stand_in = cls().stand_in(cell)
                     said = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                     break
                 except Unavailable as no:
                     said = f"unavailable: {no}"
-                except (Refused, Mistake) as no:
+                except (Refused, UsageError) as no:
                     said = f"refused: {no}"
             if said.startswith("ready"):
                 break

@@ -93,7 +93,7 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
     from bench.matrix import expand, matches, parse_changes, read_matrix
     from harness.record.plan import kept_plan
     from harness.record.store import Store
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
@@ -113,7 +113,7 @@ def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Ce
                 return found
     names = ", ".join(sorted({cell.strategy for cell in cells}))
     known = f"matrix {matrix!r} has {names}"
-    raise Mistake(
+    raise UsageError(
         f"{which!r} is no strategy, label, name or id of a cell of the matrix, nor an id in"
         f" {str(results)!r}; {known}"
     )

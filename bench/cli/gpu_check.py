@@ -11,22 +11,22 @@ import typer
 
 def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | None) -> None:
     """Runs the steps and prints what each showed; exit code 1 where one refuted its claim. Raises
-    Mistake without a GPU.
+    UsageError without a GPU.
 
     `steps`: another list, which then also runs without a GPU.
     """
     from rich.markup import escape
 
     from bench import gpu_check as check
-    from bench.cli import show
+    from bench.cli import terminal
     from harness.host.environment import device_type, unused_gpus
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if steps is None and device_type() != "cuda":
-        raise Mistake(f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}")
+        raise UsageError(f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}")
     if resume and not file.is_file():
-        raise Mistake(f"--resume goes on with {str(file)!r}, which is not there")
-    out, began = show.console(), time.monotonic()
+        raise UsageError(f"--resume goes on with {str(file)!r}, which is not there")
+    out, began = terminal.console(), time.monotonic()
     report = check.Report.read(file) if resume else check.Report()
     colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
 

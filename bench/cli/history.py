@@ -40,7 +40,7 @@ def history(
 
     Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
     """
-    from bench.cli import show
+    from bench.cli import terminal
     from harness.analysis.history import MIN_RUNS, histories, method
 
     found = histories(_measured(results, cell), figure)
@@ -55,7 +55,7 @@ def history(
             )
         )
         return
-    out = show.console()
+    out = terminal.console()
     if cell is not None and len(found) == 1:
         _runs(out, found[0])
     else:
@@ -74,7 +74,7 @@ def _measured(results: Path, pattern: str | None) -> list[Measured]:
     from harness.analysis.selection import measured
     from harness.record.store import Store
     from harness.spec.cell import Cell
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     known = measured(Store(results).load(steps=False))
     meant = {
@@ -84,7 +84,7 @@ def _measured(results: Path, pattern: str | None) -> list[Measured]:
     }
     if pattern is not None and not meant:
         labels = ", ".join(dict.fromkeys(one.label for one in known)) or "none"
-        raise Mistake(
+        raise UsageError(
             f"{pattern!r} is no label, name or id of a cell in {str(results)!r}, nor a pattern over"
             f" them; it has {labels}"
         )

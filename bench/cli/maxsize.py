@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.analysis.maxsize import Found
+    from harness.analysis.maxsize import MaxsizeResult
     from harness.record.plan import Plan
     from harness.spec.cell import Cell
 
@@ -60,21 +60,21 @@ def maxsize(
 
     Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
     """
-    from bench.cli import show
+    from bench.cli import terminal
     from harness.analysis.maxsize import found
     from harness.record.plan import resumable
     from harness.record.search import MATRIX
     from harness.record.store import Store
     from harness.run.maxsize import Search
     from harness.run.runner import Runner
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     store = Store(results)
     store.require_writable()
-    console = show.console(quiet=json_output)
+    console = terminal.console(quiet=json_output)
     if resume:
         if budget or strategy or ranks or hidden:
-            raise Mistake(
+            raise UsageError(
                 "--resume goes on with a search as it was planned: leave --budget, --strategy,"
                 " --ranks and --hidden out"
             )
@@ -85,7 +85,7 @@ def maxsize(
     runner = Runner(store, plan)
     if not resume:
         runner.begin()
-    with show.stop_signals():
+    with terminal.stop_signals():
         finished = Search(runner, Progress(console, plan)).run()
     loaded = store.load([plan.run_id], steps=False)
     rows = found(loaded)
@@ -95,7 +95,7 @@ def maxsize(
         from reports import write_report
 
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
-    show.paths(console, store, plan, page, True)
+    terminal.paths(console, store, plan, page, True)
     if json_output:
         shown = [
             dataclasses.asdict(row)
@@ -128,13 +128,13 @@ def maxsize(
 def _plan(
     budget_text: str, strategies: list[str], ranks: int | None, hidden: int | None, file: Path
 ) -> Plan:
-    """The search's plan; raises Mistake for what this host cannot do."""
+    """The search's plan; raises UsageError for what this host cannot do."""
     from pydantic import Field
 
     from bench.host import Host
     from bench.matrix import Matrix, expand, parse_bytes, read_as
     from harness.run.maxsize import hidden_size, plan_of, wide_size
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     class Families(Matrix):
         """A matrix whose cells are searched, and chains of their labels in the order of theory."""
@@ -147,7 +147,7 @@ def _plan(
     needed = budget * (1 if host.device == "cuda" else many)
     if not 0 < needed <= host.memory_bytes:
         whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
-        raise Mistake(
+        raise UsageError(
             f"--budget {budget_text!r}: give more than 0 and no more than the"
             f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
         )
@@ -162,8 +162,8 @@ def _plan(
         expanded = expand(
             here, host, name=str(file), only=strategies, changes={"memory_limit_bytes": budget}
         )
-    except Mistake as mistake:
-        raise Mistake(
+    except UsageError as mistake:
+        raise UsageError(
             str(mistake)
             .replace("--only and --skip leave", "--strategy leaves")
             .replace("--only", "--strategy")
@@ -191,7 +191,7 @@ class Progress:
     def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
         from rich.markup import escape
 
-        from bench.cli import show
+        from bench.cli import terminal
         from harness.analysis.maxsize import millions
 
         number, total = self.place[cell.label], len(self.plan.cells)
@@ -214,10 +214,12 @@ class Progress:
             f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said}"
             f" ({row['wall_seconds']:.1f} s)"
         )
-        self.out.print(escape(f"[{number + 1}/{total}] {text}, about {show.duration(left)} left"))
+        self.out.print(
+            escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")
+        )
 
 
-def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
+def _show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
     """Prints the table, the bytes responsible and where the order is not the theory's; returns
     these notes."""
     from rich.markup import escape
@@ -266,7 +268,7 @@ def _show(out: Console, plan: Plan, rows: list[Found]) -> list[str]:
     return notes
 
 
-def _filled(rows: list[Found]) -> Table:
+def _filled(rows: list[MaxsizeResult]) -> Table:
     """What filled the budget of each strategy at the smallest size that does not train."""
     from rich.markup import escape
     from rich.table import Table

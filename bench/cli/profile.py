@@ -53,20 +53,20 @@ def profile(
     from harness.links.launcher import over_links
     from harness.run.prepared import packages
     from harness.run.profile import explain_cell
-    from harness.spec.errors import Mistake, Refused, Unavailable
-    from harness.strategy.registry import admit
+    from harness.spec.errors import Refused, Unavailable, UsageError
+    from harness.strategy.registry import validate
     from harness.workloads import make_workload
 
     cell = plainest(find(which, matrix, settings or [], results))
     try:
-        admit(cell, make_workload(cell.workload))
+        validate(cell, make_workload(cell.workload))
     except (Refused, Unavailable) as why:
-        raise Mistake(f"{cell.name} does not run here: {why}") from None
+        raise UsageError(f"{cell.name} does not run here: {why}") from None
     folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Mistake(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
+        raise UsageError(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(
         dir=folder
     ) as fresh:  # earlier traces stay where this launch fails
@@ -119,12 +119,14 @@ def _with(cell: Cell, options: str) -> Cell:
     """The cell with these options of its strategy instead of its own."""
     import yaml
 
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
     from harness.strategy.registry import make_strategy
 
     pairs = [one.partition("=") for one in options.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
-        raise Mistake(f"options are written name=value, with commas between them, not {options!r}")
+        raise UsageError(
+            f"options are written name=value, with commas between them, not {options!r}"
+        )
     changed = cell.model_copy(
         update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}}
     )

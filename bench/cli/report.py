@@ -72,26 +72,26 @@ def report(
     Example: [bold]python -m bench report --open[/bold]
     """
     from harness.record.store import Store
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if out is not None and out.is_dir():
-        raise Mistake(
+        raise UsageError(
             f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}"
         )
     store, chosen = Store(results), format_name or _by_suffix(out)
     if chosen not in SECTIONED and section:
-        raise Mistake(
+        raise UsageError(
             f"--section cuts a page or a text; {chosen} has every cell: leave --section out, or use"
             " --format html or md"
         )
     if open_browser and out is None and chosen not in ("html", "pdf-ready") and not index:
-        raise Mistake(
+        raise UsageError(
             f"--open shows a file, but --format {chosen} goes to the terminal: name a file with"
             " --out"
         )
     if index:
         if run or every or each or section or format_name not in (None, "html"):
-            raise Mistake(
+            raise UsageError(
                 "--index writes the index of all runs and nothing else: give it with --results,"
                 " --out, --open and --json alone"
             )
@@ -99,7 +99,7 @@ def report(
     else:
         run_ids = wanted(store, run or [], every)
         if each and out is not None and len(run_ids) > 1:
-            raise Mistake(
+            raise UsageError(
                 f"--out names one file, but --each writes one for each of {len(run_ids)} runs;"
                 " leave one of the two out"
             )
@@ -133,12 +133,14 @@ def _by_suffix(out: Path | None) -> Format:
 
 
 def wanted(store: Store, words: list[str], every: bool) -> list[str]:
-    """Ids of the runs that are meant, oldest first; without words the newest. Raises Mistake."""
+    """Ids of the runs that are meant, oldest first; without words the newest. Raises UsageError."""
     from harness.analysis.selection import find_run
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if every and words:
-        raise Mistake("--all means every run of the folder: leave the names of runs out, or --all")
+        raise UsageError(
+            "--all means every run of the folder: leave the names of runs out, or --all"
+        )
     if every or not words:
         known = store.run_ids()
         if not known:
@@ -156,12 +158,12 @@ def _one(
     told_as_json: bool,
 ) -> Path | None:
     """Writes one report, or prints it; the file, if one was written."""
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
     from reports import write_whole
 
     if out is None and chosen not in ("html", "pdf-ready"):
         if told_as_json:
-            raise Mistake(
+            raise UsageError(
                 f"--json says which files were written, but --format {chosen} goes to the terminal:"
                 " name a file with --out"
             )
@@ -174,18 +176,18 @@ def _one(
 
 def _text(results: Results, chosen: Format, sections: list[str]) -> str:
     """The report of these runs."""
-    from reports import machine, runs, runs_markdown
-    from reports.brief import SECTIONS, markdown
+    from reports import export_records, runs, runs_markdown
+    from reports.markdown_report import SECTIONS, markdown
     from reports.page import render
-    from reports.ran import each, ran
+    from reports.run_report import each, ran
     from reports.sections import chosen as cut
     from reports.sections import for_print, known, require_known
 
     several = len(results.runs) > 1
     if chosen == "csv":
-        return machine.as_csv(each(results))
+        return export_records.as_csv(each(results))
     if chosen == "json":
-        return machine.as_json(
+        return export_records.as_json(
             each(results), **(runs.as_json(runs.compare_all(results)) if several else {})
         )
     if chosen == "md":

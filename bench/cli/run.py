@@ -16,7 +16,7 @@ import typer
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    from harness.launch.launcher import Launches
+    from harness.launch.launcher import LauncherProtocol
     from harness.record.plan import Plan
     from harness.record.store import Store
 
@@ -40,7 +40,7 @@ def run(
         list[str] | None, typer.Option("--set", help="axis=value for all cells; may be repeated.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="Launches of each cell.")
+        int | None, typer.Option("--trials", min=1, help="LauncherProtocol of each cell.")
     ] = None,
     precision: Annotated[
         str,
@@ -139,13 +139,13 @@ def run(
 
     Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]
     """
-    from bench.cli import show
+    from bench.cli import terminal
     from bench.host import host_of
     from harness.links.launcher import over_links
     from harness.record.plan import kept_plan, resumable
     from harness.record.store import Store
     from harness.run.runner import Runner
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if (
         with_parent
@@ -156,12 +156,12 @@ def run(
     store = Store(results)
     store.require_writable()
     if nodes > 1 and not meeting:
-        raise Mistake(
+        raise UsageError(
             "--nodes needs --meeting FILE, where the agents of the nodes find this run; python -m"
             " bench submit sees to both"
         )
     if host and not (dry_run and matrix):
-        raise Mistake(
+        raise UsageError(
             "--host plans for another host, which cannot run here: it goes with --matrix and"
             " --dry-run"
         )
@@ -171,7 +171,7 @@ def run(
     elif resume:
         if only or skip or settings or trials or precision or by_turns:
             said = "leave --only, --skip, --set, --trials, --precision and --by-turns out"
-            raise Mistake(f"--resume goes on with a run as it was planned: {said}")
+            raise UsageError(f"--resume goes on with a run as it was planned: {said}")
         plan = resumable(store, matrix or None)
     elif matrix:
         plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id, host)
@@ -183,16 +183,16 @@ def run(
             _require_few(plan)
             plan = dataclasses.replace(plan, by_turns=True)
     else:
-        raise Mistake(
+        raise UsageError(
             "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
         )
 
-    console, there = show.console(quiet=json_output), host_of(host, nodes)
+    console, there = terminal.console(quiet=json_output), host_of(host, nodes)
     runner = Runner(store, plan, share=_part(share))
     todo = runner.open_trials()
-    seconds, references = show.plan(console, store, plan, todo, there.name)
+    seconds, references = terminal.plan(console, store, plan, todo, there.name)
     if dry_run:
-        show.inputs(console, there.device)
+        terminal.inputs(console, there.device)
         if json_output:
             print(
                 json.dumps(
@@ -211,10 +211,10 @@ def run(
         runner.plan = plan = kept_plan(store, plan.run_id)
         todo = runner.open_trials()
     with (
-        show.stop_signals(),
+        terminal.stop_signals(),
         _agents(nodes, meeting, interface, patience, console.print) as own,
         over_links(runner.cells, own) as launcher,
-        show.Drawing(console, plan, seconds, len(todo)) as drawing,
+        terminal.Drawing(console, plan, seconds, len(todo)) as drawing,
     ):
         runner.launcher = launcher
         finished = runner.run(drawing) and (not explain or runner.explain(drawing))
@@ -226,7 +226,7 @@ def run(
 @contextlib.contextmanager
 def _agents(
     count: int, meeting: Path | None, interface: str, patience: float, say: Callable[[str], None]
-) -> Iterator[Callable[[Sequence[str]], Launches]]:
+) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
     """The launcher of a run on one node, or over the agents of several, who come while the run
     begins."""
     from harness.launch.launcher import Launcher
@@ -250,20 +250,20 @@ def _agents(
 
 
 def _part(text: str) -> tuple[int, int]:
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not found or int(found[1]) >= int(found[2]):
-        raise Mistake(f"--share {text!r} is no share; the second of four is 1/4")
+        raise UsageError(f"--share {text!r} is no share; the second of four is 1/4")
     return int(found[1]), int(found[2])
 
 
 def _share(text: str) -> float:
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not found or not 0 < float(found[1]) < 100:
-        raise Mistake(
+        raise UsageError(
             f"--precision {text!r} is not a share; give half the width of the interval over the"
             " throughput, like 2%"
         )
@@ -271,31 +271,31 @@ def _share(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
     if not found or not float(found[1]):
-        raise Mistake(
+        raise UsageError(
             f"--time-budget {text!r} is not a time; give a number with s, min or h, like 45min"
         )
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
 def _require_few(plan: Plan) -> None:
-    """Raises Mistake for cells that cannot train by turns."""
+    """Raises UsageError for cells that cannot train by turns."""
     from harness.host.environment import gpus
     from harness.launch.interleaved import MOST_CELLS
     from harness.run.fits import too_large_together
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     if not 2 <= len(plan.cells) <= MOST_CELLS:
-        raise Mistake(
+        raise UsageError(
             f"--by-turns is for 2 to {MOST_CELLS} cells, which are all in memory, not"
             f" {len(plan.cells)}; choose them with --only"
         )
     for cell in plan.cells:
         if cell.nodes > 1:
-            raise Mistake(
+            raise UsageError(
                 f"--by-turns is for cells of one node: leave {cell.name!r} out with --skip or"
                 " --only"
             )
@@ -305,7 +305,7 @@ def _require_few(plan: Plan) -> None:
         and (devices := gpus())
         and (why := too_large_together(on_gpus, min(size for _, size in devices)))
     ):
-        raise Mistake(f"--by-turns: {why}")
+        raise UsageError(f"--by-turns: {why}")
 
 
 def _plan(
@@ -341,17 +341,17 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     """Shows the ranking and the paths, writes the report; returns the exit code."""
     from rich.markup import escape
 
-    from bench.cli import show
+    from bench.cli import terminal
     from harness.analysis.summary import cells, too_wide
 
-    console = show.console(quiet=json_output)
+    console = terminal.console(quiet=json_output)
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
         console.print("nothing was recorded")
         return 0 if finished else 130
     table = cells(loaded.trials)
-    show.ranking(console, table)
+    terminal.ranking(console, table)
     wide = (
         too_wide(loaded.trials, plan.precision) if finished and plan.precision is not None else {}
     )
@@ -370,7 +370,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
 
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
     fine = table["status"].isin(NOT_LAUNCHED) | table["ranked"] | table["expected"]
-    show.paths(console, store, plan, page, finished)
+    terminal.paths(console, store, plan, page, finished)
     if json_output:
         columns = [
             "cell_id",

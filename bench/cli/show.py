@@ -1,346 +1,345 @@
-"""What a run shows on the terminal: the plan, the progress, the ranking."""
+"""bench show: one cell in the terminal, with small charts."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import signal
-import time
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+import typer
 
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from rich.console import Console
 
-    from harness.record.plan import Plan
-    from harness.record.store import Store, TrialKey
-    from harness.run.expected import References
+    from harness.record.store import Results, Store
+
+MOST_NAMED = 12
+BAR = 20
+STEPS = 32
+
+
+def cell(
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="CELL", help="Id, label or name of a cell, or a pattern over labels or names."
+        ),
+    ],
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run", help="Run: id, its first letters, latest; by default the newest with the cell."
+        ),
+    ] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
+        "results"
+    ),
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
+) -> None:
+    """Shows one cell: its trials and steps, its place, its memory against the formula, where its
+    time goes, its parity.
+
+    Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
+    """
+    from harness.analysis.selection import find_run
+    from harness.record.store import Store
+    from reports.cell_detail import in_full
+
+    store = Store(results)
+    found, cell_id = find(store, which, find_run(store, run) if run else None)
+    told = in_full(found, store.steps_of(str(found.runs["run_id"].iloc[0]), cell_id), cell_id)
+    if json_output:
+        print(json.dumps(told, allow_nan=False))
+        return
+    from bench.cli import terminal
+
+    draw(terminal.console(), told)
+
+
+def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
+    """Frames (without steps) of the run that is meant, or of the newest that has the cell, and the
+    cell's id.
+
+    Raises UsageError where the pattern means none or several.
+    """
+    from harness.spec.errors import UsageError
+
+    if not store.run_ids():
+        store.load()  # says so
+    labels: dict[str, None] = {}
+    for one in [run_id] if run_id else store.run_ids()[::-1]:
+        found = store.load([one], steps=False)
+        cells = found.trials.drop_duplicates("cell_id")[
+            ["cell_id", "cell_name", "label", "cell"]
+        ].to_dict("records")
+        labels |= dict.fromkeys(str(known["label"]) for known in cells)
+        meant = _meant(cells, pattern)
+        if len(meant) > 1:
+            named = ", ".join(
+                f"{known['cell_id']} ({known['cell_name']})" for known in meant[:MOST_NAMED]
+            )
+            more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
+            raise UsageError(
+                f"{pattern!r} means {len(meant)} cells of run {one}; name one by its id or name:"
+                f" {named}{more}"
+            )
+        if meant:
+            return found, str(meant[0]["cell_id"])
+    where = f"run {run_id}" if run_id else repr(str(store.folder))
+    raise UsageError(
+        f"{pattern!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
+        f" {', '.join(labels) or 'none'}"
+    )
+
+
+def _meant(cells: Sequence[dict[Any, Any]], pattern: str) -> list[dict[Any, Any]]:
+    """What is named exactly comes before what a strategy's name or a pattern means."""
+    from bench.matrix import matches
     from harness.spec.cell import Cell
 
-MEBIBYTE = 2**20
+    for column in ("cell_id", "cell_name", "label"):
+        if found := [known for known in cells if known[column] == pattern]:
+            return found
+    return [known for known in cells if matches(Cell(**json.loads(known["cell"])), pattern)]
 
 
-def console(quiet: bool = False) -> Console:
-    """Colour only on a terminal; nothing at all where a machine reads stdout."""
-    found = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    return (
-        found
-        if found.is_terminal
-        else Console(quiet=quiet, highlight=False, soft_wrap=True, width=160)
+def draw(out: Console, told: dict[str, Any]) -> None:
+    """The cell in words, tables and charts."""
+    from rich.markup import escape
+
+    from reports.text import printable
+
+    def said(text: Any) -> str:
+        return escape(" ".join(printable(str(text)).split()))
+
+    one = told["cell"]
+    out.print(f"[bold]{said(one['cell_name'])}[/bold]  {one['cell_id']}")
+    out.print(
+        f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC;"
+        f" {said(told['hardware'])}"
     )
+    if one["status"] != "ok":
+        colour = "yellow" if one["expected"] or one["status"] in NOT_LAUNCHED else "red"
+        out.print(
+            f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]:"
+            f" {said(one['reason'])}"
+        )
+    for caution in told["cautions"]:
+        out.print(f"[yellow]{caution['word']}[/yellow]: {said(caution['meaning'])}")
+    _throughput(out, told, said)
+    _ranks(out, told)
+    _memory(out, told)
+    _time(out, told)
+    _parity(out, one, said)
+    if told["log_tail"]:
+        out.print("[bold]end of the log[/bold]")
+        for line in told["log_tail"].splitlines()[-8:]:
+            out.print(f"  {said(line)}")
 
 
-def duration(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
+    from reports.text import DASH, MIB, number, scaled
 
-
-def plan(
-    out: Console,
-    store: Store,
-    planned: Plan,
-    todo: Sequence[tuple[int, Cell, TrialKey]],
-    gpu: str | None = None,
-) -> tuple[dict[str, float], References]:
-    """Prints the cells, the time they will take and what is left out; returns expected seconds by
-    cell id, and the references.
-
-    `gpu`: NVML's name of the GPUs that the plan is for.
-    """
-    from harness.host.cores import allowed_cores, oversubscribed
-    from harness.run.expected import expected_seconds, references_of
-    from harness.spec.link import over
-
-    cores = len(allowed_cores())
-    seconds = expected_seconds(store, planned.cells, cores, gpu)
-    table = Table(title=_title(planned), title_justify="left")
-    for column, justify in (
-        ("strategy", "left"),
-        ("workload", "left"),
-        ("devices", "right"),
-        ("precision", "left"),
-        ("batch", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_column("expected", justify="right")
-    for cell in planned.cells:
-        crowded = cell.device == "cpu" and oversubscribed(cell)
-        devices = f"{cell.devices}{' (more than cores)' if crowded else ''}"
-        devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
-        devices += f" {over(cell.links)}" if cell.links else ""
-        batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
-        each = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
+    one, place = told["cell"], told["ranking"]
+    speeds = [trial["samples_per_second"] for trial in told["trials"]]
+    most = max((speed for speed in speeds if speed), default=0.0)
+    table = _table(
+        "trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB"
+    )
+    for trial, speed in zip(told["trials"], speeds, strict=True):
+        name = str(trial["trial"]) + (
+            f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else ""
+        )
+        line = sparkline_of(trial["slowest_rank_step_seconds"]) or (
+            DASH if trial["status"] == "ok" else trial["status"]
+        )
+        times = [scaled(trial[column], 1e3) for column in ("step_seconds_p50", "step_seconds_p95")]
         table.add_row(
-            escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each
+            name,
+            number(speed),
+            bar(speed, most),
+            line,
+            *times,
+            scaled(trial["peak_memory_bytes"], 1 / MIB),
         )
+    out.print("[bold]throughput[/bold]")
     out.print(table)
-    for left in planned.left_out:
-        out.print(
-            f"[yellow]left out[/yellow] {escape(left.cell.name)}: {left.status}:"
-            f" {escape(left.reason)}"
+    if one["samples_per_second"] is not None:
+        low, high = one["samples_per_second_low"], one["samples_per_second_high"]
+        interval = (
+            "1 trial: no interval"
+            if low is None
+            else f"95 % interval {number(low)} to {number(high)}"
         )
-    references = references_of([cell for _, cell, _ in todo], cores, gpu)
-    total = sum(seconds[cell.id] for _, cell, _ in todo) + 4
-    disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
-    out.print(f"{len(todo)} trials to run, about {duration(total)}")
-    out.print(
-        f"{references.number} reference runs, where none is kept: {duration(references.seconds)},"
-        f" {disk}"
-    )
-    out.print(f"in all about {duration(total + references.seconds)}")
-    return seconds, references
-
-
-def inputs(out: Console, device: str) -> None:
-    """What the predicted times rest on."""
-    from harness.run.expected import CONTEXT_SECONDS, CPU, GPU
-
-    known = dataclasses.asdict(GPU if device == "cuda" else CPU) | (
-        {"context_seconds": CONTEXT_SECONDS} if device == "cuda" else {}
-    )
-    out.print(
-        "predicted from: "
-        + ", ".join(f"{name} {value:g}" for name, value in known.items())
-        + " (docs/hosts.md)"
-    )
-
-
-def _title(planned: Plan) -> str:
-    timed = (
-        f"matrix {escape(planned.matrix)}: {len(planned.cells) - len(planned.once)} cells x"
-        f" {planned.trials} trials"
-    )
-    return timed + (f", and {len(planned.once)} launched once, for parity" if planned.once else "")
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted.
-
-    A second one does not disturb that.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class Drawing:
-    """A progress bar on a terminal, a line per trial elsewhere.
-
-    Draws only when told something, at most twice a second.
-    """
-
-    def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
-        self.out, self.seconds, self.total, self.done = out, seconds, total, 0
-        every = planned.schedule()
-        self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
-        self.began = time.monotonic()
-        self.current: Cell | None = None
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+        tokens = (
+            ""
+            if one["tokens_per_second"] is None
+            else f", {number(one['tokens_per_second'])} tokens/s"
         )
-        self.bar = (
-            Progress(*columns, console=out, auto_refresh=False)
-            if out.is_terminal and not out.quiet
-            else None
+        out.print(f"  median {number(one['samples_per_second'])} samples/s{tokens}, {interval}")
+    if place:
+        alike = (
+            f", cannot be told apart from place {place['place'] - 1}"
+            if place["same_as_above"]
+            else ""
         )
-        self.task = self.bar.add_task("starting", total=total, note="") if self.bar else None
-
-    def __enter__(self) -> Drawing:
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def _draw(self, description: str | None = None, note: str = "") -> None:
-        if self.bar and self.task is not None:
-            said = None if description is None else escape(description)
-            self.bar.update(self.task, completed=self.done, description=said, note=note)
-            self.bar.refresh()
-
-    def preparing(self, what: str) -> None:
-        self._draw(what)
-        if not self.bar:
-            self.out.print(escape(what))
-
-    def round_added(self, cells: Sequence[Cell]) -> None:
-        self.total += len(cells)
-        self.left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
-        if self.bar and self.task is not None:
-            self.bar.update(self.task, total=self.total)
-        self.preparing(f"one more round: {len(cells)} cells have a wider interval than asked for")
-
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None:
-        self.current = cell
-        self._draw(cell.name, f"{duration(self.left)} left")
-
-    def step(self, step: int, seconds: float) -> None:
-        if self.current:
-            self._draw(
-                None,
-                f"step {step + 1}/{self.current.total_steps} {seconds * 1e3:.0f} ms,"
-                f" {duration(self.left)} left",
+        out.print(f"  place {place['place']} of {place['of']}{alike}: {said(place['setting'])}")
+        if place["ratio_to_fastest"] is not None:
+            ends = (
+                ""
+                if place["ratio_low"] is None
+                else f" ({number(place['ratio_low'])} to {number(place['ratio_high'])})"
             )
-
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
-        self.done += 1
-        self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
-        elapsed = time.monotonic() - self.began
-        if self.done >= 5:  # by then what was measured tells more than what was expected
-            self.left = elapsed / self.done * (self.total - self.done)
-        good = row["status"] == "ok" or row.get("expected")
-        if not good:
-            self.out.print(
-                f"[red]{row['status']}[/red] {escape(cell.name)}: {escape(row['reason'])}"
-            )
-        elif not self.bar:
-            rate = (
-                f"{row['samples_per_second']:.1f} samples/s"
-                if row.get("samples_per_second")
-                else row["status"]
-            )
-            said = f"{cell.name}: {rate}, parity {row.get('parity_verdict')}"
-            self.out.print(escape(f"[{self.done}/{self.total}] {said}, {duration(self.left)} left"))
-        self._draw(None, f"{duration(self.left)} left")
-
-
-def ranking(out: Console, table: pd.DataFrame) -> None:
-    """The cells by throughput, per workload; what was not ranked below, with the reason."""
-    from harness.analysis.disturbance import CAUSES
-    from harness.analysis.summary import alike, systems
-    from harness.spec.link import over
-
-    for workload, group in table[table["ranked"]].groupby("workload", sort=False):
-        shown = Table(
-            title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)",
-            title_justify="left",
-        )
-        nodes = ["nodes"] if (group["nodes"] > 1).any() else []
-        for column in (
-            "",
-            "strategy",
-            "devices",
-            *nodes,
-            "precision",
-            "samples/s",
-            "95 %",
-            "peak MiB/rank",
-            "parity",
-            "loss deviation",
-        ):
-            shown.add_column(
-                column,
-                justify="left" if column in ("strategy", "precision", "parity", "") else "right",
-            )
-        rows = group.to_dict("records")
-        for same, row in zip(alike(rows), rows, strict=True):
-            half = (
-                (row["samples_per_second_high"] or 0) - row["samples_per_second"]
-                if _known(row["samples_per_second_high"])
-                else None
-            )
-            marks = "".join(
-                m
-                for m, on in (
-                    ("†", _known(row["stand_in"])),
-                    ("‡", row["oversubscribed"]),
-                    ("¶", row["disturbed"]),
-                )
-                if on
-            )
-            on = f" {over(row['links'])}" if _known(row["links"]) else ""
-            shown.add_row(
-                "~" if same else "",
-                escape(row["label"]) + marks,
-                f"{row['devices']}{on}{' weak' if row['regime'] == 'weak' else ''}",
-                *(str(row[name]) for name in nodes),
-                row["precision"],
-                f"{row['samples_per_second']:.1f}",
-                f"± {half:.1f}" if half is not None else "1 trial",
-                (
-                    f"{row['peak_memory_bytes'] / MEBIBYTE:.0f}"
-                    if _known(row["peak_memory_bytes"])
-                    else "-"
-                ),
-                row["parity_verdict"],
-                (
-                    f"{row['parity_max_loss_deviation']:.1e}"
-                    if _known(row["parity_max_loss_deviation"])
-                    else "-"
-                ),
-            )
-        out.print(shown)
-        if (group["devices"] == 1).all() and len(group) > 1:
             out.print(
-                "on one device nothing is communicated: this ranks what each library costs by"
-                " itself, not how it scales"
+                f"  {number(place['ratio_to_fastest'])} x the fastest{ends},"
+                f" {said(place['fastest'])}: {place['verdict']}"
             )
-    if table["stand_in"].notna().any():
-        for said in sorted(set(table["stand_in"].dropna())):
-            out.print(f"† stand-in: {escape(said)}")
-    if table["oversubscribed"].any():
-        out.print("‡ more ranks than cores: its times say nothing of real hardware")
-    if table["disturbed"].any():
-        for cause, words in CAUSES.items():
-            if count := sum(causes.get(cause, 0) for causes in table["disturbed_by"]):
-                out.print(f"¶ {words} {count} of its trials")
-        for words in dict.fromkeys(itertools.chain.from_iterable(table["gpu_findings"])):
-            out.print(f"  {escape(words)}")
-    if absent := [system.name for system in systems(table.to_dict("records")) if system.absent]:
-        out.print(
-            f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below"
-            " says what would change it"
+
+
+def _ranks(out: Console, told: dict[str, Any]) -> None:
+    from reports.text import MIB, scaled
+
+    if len(told["ranks"]) < 2:
+        return
+    most = max((rank["peak_memory_bytes"] or 0 for rank in told["ranks"]), default=0)
+    table = _table("rank", "step p50 ms", "peak MiB", "")
+    for rank in told["ranks"]:
+        peak = rank["peak_memory_bytes"]
+        table.add_row(
+            str(rank["rank"]),
+            scaled(rank["step_seconds_p50"], 1e3),
+            scaled(peak, 1 / MIB),
+            bar(peak, most),
         )
-    for row in table[~table["ranked"]].to_dict("records"):
-        expected = " (as expected)" if row["expected"] else ""
-        colour = "yellow" if row["expected"] or row["status"] in NOT_LAUNCHED else "red"
-        out.print(
-            f"[{colour}]{row['status']}{expected}[/{colour}] {escape(row['cell_name'])}:"
-            f" {escape(row['reason'])}"
+    out.print("[bold]ranks[/bold]")
+    out.print(table)
+
+
+def _memory(out: Console, told: dict[str, Any]) -> None:
+    from reports.text import MIB, scaled, signed
+
+    memory = told["memory"]
+    if memory is None:
+        return
+    most = max(memory["peak_memory_bytes"] or 0, memory["state_bytes"])
+    table = _table("kept by the fullest rank between steps", "MiB", "formula MiB", "")
+    for kind in memory["kinds"]:
+        table.add_row(
+            kind["kind"],
+            scaled(kind["bytes"], 1 / MIB),
+            scaled(kind["formula_bytes"], 1 / MIB),
+            bar(kind["bytes"], most),
         )
+    off = "" if memory["formula_deviation"] is None else f" ({signed(memory['formula_deviation'])})"
+    whole = scaled(memory["state_bytes"], 1 / MIB) + off
+    table.add_row(
+        "together",
+        whole,
+        scaled(memory["formula_bytes"], 1 / MIB),
+        bar(memory["state_bytes"], most),
+    )
+    table.add_row(
+        "peak of a step",
+        scaled(memory["peak_memory_bytes"], 1 / MIB),
+        "",
+        bar(memory["peak_memory_bytes"], most),
+    )
+    out.print("[bold]memory[/bold]")
+    out.print(table)
 
 
-def _known(value: Any) -> bool:
-    return value is not None and value == value
+def _time(out: Console, told: dict[str, Any]) -> None:
+    from harness.record.profile import COMPONENTS
+    from reports.profile import WORDS
+    from reports.text import percent, scaled
 
-
-def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:
-    from harness.record.schema import TABLES
-
-    tables = ",".join(table for table in TABLES if (store.folder / table).is_dir())
-    out.print(f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}")
-    if page:
-        out.print(f"report:  {page}")
-    if not finished:
+    time = told["time"]
+    out.print("[bold]where the time goes[/bold]")
+    if time is None:
         out.print(
-            "interrupted; go on with: python -m bench run --resume"
-            + ("" if str(store.folder) == "results" else f" --results {store.folder}")
+            "  not explained in this run; a run with --explain, or: python -m bench profile,"
+            " says it"
         )
+        return
+    whole = sum(time.get(f"{name}_seconds", 0.0) for name in COMPONENTS)
+    table = _table("part of a profiled step", "ms", "share", "")
+    for name in COMPONENTS:
+        seconds = time.get(f"{name}_seconds")
+        if seconds:
+            table.add_row(
+                WORDS.get(name, name),
+                scaled(seconds, 1e3),
+                percent(seconds / whole),
+                bar(seconds, whole),
+            )
+    out.print(table)
+    slow = "" if time["straggler_rank"] is None else f"; rank {time['straggler_rank']} is slow"
+    plain = scaled(time["plain_step_seconds"], 1e3)
+    out.print(
+        f"  step {scaled(time['profiled_step_seconds'], 1e3)} ms under the profiler, {plain} ms"
+        f" without{slow}"
+    )
+
+
+def _parity(out: Console, one: dict[str, Any], said: Any) -> None:
+    from reports.text import deviation
+
+    if one["parity_verdict"] is None:
+        return
+    colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(
+        one["parity_verdict"], "yellow"
+    )
+    reason = f": {said(one['parity_reason'])}" if one["parity_reason"] else ""
+    out.print(f"[bold]parity[/bold]  [{colour}]{one['parity_verdict']}[/{colour}]{reason}")
+    loss = (
+        f"{deviation(one['parity_max_loss_deviation'])} of"
+        f" {deviation(one['parity_loss_tolerance'])} allowed"
+    )
+    update = (
+        f"{deviation(one['parity_max_update_deviation'])} of"
+        f" {deviation(one['parity_update_tolerance'])} allowed"
+    )
+    out.print(
+        f"  over {one['parity_steps']} steps: largest deviation in loss {loss}, in parameters"
+        f" {update}"
+    )
+    if losses := [loss for loss in one["losses"] or [] if loss is not None]:
+        out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
+
+
+def _table(*columns: str) -> Any:
+    """A table that folds where the terminal is narrower; the first column and charts stand to the
+    left, numbers to the right."""
+    from rich.table import Table
+
+    table = Table()
+    for place, column in enumerate(columns):
+        left = place == 0 or column == "" or column.startswith("steps")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def bar(value: float | None, most: float) -> str:
+    """A bar of at most BAR characters, by eighths of one."""
+    if not value or not most:
+        return ""
+    whole, rest = divmod(int(BAR * 8 * value / most + 0.5), 8)
+    return "█" * whole + ("▏▎▍▌▋▊▉"[rest - 1] if rest else "")
+
+
+def sparkline_of(values: Sequence[float | None]) -> str:
+    """A block per value; of more than STEPS the largest of each of STEPS stretches."""
+    from bench.cli.history import sparkline
+
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(STEPS, len(known))
+    edges = [i * len(known) // count for i in range(count + 1)]
+    return sparkline([max(known[a:b]) for a, b in itertools.pairwise(edges)])

@@ -30,7 +30,7 @@ def status(
     from bench.cluster.slurm import states
     from bench.cluster.submitted import submissions
     from harness.record.store import Store
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     store = Store(results)
     known = submissions(results)
@@ -42,7 +42,7 @@ def status(
         run_id = (store.run_ids() or [""])[-1]
         jobs = [told for told in known if told["run_id"] == run_id]
     if not run_id and not jobs:
-        raise Mistake(
+        raise UsageError(
             f"no job or run {name!r} in {str(results)!r}"
             if name
             else f"no runs in {str(results)!r}"
@@ -99,9 +99,9 @@ def _progress(store: Any, run_id: str) -> dict[str, Any]:
 def _show(found: dict[str, Any]) -> None:
     from rich.markup import escape
 
-    from bench.cli import show
+    from bench.cli import terminal
 
-    console = show.console()
+    console = terminal.console()
     if not found["begun"]:
         console.print(f"run {found['run_id'] or '(not named yet)'} has not begun")
     else:

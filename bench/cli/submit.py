@@ -65,18 +65,18 @@ def submit(
     from bench.cluster.site import read_site
     from bench.cluster.slurm import submit as sbatch
     from harness.record.plan import new_run_id
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     here = read_site(
         site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
     )
     matrix = matrix or (here.nightly.matrix if nightly else "")
     if not matrix:
-        raise Mistake(
+        raise UsageError(
             "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
         )
     if nightly and (array or run_id):
-        raise Mistake("a night is a run of its own in one job: leave --array and --run out")
+        raise UsageError("a night is a run of its own in one job: leave --array and --run out")
     matrix = _readable(matrix)
     several = (("--only", only), ("--skip", skip), ("--set", settings))
     options = [
@@ -112,7 +112,7 @@ def submit(
 
 
 def _readable(matrix: str) -> str:
-    """The matrix as the job will find it, wherever it runs; raises Mistake where it is none."""
+    """The matrix as the job will find it, wherever it runs; raises UsageError where it is none."""
     from bench.matrix import HOME, read_matrix
 
     read_matrix(matrix)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.spec.errors import Mistake, complaint
+from harness.spec.errors import UsageError, first_error
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "slurm" / "site.yaml"
@@ -141,26 +141,26 @@ def read_site(file: Path | None, **given: Any) -> Site:
     """The site of this file, of the variable, of slurm/site.yaml, or the default one; `given`
     options take the place of its values.
 
-    Raises Mistake with the file and the key.
+    Raises UsageError with the file and the key.
     """
     named = file or (Path(found) if (found := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
-        raise Mistake(f"site file {str(named)!r} is not there; examples are in slurm/sites")
+        raise UsageError(f"site file {str(named)!r} is not there; examples are in slurm/sites")
     path = named or (DEFAULT if DEFAULT.is_file() else None)
     content: dict[str, Any] = {}
     if path:
         try:
             content = yaml.safe_load(path.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise Mistake(
+            raise UsageError(
                 f"site file {path}: not readable as YAML: {' '.join(str(error).split())}"
             ) from None
         if not isinstance(content, dict):
-            raise Mistake(f"site file {path}: must be a mapping such as `partition: gpu`")
+            raise UsageError(f"site file {path}: must be a mapping such as `partition: gpu`")
         for key in content:
             if key not in Site.model_fields:
                 near = difflib.get_close_matches(str(key), Site.model_fields, 1)
-                raise Mistake(
+                raise UsageError(
                     f"site file {path}: unknown key {key!r}"
                     + (f"; did you mean {near[0]!r}?" if near else "")
                 )
@@ -169,6 +169,6 @@ def read_site(file: Path | None, **given: Any) -> Site:
             **{**content, **{name: value for name, value in given.items() if value is not None}}
         )
     except ValidationError as error:
-        raise Mistake(
-            f"site file {path}, {complaint(error)}" if path else complaint(error)
+        raise UsageError(
+            f"site file {path}, {first_error(error)}" if path else first_error(error)
         ) from None

@@ -7,12 +7,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 
 def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     if shutil.which(words[0]) is None:
-        raise Mistake(
+        raise UsageError(
             f"{words[0]} is not on this host: submit from a login node of the cluster, or see the"
             " script with --dry-run"
         )
@@ -20,10 +20,10 @@ def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[s
 
 
 def submit(script: str) -> str:
-    """The job's id; raises Mistake with what sbatch said where it refused."""
+    """The job's id; raises UsageError with what sbatch said where it refused."""
     done = _run("sbatch", "--parsable", given=script)
     if done.returncode:
-        raise Mistake(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+        raise UsageError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().split(";")[0]
 
 

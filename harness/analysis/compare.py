@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.analysis.selection import Measured, Side, joined
+from harness.analysis.selection import Measured, RunSelection, joined
 from harness.analysis.stats import (
     COMPARED_CONFIDENCE,
     COMPARISON_METHOD,
@@ -20,7 +20,7 @@ from harness.analysis.stats import (
     within_rounds,
 )
 from harness.record.status import NOT_LAUNCHED
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
@@ -53,7 +53,7 @@ MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedCell:
     """What became of one cell."""
 
     kind: Kind
@@ -136,12 +136,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RunComparison:
     """A comparison: B against A, regressions first."""
 
     first: str
     second: str
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedCell, ...]
     test: str
     differences: tuple[str, ...] = ()
     """Software that is not the same, in words."""
@@ -152,7 +152,7 @@ class Compared:
         return sum((line.throughput is not None) + (line.memory is not None) for line in self.lines)
 
     @property
-    def regressions(self) -> list[Line]:
+    def regressions(self) -> list[ComparedCell]:
         return [line for line in self.lines if line.regression]
 
     @property
@@ -219,20 +219,20 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def compare_sides(first: Side, second: Side) -> Compared:
+def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
     """B (second) against A (first), cell by cell.
 
-    Raises Mistake where they have no cell in common.
+    Raises UsageError where they have no cell in common.
     """
     every = joined([*first.cells, *second.cells])
     first = dataclasses.replace(first, cells=tuple(every[: len(first.cells)]))
     second = dataclasses.replace(second, cells=tuple(every[len(first.cells) :]))
     before, after = ({one.cell_id for one in one_side.cells} for one_side in (first, second))
     if not before & after:
-        raise Mistake(
+        raise UsageError(
             f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"
         )
-    lines: list[Line] = []
+    lines: list[ComparedCell] = []
     for cell_id in dict.fromkeys(one.cell_id for one in (*first.cells, *second.cells)):
         lines += _lines(
             *(
@@ -246,12 +246,12 @@ def compare_sides(first: Side, second: Side) -> Compared:
         for name in names
     }
     differences = tuple(f"{name} {was} → {now}" for name, (was, now) in told.items() if was != now)
-    return Compared(first.name, second.name, _ordered(lines), RUNS_METHOD, differences)
+    return RunComparison(first.name, second.name, _ordered(lines), RUNS_METHOD, differences)
 
 
 def compare_cells(
     run: str, pairs: Iterable[tuple[Measured, Measured]], names: tuple[str, str]
-) -> Compared:
+) -> RunComparison:
     """Cells of one run against each other, by the ratio within its rounds."""
     lines = []
     for one, two in pairs:
@@ -260,13 +260,13 @@ def compare_cells(
             said = "; ".join(
                 f"{side.label} {side.state}: {side.reason}" for side in (one, two) if not side.ok
             )
-            line = Line("not compared", "", one, two, said)
+            line = ComparedCell("not compared", "", one, two, said)
         lines.append(dataclasses.replace(line, cell_name=f"{two.cell_name} against {one.label}"))
     test = within_rounds(any(line.first and line.first.turns for line in lines))
-    return Compared(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
+    return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 
-def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
     """Regressions first, then by kind; of one kind the largest loss first."""
     return tuple(
         sorted(
@@ -280,17 +280,19 @@ def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
     )
 
 
-def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
+def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[ComparedCell]:
     """A cell's lines: one for each hardware that both sides have it on."""
     if not after:
         was = before[-1]
         if was.ok:
-            return [Line("missing", was.cell_name, was, None, "not in B")]
-        return [Line("not compared", was.cell_name, was, None, f"{was.state} in A, not in B")]
+            return [ComparedCell("missing", was.cell_name, was, None, "not in B")]
+        return [
+            ComparedCell("not compared", was.cell_name, was, None, f"{was.state} in A, not in B")
+        ]
     now = after[-1]
     if not before:
         return [
-            Line(
+            ComparedCell(
                 "added",
                 now.cell_name,
                 None,
@@ -306,7 +308,7 @@ def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
     ]
     if not pairs:
         return [
-            Line(
+            ComparedCell(
                 "not compared",
                 now.cell_name,
                 before[-1],
@@ -317,7 +319,7 @@ def _lines(before: Sequence[Measured], after: Sequence[Measured]) -> list[Line]:
     return [_line(one, two, one_run=False) for one, two in pairs]
 
 
-def _line(was: Measured, now: Measured, one_run: bool) -> Line:
+def _line(was: Measured, now: Measured, one_run: bool) -> ComparedCell:
     """One cell on equal hardware.
 
     Parity and failures decide first, speed second. `one_run`: compared within its rounds.
@@ -333,9 +335,9 @@ def _line(was: Measured, now: Measured, one_run: bool) -> Line:
             sides = (now.speeds, was.speeds), (now.peaks, was.peaks)
             speed, memory = (compare_runs(list(b.values()), list(a.values())) for b, a in sides)
         if speed is None:
-            return Line(kind, now.cell_name, was, now, "no round in common")
+            return ComparedCell(kind, now.cell_name, was, now, "no round in common")
         memory = memory if was.memory_method == now.memory_method else None
-        return Line(speed.verdict, now.cell_name, was, now, "", speed, memory)
+        return ComparedCell(speed.verdict, now.cell_name, was, now, "", speed, memory)
     said = f"{now.state}: {now.reason}"
     if now.ok:
         kind, said = "mended", f"was {was.state}: {was.reason}"
@@ -353,4 +355,4 @@ def _line(was: Measured, now: Measured, one_run: bool) -> Line:
         kind = "newly failing"
     if kind == "not compared" and now.state != was.state:
         said = f"was {was.state}, now {said}"
-    return Line(kind, now.cell_name, was, now, said)
+    return ComparedCell(kind, now.cell_name, was, now, said)

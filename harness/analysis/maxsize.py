@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
+class MaxsizeResult:
     """What the search found for one strategy: a row of the table."""
 
     label: str
@@ -128,7 +128,7 @@ def mebibytes(size: float) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
-def limits(row: Found) -> str:
+def limits(row: MaxsizeResult) -> str:
     """Where memory ran out and what filled it beside ZeRO's model states, in words; empty where
     nothing ran out."""
     said = []
@@ -153,7 +153,7 @@ def limits(row: Found) -> str:
     return "; ".join(said)
 
 
-def order_notes(rows: Sequence[Found], order: Sequence[Sequence[str]]) -> list[str]:
+def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
     """A sentence for every neighbour in a chain that does not reach more than the one before it,
     with the bytes responsible."""
     by_label = {row.label: row for row in rows if row.parameters}
@@ -170,10 +170,10 @@ def order_notes(rows: Sequence[Found], order: Sequence[Sequence[str]]) -> list[s
     return notes
 
 
-def found(results: Results) -> list[Found]:
+def found(results: Results) -> list[MaxsizeResult]:
     """The table of each search in these results, in the order of its cells; from what was recorded
     alone."""
-    rows: list[Found] = []
+    rows: list[MaxsizeResult] = []
     for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
         plan = Plan.from_row(run)
         if plan.search is None:
@@ -185,7 +185,7 @@ def found(results: Results) -> list[Found]:
             mine = trials[[one == cell.id for one in families]]
             rows.append(_found(cell, plan.search, mine, unlimited))
         rows += [
-            Found(x.cell.label, x.status, x.reason, x.cell.workload, plan.search["budget"])
+            MaxsizeResult(x.cell.label, x.status, x.reason, x.cell.workload, plan.search["budget"])
             for x in plan.left_out
         ]
     return rows
@@ -193,7 +193,7 @@ def found(results: Results) -> list[Found]:
 
 def _found(
     cell: Cell, search: Mapping[str, Any], trials: pd.DataFrame, unlimited: pd.DataFrame
-) -> Found:
+) -> MaxsizeResult:
     """One strategy's row from its trials.
 
     `unlimited`: those that had no limit, of probes that failed in an odd way.
@@ -245,7 +245,9 @@ def _found(
         status, reason = "none fits", str(short.iloc[0]["reason"])
     else:
         status, reason = "unfinished", "go on with: python -m bench maxsize --resume"
-    return Found(label=cell.label, status=status, reason=reason, budget=search["budget"], **facts)
+    return MaxsizeResult(
+        label=cell.label, status=status, reason=reason, budget=search["budget"], **facts
+    )
 
 
 def _reached(row: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.analysis.disturbance import disturbances
-from harness.analysis.stats import Turns
+from harness.analysis.stats import SliceRates
 from harness.analysis.summary import (
     GPUS,
     LOAD,
@@ -27,7 +27,7 @@ from harness.analysis.summary import (
     worst_of,
 )
 from harness.record.store import Results, Store
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -163,7 +163,7 @@ class Measured:
     """Samples per second by round."""
     peaks: Mapping[int, float] = field(default_factory=dict)
     """Peak memory of the fullest rank in bytes by round, where it is known."""
-    turns: Mapping[int, Turns] = field(default_factory=dict)
+    turns: Mapping[int, SliceRates] = field(default_factory=dict)
     """Samples per second in each turn by round, of launches that trained by turns."""
     memory_method: str | None = None
     disturbed: tuple[str, ...] = ()
@@ -289,7 +289,7 @@ def _foreign(trial: Mapping[Any, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Side:
+class RunSelection:
     """One side of a comparison: a run, or the newest run of each cell and hardware of a folder."""
 
     name: str
@@ -298,7 +298,7 @@ class Side:
     """Versions by name; several where the runs differ."""
 
 
-def side(name: str, results: Results) -> Side:
+def side(name: str, results: Results) -> RunSelection:
     """A side from the frames of its runs."""
     newest: list[Measured] = []
     for one in reversed(measured(results)):
@@ -313,7 +313,7 @@ def side(name: str, results: Results) -> Side:
     versions = {
         key: tuple(dict.fromkeys(_software(run).get(key, "none") for run in runs)) for key in names
     }
-    return Side(name, tuple(reversed(newest)), versions)
+    return RunSelection(name, tuple(reversed(newest)), versions)
 
 
 _GPU_SOFTWARE = {
@@ -344,7 +344,7 @@ def _software(run: Mapping[Any, Any]) -> dict[str, str]:
 
 def find_run(store: Store, word: str) -> str:
     """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one
-    before; raises Mistake."""
+    before; raises UsageError."""
     known = store.run_ids()
     if not known:
         store.load()  # says so
@@ -354,7 +354,7 @@ def find_run(store: Store, word: str) -> str:
             run_id for run_id in known if "search" not in json.loads(store.run_row(run_id)["plan"])
         ]
         if not back.isdigit() or int(back) >= len(ordinary):
-            raise Mistake(
+            raise UsageError(
                 f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest"
                 " is latest, then latest~1"
             )
@@ -365,25 +365,25 @@ def find_run(store: Store, word: str) -> str:
         else [run_id for run_id in known if word and run_id.startswith(word)]
     )
     if len(found) > 1:
-        raise Mistake(f"run {word!r} is not clear: {', '.join(found[-5:])} begin with it")
+        raise UsageError(f"run {word!r} is not clear: {', '.join(found[-5:])} begin with it")
     if not found:
-        raise Mistake(
+        raise UsageError(
             f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(known[-5:])}"
         )
     return found[0]
 
 
-def two_sides(first: str, second: str, results: Path) -> tuple[Side, Side]:
+def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
     """The runs or folders that are meant, A and B.
 
-    A folder that holds the other side's run is taken without it. Raises Mistake.
+    A folder that holds the other side's run is taken without it. Raises UsageError.
     """
     (one, first_id, was), (two, second_id, now) = (
         _resolve(word, results) for word in (first, second)
     )
     if one == two:
         if first_id == second_id:
-            raise Mistake(
+            raise UsageError(
                 f"{first!r} and {second!r} are the same {'run' if first_id else 'folder'}; a"
                 " comparison needs two"
             )
@@ -394,7 +394,7 @@ def two_sides(first: str, second: str, results: Path) -> tuple[Side, Side]:
     sides = side(first_id or f"folder {first}", was), side(second_id or f"folder {second}", now)
     for found in sides:
         if not found.cells:
-            raise Mistake(f"{found.name} has no recorded trial of a matrix to compare with")
+            raise UsageError(f"{found.name} has no recorded trial of a matrix to compare with")
     return sides
 
 

@@ -31,9 +31,9 @@ TURNS_METHOD = (
     "of launches that trained by turns, the ratio within a round is the median over all turns of a"
     " turn's figure over the geometric mean of the other launch's before and after it"
 )
-Turns = Sequence[tuple[float, float]]
+SliceRates = Sequence[tuple[float, float]]
 """When each turn of a launch began, in seconds, ascending, and its throughput."""
-Verdict = Literal["faster", "slower", "no difference seen"]
+SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Comparison:
         )
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SpeedVerdict:
         """What may be said of the first; without an interval nothing."""
         if (
             self.low is None
@@ -132,7 +132,7 @@ class Comparison:
 def compare_rounds(
     first: Mapping[int, float],
     second: Mapping[int, float],
-    turns: tuple[Mapping[int, Turns], Mapping[int, Turns]] = ({}, {}),
+    turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
     confidence: float = COMPARED_CONFIDENCE,
 ) -> Comparison | None:
     """Throughputs by round, those that both have; None where there is none. Drift of the machine
@@ -156,7 +156,7 @@ def compare_rounds(
     return _comparison(mean, half, count)
 
 
-def log_ratio(first: Turns, second: Turns) -> float | None:
+def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
     """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by
     turns with each other."""
     logs = [*beside(first, second), *(-log for log in beside(second, first))]
@@ -168,7 +168,7 @@ def within_rounds(by_turns: bool) -> str:
     return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if by_turns else COMPARISON_METHOD
 
 
-def beside(these: Turns, others: Turns) -> Iterator[float]:
+def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
     """Logarithm of each of these turns over the others' before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:

@@ -19,7 +19,7 @@ from harness.analysis.stats import (
     LEAST_TRIALS,
     Comparison,
     Estimate,
-    Turns,
+    SliceRates,
     compare_rounds,
     compare_runs,
     efficiency,
@@ -235,9 +235,9 @@ def known(value: Any) -> float | None:
     return None if value is None or value != value else float(value)
 
 
-def turns_of(trials: Iterable[Mapping[Any, Any]]) -> dict[int, Turns]:
+def turns_of(trials: Iterable[Mapping[Any, Any]]) -> dict[int, SliceRates]:
     """Begin and throughput of each turn, by number of trial, of those that trained by turns."""
-    found: dict[int, Turns] = {}
+    found: dict[int, SliceRates] = {}
     for one in trials:
         if begins := _numbers(one["turn_began"]):
             found[int(one["trial"])] = list(

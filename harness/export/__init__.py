@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness.host.environment import version_of
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused, Unavailable
+from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Export, Strategy
 from harness.strategy.job import Job
-from harness.strategy.registry import admit, make_strategy, strategies
+from harness.strategy.registry import make_strategy, strategies, validate
 from harness.strategy.step import LOSS_SCALE
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.workload import has_weights
@@ -54,29 +54,29 @@ _WHAT = {
 
 
 def known_target(to: str) -> str:
-    """What the target is, in words; raises Mistake for one that does not exist."""
+    """What the target is, in words; raises UsageError for one that does not exist."""
     if to not in TARGETS:
-        raise Mistake(f"--to {to!r}: known are {', '.join(TARGETS)}")
+        raise UsageError(f"--to {to!r}: known are {', '.join(TARGETS)}")
     return TARGETS[to]
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Content by file name, and a note on what the cell needs that is not here; raises Mistake
+    """Content by file name, and a note on what the cell needs that is not here; raises UsageError
     where there is no such export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
-        admit(cell, workload)
+        validate(cell, workload)
     except Refused as no:
-        raise Mistake(f"{cell.name} cannot run: {no}") from None
+        raise UsageError(f"{cell.name} cannot run: {no}") from None
     except Unavailable as no:
         note = str(no)
     strategy = make_strategy(cell)
     plan = plan_of(strategy, cell, to)
     if plan is None:
-        raise Mistake(_no_export(cell, strategy, to))
+        raise UsageError(_no_export(cell, strategy, to))
     if workload.suffixes:
-        raise Mistake(
+        raise UsageError(
             f"{cell.workload} has no export: its model is not one of transformers alone; workloads"
             " without a +suffix have"
         )
@@ -211,9 +211,9 @@ def _templates(folder: Path) -> Any:
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
-    """All or none of them; raises Mistake where the folder holds something already."""
+    """All or none of them; raises UsageError where the folder holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Mistake(
+        raise UsageError(
             f"--out {str(folder)!r} is there already and not an empty folder; give another one, or"
             " remove it"
         )
@@ -221,7 +221,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise Mistake(f"--out {str(folder)!r} cannot be written: {error.strerror}") from None
+        raise UsageError(f"--out {str(folder)!r} cannot be written: {error.strerror}") from None
     try:
         for name, content in files.items():
             (temporary / name).write_text(content)

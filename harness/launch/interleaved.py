@@ -1,5 +1,6 @@
-"""Launches that train by turns of a few steps, one at a time: what the machine does in a second
-then meets all of them alike."""
+"""LauncherProtocol that train by turns of a few steps, one at a time: what the machine does in a
+second then meets all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from harness.host.process import die_with_parent
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
-from harness.worker.interleave import Turns
+from harness.worker.interleave import TimeSlices
 from harness.workloads import DataSource
 
 MOST_CELLS = 8
@@ -42,13 +43,13 @@ class Launch:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-class Ring:
+class InterleavedLauncher:
     """Keeps a process with a warm launcher for each of those that take turns; takes the place of
     Launcher behind the runner."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
-        self._keepers = [_Keeper(self.packages) for _ in range(count)]
+        self._keepers = [_LauncherProcess(self.packages) for _ in range(count)]
         for keeper in self._keepers:
             keeper.ready()
 
@@ -57,7 +58,7 @@ class Ring:
         heard = more.pop("on_progress", None)
         return self.together([Launch(cell, data, processes, more=more)], heard, by_turns=False)[0]
 
-    def spare(self, pid: int) -> None:
+    def ignore_pid(self, pid: int) -> None:
         """Launchers in processes of their own never see this one's children."""
 
     def together(
@@ -74,12 +75,12 @@ class Ring:
         had ended: only together they say something.
         """
         folder = Path(tempfile.mkdtemp(prefix="parallelism-bench-"))
-        sides: list[_Side] = []
+        sides: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
                 keeper = self._keepers[number] = self._keepers[number].whole()
                 sides.append(
-                    _Side(keeper, launch, folder / str(number) if by_turns else None, heard)
+                    _Slot(keeper, launch, folder / str(number) if by_turns else None, heard)
                 )
             while any(not side.over for side in sides):
                 for side in sides:
@@ -103,7 +104,7 @@ class Ring:
             keeper.close()
 
 
-class _Keeper:
+class _LauncherProcess:
     """A process of its own, out of the terminal's reach, that runs one launch at a time."""
 
     def __init__(self, packages: Sequence[str]) -> None:
@@ -119,31 +120,31 @@ class _Keeper:
         """Waits until it is warm; returns its process id."""
         return self._pid.result()
 
-    def whole(self) -> _Keeper:
+    def whole(self) -> _LauncherProcess:
         """This one, or another where somebody has killed it."""
         try:
             self.pool.submit(os.getpid).result()
         except BrokenProcessPool:
             self.close()
-            return _Keeper(self.packages)
+            return _LauncherProcess(self.packages)
         return self
 
     def close(self) -> None:
         self.pool.shutdown()
 
 
-class _Side:
+class _Slot:
     """One launch: whose ranks wait for their turn, and what became of it."""
 
     def __init__(
         self,
-        keeper: _Keeper,
+        keeper: _LauncherProcess,
         launch: Launch,
         address: Path | None,
         heard: Callable[[int, float], None] | None,
     ) -> None:
         self.keeper, self.launch, self.heard = keeper, launch, heard
-        self.turns = Turns.of(str(address), launch.cycle) if address else None
+        self.turns = TimeSlices.of(str(address), launch.cycle) if address else None
         self.future: Future[Outcome] | None = None
         self.stopped: dict[socket.socket, int] = {}
         """Ranks that wait: their lines and process ids."""

@@ -27,7 +27,7 @@ import psutil
 from harness.host.cores import pin, threads_of
 from harness.host.process import adopt_orphans, die_with_parent
 from harness.launch.elastic import run_elastic
-from harness.launch.outcome import Left, Outcome, ending, judge
+from harness.launch.outcome import Outcome, RankOutputs, ending, judge
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file, pid_file
 from harness.worker.worker import LAUNCHER, PRELOAD, run_spawned
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Command = Callable[[Path], "list[str] | None"]
 
 
-class Launches(Protocol):
+class LauncherProtocol(Protocol):
     """What a runner needs of a launcher."""
 
     def run(
@@ -53,7 +53,7 @@ class Launches(Protocol):
         **more: Any,
     ) -> Outcome: ...
 
-    def spare(self, pid: int) -> None: ...
+    def ignore_pid(self, pid: int) -> None: ...
 
 
 class Launcher:
@@ -130,7 +130,7 @@ class Launcher:
         store: Store | None = None,
         stop: threading.Event | None = None,
         waited: Callable[[], float] = float,
-    ) -> tuple[Left, str]:
+    ) -> tuple[RankOutputs, str]:
         """Runs this node's ranks of a trial; returns what they left, and who started them.
 
         `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the
@@ -138,7 +138,7 @@ class Launcher:
         """
         cell = spec.cell
         scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
-        left, by = Left(), str(cell.launcher)
+        left, by = RankOutputs(), str(cell.launcher)
         try:
             kill = functools.partial(self._kill, scratch, spec.ranks)
             with (
@@ -174,7 +174,7 @@ class Launcher:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def spare(self, pid: int) -> None:
+    def ignore_pid(self, pid: int) -> None:
         """A child of this process that is none of a trial's."""
         self._ignored.add(pid)
 

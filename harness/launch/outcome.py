@@ -45,7 +45,7 @@ class Outcome:
 
 
 @dataclass
-class Left:
+class RankOutputs:
     """What the ranks of one node, or of all together, left behind, by rank."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Left:
             if text := _tail(stacks_file(scratch, rank), 20000):
                 self.stacks[rank] = text
 
-    def add(self, other: Left) -> None:
+    def add(self, other: RankOutputs) -> None:
         """Another node's ranks."""
         self.answers |= other.answers
         self.logs |= other.logs
@@ -89,7 +89,7 @@ class Left:
         )
 
 
-def judge(cell: Cell, processes: int, left: Left, lost: str = "") -> dict[str, Any]:
+def judge(cell: Cell, processes: int, left: RankOutputs, lost: str = "") -> dict[str, Any]:
     """Status, reason, answers, log and stacks from what the ranks left.
 
     `lost`: what became of a node that cannot say it itself.

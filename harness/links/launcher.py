@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.launch.launcher import Launches
+from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.links.emulated import EmulatedNodes, NoLinks
 from harness.nodes.coordinator import NodesLauncher
 from harness.spec.cell import Cell
 from harness.workloads import DataSource
 
-MakesLauncher = Callable[[Sequence[str]], Launches]
+MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
 """What a runner is given: packages -> launcher."""
 
 
@@ -29,8 +29,8 @@ class LinksLauncher:
         self.emulated, self.packages = emulated, list(packages)
         self.inner = inner(packages)
 
-    def spare(self, pid: int) -> None:
-        self.inner.spare(pid)
+    def ignore_pid(self, pid: int) -> None:
+        self.inner.ignore_pid(pid)
 
     def run(self, cell: Cell, data: DataSource, processes: int, **more: Any) -> Outcome:
         """As Launcher.run. Where the links cannot be had the cell is `unavailable`."""
@@ -49,7 +49,7 @@ class LinksLauncher:
             return Outcome("unavailable", str(why), time.time(), 0.0)
         finally:
             if self.emulated.pid:
-                self.spare(self.emulated.pid)
+                self.ignore_pid(self.emulated.pid)
         return replace(over.run(cell, data, processes, **more), link=columns)
 
 

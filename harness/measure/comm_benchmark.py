@@ -73,7 +73,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkFit:
     """One operation over one backend."""
 
     backend: str
@@ -104,7 +104,7 @@ def repeats(size: int) -> int:
     return max(LEAST_REPEATS, min(MOST_REPEATS, BYTES_PER_SIZE // size))
 
 
-def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[Link]:
+def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
     """Times of all operations between two ranks of this host: `gloo` between cores, `nccl` between
     GPUs 0 and 1.
 
@@ -127,7 +127,7 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[Link]:
             statistics.median(slowest([rank[operation][i] for rank in by_rank]))
             for i in range(len(sizes))
         )
-        found.append(Link(backend, operation, tuple(sizes), took, fit(sizes, took)))
+        found.append(LinkFit(backend, operation, tuple(sizes), took, fit(sizes, took)))
     return found
 
 

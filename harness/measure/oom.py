@@ -9,12 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.states import KINDS, held, state_bytes
+from harness.measure.states import KINDS, retained, state_bytes
 
 if TYPE_CHECKING:
     from harness.measure.memory import MemoryMeter
-    from harness.spec.training import Held
-    from harness.strategy.job import Exposed
+    from harness.spec.training import Retained
+    from harness.strategy.job import TrainState
 
 HOME = Path(__file__).parents[1]
 PHASES = ("set-up", "forward", "backward", "update", "verification")
@@ -35,7 +35,9 @@ def phase(error: BaseException) -> str:
     return "update" if any(frame.name == "step" for frame in libraries) else "forward"
 
 
-def shortage(error: BaseException, meter: MemoryMeter, exposed: Exposed | None) -> dict[str, Any]:
+def shortage(
+    error: BaseException, meter: MemoryMeter, train_state: TrainState | None
+) -> dict[str, Any]:
     """The phase, and the bytes that were held then by kind, for a rank's answer.
 
     `other`: tensors that Python can see beside the states (gathered parameters, flat copies,
@@ -43,11 +45,11 @@ def shortage(error: BaseException, meter: MemoryMeter, exposed: Exposed | None) 
     since; the rest of `in_use` is what it cannot see: activations kept by autograd, buffers of C++.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
-    found: list[Held] = []
+    found: list[Retained] = []
     with contextlib.suppress(
         Exception
     ):  # a library that is half-way through something may not be able to show all it holds
-        for one in held(exposed) if exposed else ():
+        for one in retained(train_state) if train_state else ():
             found.append(one)
     kept = state_bytes(found, meter.device.type)
     holding: dict[str, Any] = {kind: kept[kind] for kind in KINDS} | {
@@ -58,7 +60,7 @@ def shortage(error: BaseException, meter: MemoryMeter, exposed: Exposed | None) 
     return {"failed_in": phase(error), "holding": {**holding, "stacks": stacks, "in_use": in_use}}
 
 
-def _others(known: list[Held], device_type: str) -> dict[str, Any]:
+def _others(known: list[Retained], device_type: str) -> dict[str, Any]:
     """Bytes of all tensors of this process that are not among the known; parameters count as such
     where nothing is known yet."""
     import torch

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.states import held
+from harness.measure.states import retained
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from harness.strategy.job import Exposed
+    from harness.strategy.job import TrainState
 
 
 STEPS = 2
 """The first finds what was there before and lives in C++."""
 
 
-def peak_split(exposed: Exposed, device_type: str, step: Callable[[], object]) -> dict[str, Any]:
+def peak_split(
+    train_state: TrainState, device_type: str, step: Callable[[], object]
+) -> dict[str, Any]:
     """Bytes by kind when the rank's tensors are most, by torch's MemTracker over a step; `peak`:
     their sum. Takes STEPS steps.
 
@@ -37,10 +39,10 @@ def peak_split(exposed: Exposed, device_type: str, step: Callable[[], object]) -
     }
     written: list[Tensor] = []
     for _ in range(STEPS):
-        shown = list(held(exposed))
+        shown = list(retained(train_state))
         found: list[Tensor] = []
         tracker = _tracker(found)
-        tracker.track_external(exposed.model, *exposed.optimizers, *written)
+        tracker.track_external(train_state.model, *train_state.optimizers, *written)
         for kind, _, tensor in reversed(shown):  # a storage counts for the first that shows it
             if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type:
                 tracker._update_and_maybe_create_winfos(tensor, kinds[kind])

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.spec.training import Held
-    from harness.strategy.job import Exposed
+    from harness.spec.training import Retained
+    from harness.strategy.job import TrainState
 
 KINDS = ("parameters", "gradients", "optimizer", "library")
 
 
-def held(exposed: Exposed) -> Iterator[Held]:
+def retained(train_state: TrainState) -> Iterator[Retained]:
     """Everything the strategy shows, else what model and optimizers hold; then the library's own
     buffers."""
-    if exposed.states:
-        yield from exposed.states()
+    if train_state.states:
+        yield from train_state.states()
     else:
-        yield from held_by(exposed.model, exposed.optimizers)
-    if exposed.library:
-        yield from exposed.library()
+        yield from retained_by(train_state.model, train_state.optimizers)
+    if train_state.library:
+        yield from train_state.library()
 
 
-def held_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Held]:
+def retained_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Retained]:
     """Parameters, gradients, buffers and optimizer state that a walk finds."""
     for name, parameter in model.named_parameters():
         yield "parameters", name, parameter
@@ -43,7 +43,7 @@ def held_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Held]:
                 )
 
 
-def state_bytes(tensors: Iterable[Held], device_type: str) -> dict[str, Any]:
+def state_bytes(tensors: Iterable[Retained], device_type: str) -> dict[str, Any]:
     """Bytes of distinct storages by kind; the library's by name; `host`: those in host memory when
     the device is not the host.
 

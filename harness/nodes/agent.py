@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.launcher import Launcher
-from harness.launch.outcome import Left
+from harness.launch.outcome import RankOutputs
 from harness.nodes.facts import node_facts
 from harness.nodes.probe import listen, measure
-from harness.nodes.protocol import Line, addresses_of, interface_of, reach_head
-from harness.spec.errors import Mistake
+from harness.nodes.protocol import NodeConnection, addresses_of, interface_of, reach_head
+from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 
 
 class Agent:
     """Blocks for work; its ranks die with it, and it goes when the head does."""
 
-    def __init__(self, line: Line, address: str, interface: str | None) -> None:
+    def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
         self.launcher: Launcher | None = None
         self.store: Any = None
@@ -98,7 +98,7 @@ class Agent:
                 "failed_at": received_at,
                 "consequence": False,
             }
-            left = Left(answers={spec.ranks[0]: answer})
+            left = RankOutputs(answers={spec.ranks[0]: answer})
         else:
             spec = dataclasses.replace(spec, interface=self.interface)
             left, _ = self.launcher.run_ranks(
@@ -151,7 +151,7 @@ def main() -> None:
         interface = given.interface or interface_of(address)
         line.send("hello", node_facts(given.node, given.name, interface, address))
         Agent(line, address, interface).serve()
-    except Mistake as mistake:
+    except UsageError as mistake:
         print(f"agent: {mistake}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, OSError):

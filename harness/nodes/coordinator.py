@@ -18,10 +18,10 @@ from typing import Any
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.nodes.node import Node, measured_link
-from harness.nodes.protocol import Meeting, addresses_of, machine_id, new_key, secure
+from harness.nodes.protocol import Rendezvous, addresses_of, machine_id, new_key, secure
 from harness.nodes.trial import Trial
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -57,7 +57,7 @@ class Nodes:
             addresses = addresses_of(interface)
             self._listener = socket.create_server((addresses[0] if interface else "", 0))
             port = self._listener.getsockname()[1]
-        told = Meeting(machine_id(), tuple(addresses), port, new_key())
+        told = Rendezvous(machine_id(), tuple(addresses), port, new_key())
         told.write(meeting)
         threading.Thread(target=self._accept, args=(told.secret,), daemon=True).start()
 
@@ -136,13 +136,13 @@ class Nodes:
         )
 
     def check(self) -> None:
-        """Raises Mistake where the nodes do not reach each other by the interfaces that they
+        """Raises UsageError where the nodes do not reach each other by the interfaces that they
         chose."""
         nodes = [self.there[number] for number in sorted(self.there)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
         if loopback and len(machines) > 1:
-            raise Mistake(
+            raise UsageError(
                 f"node {loopback[0]} reaches the head over loopback, others do not; name the"
                 " network interface of the nodes"
             )
@@ -193,9 +193,9 @@ class NodesLauncher:
             self._local = self._make(self.packages)
         return self._local
 
-    def spare(self, pid: int) -> None:
+    def ignore_pid(self, pid: int) -> None:
         """As Launcher.spare."""
-        self.local.spare(pid)
+        self.local.ignore_pid(pid)
 
     def run(
         self,

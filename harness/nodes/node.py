@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.nodes.protocol import Line
+from harness.nodes.protocol import NodeConnection
 
 
 @dataclass
 class Node:
     """An agent that is there."""
 
-    line: Line
+    line: NodeConnection
     facts: dict[str, Any]
 
     @property
@@ -30,7 +30,9 @@ class Node:
 PINGS, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
-def measured_link(line: Line, now: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def measured_link(
+    line: NodeConnection, now: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median round trip of an empty message, and the rate of a large one, its round trip left out,
     best of three."""
 

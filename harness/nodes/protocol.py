@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 HANDSHAKE_SECONDS = 10
 # A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after
@@ -32,7 +32,7 @@ _KEEPALIVE = (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the head listens; written to a file that only its owner reads, in a folder that all
     nodes share."""
 
@@ -64,7 +64,7 @@ class Meeting:
         temporary.replace(file)
 
     @classmethod
-    def read(cls, file: Path) -> Meeting:
+    def read(cls, file: Path) -> Rendezvous:
         told = json.loads(file.read_text())
         return cls(told["machine"], tuple(told["addresses"]), told["port"], told["key"])
 
@@ -80,7 +80,7 @@ def addresses_of(interface: str | None = None) -> list[str]:
     """IPv4 addresses of this host, or of one interface; the one that its name stands for first,
     loopback last.
 
-    Raises Mistake for an interface that is not here.
+    Raises UsageError for an interface that is not here.
     """
     found = {
         name: [a.address for a in known if a.family == socket.AF_INET]
@@ -88,7 +88,7 @@ def addresses_of(interface: str | None = None) -> list[str]:
     }
     if interface is not None:
         if not found.get(interface):
-            raise Mistake(
+            raise UsageError(
                 f"network interface {interface!r} has no IPv4 address on this node; there are:"
                 f" {', '.join(sorted(found))}"
             )
@@ -110,7 +110,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class Line:
+class NodeConnection:
     """A connection whose messages are (word, what) pairs; several threads may send."""
 
     def __init__(self, connection: Connection[Any, Any], address: str) -> None:
@@ -132,7 +132,7 @@ class Line:
             self.connection.close()
 
 
-def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
+def secure(raw: socket.socket, secret: bytes, *, head: bool) -> NodeConnection:
     """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError
     where one does not in time.
 
@@ -146,7 +146,7 @@ def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
         for option, value in _KEEPALIVE:
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
     raw.settimeout(None)
-    patience(raw, HANDSHAKE_SECONDS)
+    set_timeout(raw, HANDSHAKE_SECONDS)
     address = raw.getsockname()[0] if over_tcp else ""
     connection: Connection[Any, Any] = Connection(raw.detach())
     try:
@@ -156,26 +156,26 @@ def secure(raw: socket.socket, secret: bytes, *, head: bool) -> Line:
             turn(connection, secret)
         if not head:
             with socket.socket(fileno=os.dup(connection.fileno())) as same:
-                patience(same, 0)
+                set_timeout(same, 0)
     except BaseException:
         connection.close()
         raise
-    return Line(connection, address)
+    return NodeConnection(connection, address)
 
 
-def patience(raw: socket.socket, seconds: int) -> None:
+def set_timeout(raw: socket.socket, seconds: int) -> None:
     """How long a read or write may wait; 0: for ever."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         raw.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
-def reach_head(file: Path, seconds: float) -> Line:
-    """A line to the head, which may not have written its file yet; raises Mistake where there is
+def reach_head(file: Path, seconds: float) -> NodeConnection:
+    """A line to the head, which may not have written its file yet; raises UsageError where there is
     none in time."""
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():
-            meeting = Meeting.read(file)
+            meeting = Rendezvous.read(file)
             here = machine_id() == meeting.machine
             for address in meeting.addresses:
                 if address.startswith("127.") and not here:
@@ -188,7 +188,7 @@ def reach_head(file: Path, seconds: float) -> Line:
                         f" {error or type(error).__name__}"
                     )
         time.sleep(0.2)  # the head writes its file on a shared folder, which tells nobody
-    raise Mistake(f"no head of a run was found within {seconds:g} s: {why}")
+    raise UsageError(f"no head of a run was found within {seconds:g} s: {why}")
 
 
 def _connect(address: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from harness.launch.outcome import Left, Outcome, judge
+from harness.launch.outcome import Outcome, RankOutputs, judge
 from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
@@ -38,7 +38,7 @@ class Trial:
         self.lose, self.heard = lose, heard
         self.nodes, self.specs = list(nodes), list(specs)
         self.cell = specs[0].cell
-        self.left = Left()
+        self.left = RankOutputs()
         self.lost: list[str] = []
         self.open: dict[Any, Node] = {}
         """Who was told to run and has not answered."""

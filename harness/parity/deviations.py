@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.strategy.job import Exposed
+from harness.strategy.job import TrainState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def whole_parameters(exposed: Exposed) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Each parameter of this rank's model by its plain name, whole and in the workload's own
     layout.
 
@@ -33,7 +33,7 @@ def whole_parameters(exposed: Exposed) -> Iterator[tuple[str, Tensor]]:
     gives only its own.
     """
     named: Iterator[tuple[str, Any]] = (
-        exposed.gather() if exposed.gather else exposed.model.named_parameters()
+        train_state.gather() if train_state.gather else train_state.model.named_parameters()
     )
     for name, parameter in named:
         tensor: Any = parameter.detach()
@@ -41,12 +41,12 @@ def whole_parameters(exposed: Exposed) -> Iterator[tuple[str, Tensor]]:
             whole: Tensor = tensor.full_tensor()
             tensor = whole
         plain = plain_name(name)
-        restore = exposed.restore.get(plain)
+        restore = train_state.restore.get(plain)
         yield plain, restore(tensor) if restore else tensor
 
 
 def update_deviations(
-    exposed: Exposed, workload: Workload, reference: Reference
+    train_state: TrainState, workload: Workload, reference: Reference
 ) -> dict[str, float]:
     """|parameter - reference| / |reference's update| by tensor, on this rank's parameters.
 
@@ -61,7 +61,7 @@ def update_deviations(
     tied = workload.split.tied if workload.split else {}
     deviations: dict[str, float] = {}
     with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
-        for name, tensor in whole_parameters(exposed):
+        for name, tensor in full_parameters(train_state):
             known = name if name in norms else tied.get(name, name)
             if known in frozen:
                 deviations[name] = 0.0 if digest(tensor) == frozen[known] else math.inf
@@ -73,9 +73,9 @@ def update_deviations(
             if expected.shape != tensor.shape:
                 deviations[name] = math.inf
                 continue
-            gap = workload.meaningful(known, tensor.float()) - workload.meaningful(
-                known, expected.float()
-            )
+            gap = workload.without_zero_gradient(
+                known, tensor.float()
+            ) - workload.without_zero_gradient(known, expected.float())
             distance = float(gap.norm())
             deviations[name] = (
                 0.0 if distance == 0.0 else (distance / norms[known] if norms[known] else math.inf)

@@ -12,13 +12,13 @@ from harness.parity.verdict import (
     HALF_BATCH_NORM,
     PRECISION,
     SPLIT_BATCH_NORM,
-    Verdict,
+    ParityVerdict,
     judge,
     loss_deviations,
     widest,
 )
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Deviation, Layout
+from harness.spec.training import EXACT, Layout, Tolerance
 from harness.strategy.base import Strategy
 from harness.strategy.registry import batch_norm_is_split
 from harness.workloads import Workload, make_workload
@@ -43,10 +43,10 @@ def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None
 
 def allowed_deviation(
     cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
-) -> Deviation:
+) -> Tolerance:
     """What the strategy and the workload declare, and what the precision and a split BatchNorm
     add."""
-    reasons = [strategy.deviation(cell, workload), workload.deviation(cell) or EXACT]
+    reasons = [strategy.tolerance(cell, workload), workload.tolerance(cell) or EXACT]
     if cell.precision in PRECISION:
         reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
     if batch_norm_is_split(strategy, cell, workload, layout):
@@ -57,17 +57,17 @@ def allowed_deviation(
 def verdict_of(
     cell: Cell,
     workload: Workload,
-    allowed: Deviation,
+    allowed: Tolerance,
     losses: Sequence[float | None],
     updates: Sequence[Mapping[str, float]],
     reference_losses: Sequence[float],
     why_not: str,
     noise: Noise | None = None,
-) -> Verdict:
+) -> ParityVerdict:
     """The verdict on a trial by its `losses` at each step and each rank's `updates` (see
     harness/parity/verdict.py); unknown, for the reason `why_not`, without a reference."""
     if not reference_losses:
-        return Verdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
+        return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return judge(
         losses,
         reference_losses,

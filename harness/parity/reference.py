@@ -68,9 +68,9 @@ class Reference:
         save_file(final, Path(self.folder) / f"final.{mine}")
         norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
-            moved = workload.meaningful(name, tensor.float()) - workload.meaningful(
-                name, before[name].detach().float().cpu()
-            )
+            moved = workload.without_zero_gradient(
+                name, tensor.float()
+            ) - workload.without_zero_gradient(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
         (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
         self._write({"losses": losses, "update_norms": norms, "frozen": frozen})

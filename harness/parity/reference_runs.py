@@ -16,7 +16,7 @@ from harness.host.environment import version_of
 from harness.host.gpu import ask, nvml, visible_gpus
 from harness.parity.reference import VERSION, Reference
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
@@ -184,12 +184,12 @@ def activations_of_a_sample(workload: Workload, sequence_length: int) -> int:
 
 
 def limit_bytes() -> int:
-    """Bytes that kept references may fill; raises Mistake for a limit that is no number."""
+    """Bytes that kept references may fill; raises UsageError for a limit that is no number."""
     text = os.environ.get(LIMIT, "")
     try:
         gibibytes = float(text) if text else DEFAULT_LIMIT_GIB
     except ValueError:
-        raise Mistake(
+        raise UsageError(
             f"{LIMIT}={text!r} is not a number of GiB; write it like {LIMIT}=40"
         ) from None
     return int(gibibytes * 2**30)
@@ -199,7 +199,7 @@ def make_room(cells: Iterable[Cell]) -> None:
     """Clears what is kept beyond the limit, least recently used first, never what these cells are
     compared with.
 
-    Raises Mistake where the disk then has too little room for the references that are missing.
+    Raises UsageError where the disk then has too little room for the references that are missing.
     """
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)
@@ -222,7 +222,7 @@ def make_room(cells: Iterable[Cell]) -> None:
         beyond -= kept[folder]
     free = shutil.disk_usage(home).free
     if free < missing:
-        raise Mistake(
+        raise UsageError(
             f"reference runs need {missing / 2**30:.1f} GiB in {home}, where {free / 2**30:.1f} GiB"
             " are free: free some, or let PARALLELISM_BENCH_CACHE name a folder on another disk"
         )

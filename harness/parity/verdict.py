@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.training import EXACT, Deviation
+from harness.spec.training import EXACT, Tolerance
 
 if TYPE_CHECKING:
     pass
@@ -16,29 +16,29 @@ from harness.parity.reference import Noise
 # What a precision costs against the fp32 reference, over at most 20 steps. docs/parity.md has the
 # measured figures.
 PRECISION = {
-    "bf16": Deviation(
+    "bf16": Tolerance(
         2e-3, 0.12, "bf16 keeps 8 bits of mantissa: every product is rounded to 0.4 %"
     ),
-    "fp16": Deviation(
+    "fp16": Tolerance(
         1e-3, 0.05, "fp16 keeps 11 bits of mantissa, gradients are scaled by a power of two"
     ),
 }
 
 
-HALF_BATCH_NORM = Deviation(
+HALF_BATCH_NORM = Tolerance(
     2e-2,
     1.0,
     "BatchNorm divides by statistics of rounded activations, which amplifies the rounding",
 )
 
 
-SPLIT_BATCH_NORM = Deviation(
+SPLIT_BATCH_NORM = Tolerance(
     0.3, 3.0, "BatchNorm normalises each replica's or micro-batch's own samples: another training"
 )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and what
     was allowed."""
 
@@ -80,10 +80,10 @@ def judge(
     reference_losses: Sequence[float],
     updates: Sequence[Mapping[str, float]],
     all_names: Sequence[str],
-    allowed: Deviation,
+    allowed: Tolerance,
     tied: Mapping[str, str] | None = None,
     noise: Noise | None = None,
-) -> Verdict:
+) -> ParityVerdict:
     """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the
     model must be in one.
 
@@ -103,10 +103,10 @@ def judge(
     worst_tensor = max(merged, key=lambda n: merged[n], default=None)
     worst_update = merged[worst_tensor] if worst_tensor is not None else math.inf
 
-    def verdict(word: str, reason: str) -> Verdict:
+    def verdict(word: str, reason: str) -> ParityVerdict:
         finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
         reason = "; ".join(part for part in (reason, beyond(allowed, noise)) if part)
-        return Verdict(
+        return ParityVerdict(
             word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update
         )
 
@@ -136,7 +136,7 @@ def judge(
     return verdict("within tolerance", allowed.reason)
 
 
-def beyond(allowed: Deviation, noise: Noise | None) -> str:
+def beyond(allowed: Tolerance, noise: Noise | None) -> str:
     """Says that the reference's noise alone exceeds what is allowed; empty where it does not."""
     if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
         return ""
@@ -147,19 +147,19 @@ def beyond(allowed: Deviation, noise: Noise | None) -> str:
     )
 
 
-def widest(*deviations: Deviation) -> Deviation:
+def widest(*deviations: Tolerance) -> Tolerance:
     """What is allowed when several reasons to deviate meet: the larger of each, with all
     reasons."""
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
-    return Deviation(
+    return Tolerance(
         max(d.loss for d in loose),
         max(d.update for d in loose),
         "; ".join(dict.fromkeys(d.reason for d in loose)),
     )
 
 
-def as_row(verdict: Verdict) -> dict[str, Any]:
+def as_row(verdict: ParityVerdict) -> dict[str, Any]:
     """Column names and values of a verdict."""
     return {f"parity_{name}": value for name, value in asdict(verdict).items()}

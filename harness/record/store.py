@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.record.schema import arrow_schema
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,12 +60,12 @@ class Store:
         self.folder = Path(folder)
 
     def require_writable(self) -> None:
-        """Raises Mistake where nothing can be written; leaves nothing behind."""
+        """Raises UsageError where nothing can be written; leaves nothing behind."""
         nearest = self.folder
         while not nearest.exists():
             nearest = nearest.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise Mistake(
+            raise UsageError(
                 f"results folder {str(self.folder)!r} cannot be written; choose another with"
                 " --results DIR"
             )
@@ -115,17 +115,17 @@ class Store:
         return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """The tables of these runs, or of all. Raises Mistake for a run that is not there."""
+        """The tables of these runs, or of all. Raises UsageError for a run that is not there."""
         known = self.run_ids()
         if not known:
-            raise Mistake(
+            raise UsageError(
                 f"no runs in results folder {str(self.folder)!r}; make one with: python -m bench"
                 " run --matrix smoke"
             )
         wanted = known if run_ids is None else list(run_ids)
         for run_id in wanted:
             if run_id not in known:
-                raise Mistake(
+                raise UsageError(
                     f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
                     f" {', '.join(known[-5:])}"
                 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.parity.reference_runs import CONTEXT_BYTES
 from harness.spec.cell import Cell
 from harness.strategy.formulas import model_states
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 
@@ -25,7 +25,7 @@ def device_bytes(cell: Cell) -> float:
     from harness.workloads.activations import activation_bytes
 
     workload = make_workload(cell.workload)
-    strategy, layout = admit(cell, workload)
+    strategy, layout = validate(cell, workload)
     facts = model_facts(workload, cell.sequence_length)
     states = strategy.states(cell, layout, facts) or model_states(cell, facts)
     samples = max(1, cell.global_batch // cell.micro_batches)

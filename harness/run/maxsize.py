@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from harness.host.cache import cache_folder
-from harness.launch.launcher import Launches
+from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import Plan
@@ -204,7 +204,9 @@ class Search:
             return False
         return True
 
-    def _search(self, launcher: Launches, cell: Cell, predicted: int | None, budget: int) -> None:
+    def _search(
+        self, launcher: LauncherProtocol, cell: Cell, predicted: int | None, budget: int
+    ) -> None:
         """All probes of one strategy, then the trial at the size found that is compared with a
         reference run."""
         step = parameters_of(sized(cell, 2)) - parameters_of(cell)
@@ -222,7 +224,7 @@ class Search:
         except Stopped:
             return
 
-    def _fits(self, launcher: Launches, cell: Cell) -> bool:
+    def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
         """Whether a probe trains. One that fails twice in another way is too large if it trains
         without the limit; else Stopped.
 
@@ -238,7 +240,7 @@ class Search:
             raise Stopped(status)
         return status == "ok"
 
-    def _status(self, launcher: Launches, cell: Cell, trial: int) -> str:
+    def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
         """Status of a probe or of the verified trial, launched unless it is known; what fails oddly
         gets a second try."""
         known = self._known.setdefault((cell.id, trial), [])
@@ -260,7 +262,7 @@ class Search:
                 raise KeyboardInterrupt
         return known[-1]
 
-    def _verified(self, launcher: Launches, cell: Cell, key: TrialKey) -> dict[str, Any]:
+    def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> dict[str, Any]:
         """The trial against a reference run of the same size without the limit, whose parameters
         are not kept."""
         if 24 * parameters_of(cell) > psutil.virtual_memory().available:

@@ -17,7 +17,7 @@ from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
 from harness.spec.cell import Cell
-from harness.strategy.registry import admit, make_strategy
+from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
@@ -35,7 +35,7 @@ class PreparedTrial:
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
         """GPUs of the first node that it uses."""
         self.workload = make_workload(cell.workload)
-        self.strategy, self.layout = admit(cell, self.workload)
+        self.strategy, self.layout = validate(cell, self.workload)
         more = {
             "reference": self.known.folder if self.known else None,
             "max_restarts": self.strategy.max_restarts,

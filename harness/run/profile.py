@@ -1,4 +1,4 @@
-"""Launches that explain a cell, and the row of what their ranks answer."""
+"""LauncherProtocol that explain a cell, and the row of what their ranks answer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from harness.launch.launcher import Launches
+from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.breakdown import own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
 from harness.record.profile import COMPONENTS, SPLIT
 from harness.spec.cell import Cell
 from harness.spec.training import Layout, States
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.worker.profile import explained_cell
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.activations import activation_bytes
@@ -24,14 +24,14 @@ from harness.workloads.counts import model_facts
 
 
 def explain_cell(
-    launcher: Launches, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
+    launcher: LauncherProtocol, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
 ) -> dict[str, Any]:
-    """Launches a cell once more, not as a trial; returns its row.
+    """LauncherProtocol a cell once more, not as a trial; returns its row.
 
     `traces`: folder for a trace of each rank.
     """
     workload = make_workload(cell.workload)
-    strategy, layout = admit(cell, workload)
+    strategy, layout = validate(cell, workload)
     looked_at = explained_cell(cell)
     outcome = launcher.run(
         looked_at,

@@ -20,7 +20,7 @@ from harness.host.gpu_state import as_json, use_of
 from harness.launch.outcome import Outcome
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
-from harness.parity.verdict import Verdict, as_row
+from harness.parity.verdict import ParityVerdict, as_row
 from harness.record.nodes import distinct_cores, shared_machine
 from harness.record.schema import VERSION
 from harness.record.store import TrialKey
@@ -278,7 +278,7 @@ def trial_row(
     outcome: Outcome,
     facts: ModelFacts,
     fingerprint: str,
-    verdict: Verdict | None,
+    verdict: ParityVerdict | None,
     reference_losses: Sequence[float],
     peak_flops: float | None,
     bubble: float | None,

@@ -15,8 +15,8 @@ from harness.analysis.summary import too_wide
 from harness.host.environment import environment, gpus
 from harness.host.gpu_state import GpuLook
 from harness.host.peaks import peak_flops_per_second
-from harness.launch.interleaved import Ring
-from harness.launch.launcher import Launcher, Launches
+from harness.launch.interleaved import InterleavedLauncher
+from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.bubble import bubble_fraction
 from harness.measure.load import Idle
@@ -63,7 +63,7 @@ class Runner:
 
     store: Store
     plan: Plan
-    launcher: Callable[[Sequence[str]], Launches] = Launcher
+    launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
@@ -113,7 +113,7 @@ class Runner:
         return todo
 
     def make_room(self) -> None:
-        """Raises Mistake where the disk has too little room for the reference runs that are
+        """Raises UsageError where the disk has too little room for the reference runs that are
         missing; nothing is recorded then."""
         make_room(_compared([cell for _, cell, _ in self.open_trials()]))
 
@@ -149,7 +149,7 @@ class Runner:
                 " train by turns"
             )
         with (
-            contextlib.closing(Ring(packages(wanted), len(self.cells)))
+            contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
             if self.plan.by_turns
             else contextlib.nullcontext()
         ) as ring:
@@ -187,7 +187,7 @@ class Runner:
 
     def _trials(
         self,
-        launcher: Launches,
+        launcher: LauncherProtocol,
         references: dict[str, Reference],
         todo: Sequence[Todo],
         watcher: Watcher,
@@ -197,7 +197,7 @@ class Runner:
             now = [one for one in group if self._is_launched(*one, watcher)]
             for position, cell, key in now:
                 watcher.trial_started(cell, key.trial, position)
-            if isinstance(launcher, Ring):
+            if isinstance(launcher, InterleavedLauncher):
                 rows = self._by_turns(launcher, now, references, watcher.step)
             else:
                 rows = [
@@ -257,20 +257,20 @@ class Runner:
                 return False
         return True
 
-    def start(self, cells: Sequence[Cell]) -> Launches:
+    def start(self, cells: Sequence[Cell]) -> LauncherProtocol:
         """A launcher whose fork server holds what these cells need."""
         return self.launcher(packages(cells))
 
     def one(
         self,
-        launcher: Launches,
+        launcher: LauncherProtocol,
         cell: Cell,
         key: TrialKey,
         position: int,
         reference: Reference | None,
         heard: Callable[[int, float], None],
     ) -> dict[str, Any]:
-        """Launches, judges and records one trial; returns its row.
+        """LauncherProtocol, judges and records one trial; returns its row.
 
         Without a reference its parity stays unknown.
         """
@@ -285,7 +285,7 @@ class Runner:
 
     def _by_turns(
         self,
-        ring: Ring,
+        ring: InterleavedLauncher,
         todo: Sequence[Todo],
         references: dict[str, Reference],
         heard: Callable[[int, float], None],
@@ -356,7 +356,7 @@ class Runner:
         return row
 
     def _references(
-        self, launcher: Launches, cells: Sequence[Cell], watcher: Watcher
+        self, launcher: LauncherProtocol, cells: Sequence[Cell], watcher: Watcher
     ) -> dict[str, Reference]:
         """The reference of every cell; runs those that are not kept from before."""
         found: dict[str, Reference] = {}
@@ -397,7 +397,7 @@ class Runner:
                     reference.note(noise)
         return found
 
-    def _reference_run(self, launcher: Launches, cell: Cell, **more: Any) -> Outcome:
+    def _reference_run(self, launcher: LauncherProtocol, cell: Cell, **more: Any) -> Outcome:
         """Runs a reference's cell; raises KeyboardInterrupt where the user stopped it."""
         data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
         if cell.device == "cuda":

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-class Mistake(Exception):
+class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
     Exit code 2.
@@ -24,7 +24,7 @@ class Unavailable(Exception):
     missing here."""
 
 
-def complaint(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     """The first thing that pydantic found wrong: where, what, and what was given."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])

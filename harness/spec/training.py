@@ -58,7 +58,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Tolerance:
     """How far a strategy's training may be from the reference, and why."""
 
     loss: float
@@ -71,7 +71,7 @@ class Deviation:
 
 # Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks): see docs/parity.md for
 # the figures.
-EXACT = Deviation(
+EXACT = Tolerance(
     loss=1e-5, update=1e-3, reason="the same training; only the order of additions differs"
 )
 
@@ -115,7 +115,7 @@ class States:
 StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
-Held = tuple[StateKind, str, "Tensor | int"]
+Retained = tuple[StateKind, str, "Tensor | int"]
 """Kind, name, and the tensor that is kept (or its bytes, where the library shows only those)."""
 
 

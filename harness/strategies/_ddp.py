@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.spec.training import Held
+from harness.spec.training import Retained
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-def ddp_buckets(model: DistributedDataParallel) -> Iterator[Held]:
+def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
     """DDP's gradient buckets, which live in C++ and are known by their sizes only."""
     data = model._get_ddp_logging_data()
     sizes = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Unavailable
-from harness.spec.training import Held, Layout, States
+from harness.spec.training import Layout, Retained, States
 from harness.strategies._deepspeed import ALIGNED_BYTES, SWAPPED_BYTES, Place
 from harness.strategy.formulas import all_reduced, passed_once
 
@@ -24,7 +24,7 @@ _CAP_IPC_LOCK = 14
 """Its bit in a process's capabilities (linux/capability.h)."""
 
 
-def held_by_engine(engine: Any) -> Iterator[Held]:
+def held_by_engine(engine: Any) -> Iterator[Retained]:
     """Every tensor that engine and optimizer keep, the owner of a storage before its views."""
     for name, buffer in engine.module.named_buffers():
         yield "library", f"model buffer {name}", buffer
@@ -53,8 +53,9 @@ def held_by_engine(engine: Any) -> Iterator[Held]:
 
 
 def engine_waits(engine: Any) -> list[tuple[Any, str, Literal["offload", "optimizer"]]]:
-    """For Exposed: DeepSpeed's update around the optimizer's own, and where it waits for its reads
-    and writes of a disk."""
+    """For TrainState: DeepSpeed's update around the optimizer's own, and where it waits for its
+    reads and writes of a disk.
+    """
     zero = engine.optimizer
     named: list[tuple[Any, str, Literal["offload", "optimizer"]]] = [(zero, "step", "optimizer")]
     swapper = next(
@@ -87,14 +88,14 @@ def engine_waits(engine: Any) -> list[tuple[Any, str, Literal["offload", "optimi
     return named
 
 
-def _masters(masters: Sequence[Any]) -> Iterator[Held]:
+def _masters(masters: Sequence[Any]) -> Iterator[Retained]:
     for master in masters:
         yield "library", "fp32 master partition", master
         if master.grad is not None:
             yield "gradients", "fp32 gradient partition", master.grad
 
 
-def _stages_1_and_2(zero: Any) -> Iterator[Held]:
+def _stages_1_and_2(zero: Any) -> Iterator[Retained]:
     for flat in zero.bit16_groups_flat:
         yield "parameters", "flat parameters", flat
     yield from _masters(zero.single_partition_of_fp32_groups)
@@ -113,7 +114,7 @@ def _stages_1_and_2(zero: Any) -> Iterator[Held]:
         )
 
 
-def _stage_3(engine: Any, zero: Any) -> Iterator[Held]:
+def _stage_3(engine: Any, zero: Any) -> Iterator[Retained]:
     for flat in (*zero.fp16_partitioned_groups_flat, *zero.param_groups_fp16_flat_cpu_memory):
         if flat is not None:
             yield "parameters", "flat parameter partitions", flat
@@ -136,7 +137,7 @@ def _stage_3(engine: Any, zero: Any) -> Iterator[Held]:
             yield "library", "swap buffers of the optimizer", buffer
 
 
-def whole_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """The module's parameters by name, whole; their fp32 masters where there are any.
 
     Called on all ranks together.

@@ -159,8 +159,9 @@ def meeting(job: Job) -> Iterator[None]:
 
 
 def shown() -> dict[str, Any]:
-    """What Exposed has to know of functions that torch's profiler cannot see: Horovod's own threads
-    send, and synchronize waits."""
+    """What TrainState has to know of functions that torch's profiler cannot see: Horovod's own
+    threads send, and synchronize waits.
+    """
     import horovod.torch.optimizer as module
 
     sends = [

@@ -86,7 +86,7 @@ def confirmations(workers: int) -> None:
 
 
 def waits() -> list[tuple[Any, str, Literal["communication"]]]:
-    """Where worker and server wait for each other, for Exposed: RPC's threads are not
+    """Where worker and server wait for each other, for TrainState: RPC's threads are not
     torch.distributed's."""
     from torch.distributed import rpc
 

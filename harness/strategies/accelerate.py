@@ -13,7 +13,7 @@ import yaml
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate import make_accelerator, pretend_gpus, verify
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings, launch_config
 from harness.strategies._ddp import ddp_buckets
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
 
 PROGRAM = Path(sys.executable).with_name("accelerate")
-FSDP2_HALF = Deviation(
+FSDP2_HALF = Tolerance(
     5e-2,
     1.0,
     "Accelerate has FSDP2 compute and reduce gradients in bf16, the residual stream and the"
@@ -98,9 +98,9 @@ class Accelerate(Strategy):
                 )
             self.zero.check(cell, workload)
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.zero:
-            return self.zero.deviation(cell, workload)
+            return self.zero.tolerance(cell, workload)
         return FSDP2_HALF if self.engine == "fsdp2" and cell.precision != "fp32" else EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -176,9 +176,9 @@ class Accelerate(Strategy):
         whole = job.model()
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         if zero := self.zero:
-            zero.expose(job, model)
+            zero.register(job, model)
         else:
-            job.expose(
+            job.register(
                 model,
                 optimizer,
                 library=(lambda: ddp_buckets(model)) if self.engine == "ddp" else None,

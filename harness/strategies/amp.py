@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Deviation, TrainStep
+from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
 from harness.strategy.step import loss_scaler, own_precision, standard_step
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
 LOST = "weights are half: an update smaller than half a unit in their last place is lost"
 DEVIATIONS = {
-    ("O2", "fp16"): Deviation(1e-3, 0.05, WHOLLY),
-    ("O2", "bf16"): Deviation(5e-2, 1.0, WHOLLY),
-    ("O3", "fp16"): Deviation(4e-3, 0.2, LOST),
-    ("O3", "bf16"): Deviation(4e-2, 2.0, LOST),
+    ("O2", "fp16"): Tolerance(1e-3, 0.05, WHOLLY),
+    ("O2", "bf16"): Tolerance(5e-2, 1.0, WHOLLY),
+    ("O3", "fp16"): Tolerance(4e-3, 0.2, LOST),
+    ("O3", "bf16"): Tolerance(4e-2, 2.0, LOST),
 }
 
 
@@ -49,7 +49,7 @@ class Amp(Strategy):
                 f" with {cell.precision}"
             )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return DEVIATIONS.get((self.opt_level, cell.precision), EXACT)
 
     def setup(self, job: Job) -> TrainStep:
@@ -71,7 +71,7 @@ class Amp(Strategy):
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)
         if not masters:
-            job.expose(model, optimizer)
+            job.register(model, optimizer)
             return standard_step(
                 own_precision(job) if half else job, model, optimizer, no_sync=model.no_sync
             )
@@ -86,7 +86,7 @@ class Amp(Strategy):
                 parameter.detach().copy_(master.detach())
 
         optimizer.register_step_post_hook(copy_back)  # a step that loss scaling skips calls no hook
-        job.expose(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
+        job.register(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
         plain, scaler = own_precision(job), loss_scaler(job)
         return standard_step(
             plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler

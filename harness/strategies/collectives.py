@@ -10,7 +10,7 @@ from pydantic import Field
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Batch, Deviation, Layout, TrainStep
+from harness.spec.training import EXACT, Batch, Layout, Tolerance, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import all_reduced
 from harness.strategy.job import Job
@@ -27,7 +27,7 @@ REASON = (
     " gradients"
 )
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
-LOCAL = {"adamw": Deviation(0.3, 0.75, REASON), "sgd": Deviation(0.3, 1.5, REASON)}
+LOCAL = {"adamw": Tolerance(0.3, 0.75, REASON), "sgd": Tolerance(0.3, 1.5, REASON)}
 
 
 class Collectives(Strategy):
@@ -55,7 +55,7 @@ class Collectives(Strategy):
                 " average=parameters only"
             )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         linear = cell.optimizer == "sgd" and self.period == 1
         return (
             EXACT
@@ -83,7 +83,7 @@ class Collectives(Strategy):
                     tensor /= job.cell.devices
 
         optimizer = job.optimizer(parameters)
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         if self.average == "gradients":
             return standard_step(
                 job, model, optimizer, before_update=lambda: average(p.grad for p in parameters)

@@ -39,7 +39,7 @@ class DataParallel(Strategy):
 
         first = job.model()
         optimizer = job.optimizer(first.parameters())
-        job.expose(first, optimizer)
+        job.register(first, optimizer)
         if job.device.type == "cuda":
             model: Any = torch.nn.DataParallel(
                 in_autocast(job, first), device_ids=list(range(job.cell.devices))

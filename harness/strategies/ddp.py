@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategies._ddp import ddp_buckets
 from harness.strategy.base import Export, Strategy
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
 
 HOOKS = {
-    "fp16": Deviation(1e-3, 0.2, "gradients travel in fp16"),
-    "bf16": Deviation(5e-3, 0.5, "gradients travel in bf16"),
-    "powersgd": Deviation(
+    "fp16": Tolerance(1e-3, 0.2, "gradients travel in fp16"),
+    "bf16": Tolerance(5e-3, 0.5, "gradients travel in bf16"),
+    "powersgd": Tolerance(
         2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
     ),
 }
@@ -77,7 +77,7 @@ class Ddp(Strategy):
         """The size that DDP is told, in MiB."""
         return self.bucket_cap_mb or self._least_bucket(cell, workload) or None
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return HOOKS.get(self.comm_hook, EXACT)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
@@ -118,7 +118,7 @@ class Ddp(Strategy):
         )
         self._compress(model)
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer, library=lambda: ddp_buckets(model))
+        job.register(model, optimizer, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
     def _compress(self, model: DistributedDataParallel) -> None:

@@ -67,7 +67,7 @@ class DdpElastic(Strategy):
             job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
         )
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
         losses = torch.zeros(job.cell.total_steps, device=job.device)  # of this rank, by step
         done, file = 0, job.scratch / "snapshot.pt"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategies import _deepspeed_states as memory
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-HALF = Deviation(
+HALF = Tolerance(
     6e-3,
     0.12,
     "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16",
@@ -95,7 +95,7 @@ class Deepspeed(Strategy):
             cell, facts, self.config(cell, self.layout(cell.devices), facts.sizes, "")
         )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return HALF if cell.precision == "bf16" else EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -158,13 +158,13 @@ class Deepspeed(Strategy):
             "deepspeed.py.j2", {"autocast": False, **more}, file, deepspeed_variables(cell)
         )
 
-    def expose(self, job: Job, engine: Any, **more: Any) -> None:
+    def register(self, job: Job, engine: Any, **more: Any) -> None:
         """Shows an engine to the harness, also one that another library made."""
         named = {
             "states": lambda: memory.held_by_engine(engine),
             "waits": memory.engine_waits(engine),
         }
-        job.expose(
+        job.register(
             engine.module,
             engine.basic_optimizer,
             gather=lambda: self.whole(engine),
@@ -186,7 +186,7 @@ class Deepspeed(Strategy):
             model=model, optimizer=self.optimizer(job, model), config=config
         )
         self.undo_first_step(engine)
-        self.expose(
+        self.register(
             job,
             engine,
             offload_folder=(
@@ -244,4 +244,4 @@ class Deepspeed(Strategy):
 
     def whole(self, engine: Any) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, whole; their fp32 masters where there are any."""
-        return memory.whole_parameters(engine)
+        return memory.full_parameters(engine)

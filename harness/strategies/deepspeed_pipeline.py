@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.spec.cell import Cell
-from harness.spec.training import Batch, Held, Layout, TrainStep
+from harness.spec.training import Batch, Layout, Retained, TrainStep
 from harness.strategies._deepspeed import deepspeed_config, settle
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
@@ -58,7 +58,7 @@ class DeepspeedPipeline(Strategy):
         # to see how long they take.
         instructions = {kind: f.__name__ for kind, f in engine._INSTRUCTION_MAP.items()}
         engine._INSTRUCTION_MAP = {kind: _named(name) for kind, name in instructions.items()}
-        job.expose(
+        job.register(
             stage.model,
             engine.basic_optimizer,
             library=lambda: _buffers(engine),
@@ -94,7 +94,7 @@ class DeepspeedPipeline(Strategy):
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
 
 
-def _buffers(engine: Any) -> Iterator[Held]:
+def _buffers(engine: Any) -> Iterator[Retained]:
     """Activations and their gradients, which the engine keeps until the next batch takes their
     place."""
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Held, Layout, States, TrainStep
+from harness.spec.training import Layout, Retained, States, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.job import Job
@@ -81,7 +81,7 @@ class FairscaleFsdp(Strategy):
             with model.summon_full_params(volatile=True):
                 yield from model.named_parameters()
 
-        def pinned() -> Iterator[Held]:
+        def pinned() -> Iterator[Retained]:
             yield from (
                 ("library", "pinned gradients", p._cpu_grad)
                 for p in model.parameters()
@@ -89,7 +89,7 @@ class FairscaleFsdp(Strategy):
             )
 
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer, gather=gather, library=pinned)
+        job.register(model, optimizer, gather=gather, library=pinned)
         # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
         # the same steps.
         scaler = ShardedGradScaler(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.measure.states import held_by
+from harness.measure.states import retained_by
 from harness.parity.verdict import widest
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Deviation, Held, Layout, States, TrainStep
+from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.job import Job
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-REDUCED = Deviation(1e-3, 0.2, "gradients travel in fp16")
-BROADCAST = Deviation(
+REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
+BROADCAST = Tolerance(
     1e-3,
     0.6,
     "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
@@ -62,7 +62,7 @@ class FairscaleOss(Strategy):
                 " reduce_buffer_size to 0"
             )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return widest(
             EXACT,
             *([REDUCED] if self.reduce_fp16 else []),
@@ -102,7 +102,7 @@ class FairscaleOss(Strategy):
             reduce_buffer_size=self.reduce_buffer_size,
             reduce_fp16=self.reduce_fp16,
         )
-        job.expose(model, optimizer.optim, states=lambda: held(model, optimizer))
+        job.register(model, optimizer.optim, states=lambda: held(model, optimizer))
         scaler = ShardedGradScaler(
             job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
         )
@@ -120,7 +120,7 @@ class FairscaleOss(Strategy):
         model.zero_grad(set_to_none=True)
 
 
-def held(model: Any, optimizer: Any) -> Iterator[Held]:
+def held(model: Any, optimizer: Any) -> Iterator[Retained]:
     """Buckets first: gradients are views of the one kind, parameters of the other."""
     for bucket in model._bucket_list:
         yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
@@ -128,4 +128,4 @@ def held(model: Any, optimizer: Any) -> Iterator[Held]:
         yield from (
             ("parameters", "broadcast buckets of OSS", bucket.buffer) for bucket in device.values()
         )
-    yield from held_by(model, [optimizer.optim])
+    yield from retained_by(model, [optimizer.optim])

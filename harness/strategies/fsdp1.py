@@ -100,7 +100,7 @@ class Fsdp1(Strategy):
                 yield from model.named_parameters()
 
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer, gather=gather)
+        job.register(model, optimizer, gather=gather)
         # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
         # the same steps.
         scaler = ShardedGradScaler(

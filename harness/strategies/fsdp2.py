@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export, fsdp2_settings
 from harness.strategy.base import Export, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-MIXED = Deviation(
+MIXED = Tolerance(
     5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32"
 )
 
@@ -66,7 +66,7 @@ class Fsdp2(Strategy):
                 " NCCL, which cannot; use bf16"
             )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return MIXED if self.mixed_precision else EXACT
 
     @property
@@ -173,7 +173,7 @@ class Fsdp2(Strategy):
 
         optimizer = job.optimizer(model.parameters())
         # Offloaded shards must be on the device to be gathered over its process group.
-        job.expose(
+        job.register(
             model,
             optimizer,
             gather=lambda: ((n, p.detach().to(job.device)) for n, p in model.named_parameters()),

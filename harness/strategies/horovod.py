@@ -15,7 +15,7 @@ from pydantic import Field
 from harness.parity.verdict import widest
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Deviation, Held, Layout, States, TrainStep
+from harness.spec.training import Layout, Retained, States, Tolerance, TrainStep
 from harness.strategies import _horovod
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import all_reduced, model_states
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-HALF = Deviation(1e-4, 0.05, "gradients travel in fp16")
+HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 
 
 class Horovod(Strategy):
@@ -98,14 +98,14 @@ class Horovod(Strategy):
         if lacks := _horovod.missing(self.controller, cell.device):
             raise Unavailable(lacks)
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         """Adasum adds in steps of two ranks, and each of them adds what differs, where the
         reference averages it."""
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)
             reasons.append(
-                Deviation(
+                Tolerance(
                     3e-2 * steps,
                     1.0 * steps,
                     "Adasum adds what differs between the ranks' updates: another training",
@@ -150,7 +150,7 @@ class Horovod(Strategy):
         model = job.model()
         optimizer = self.wrap(job, model)
         over_tcp = self.controller == "gloo" or self.transport == "tcp"
-        job.expose(
+        job.register(
             model,
             optimizer,
             library=lambda: self._buffers(job, optimizer),
@@ -196,7 +196,7 @@ class Horovod(Strategy):
     def _buffer_size(self) -> int:
         return int(self.fusion_threshold_mib * 2**20)
 
-    def _buffers(self, job: Job, optimizer: Any) -> Iterator[Held]:
+    def _buffers(self, job: Job, optimizer: Any) -> Iterator[Retained]:
         yield (
             "library",
             "fusion buffer, as allocated",

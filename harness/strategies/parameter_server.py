@@ -9,7 +9,7 @@ import itertools
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Batch, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.job import Job
@@ -49,11 +49,11 @@ class ParameterServer(Strategy):
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.mode == "synchronous" or cell.devices == 1:
             return EXACT
         lacking = 1 - 1 / cell.devices
-        return Deviation(
+        return Tolerance(
             0.2 * lacking,
             0.5 + 0.25 * lacking,
             "each worker's gradients are applied alone, to parameters that have moved on",
@@ -77,7 +77,7 @@ class ParameterServer(Strategy):
 
         model = job.model()
         optimizer = self.optimizer(job, model) if job.rank == job.layout.data else None
-        job.expose(
+        job.register(
             model,
             *([optimizer] if optimizer else []),
             over_tcp=self.transport == "tcp",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Deviation, TrainStep
+from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
 from harness.strategy.step import standard_step
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
-LOCAL = Deviation(
+LOCAL = Tolerance(
     0.3,
     0.6,
     "after its start step ranks update on their own gradients and average parameters every few"
@@ -49,7 +49,7 @@ class PostLocalSgd(Strategy):
     def cycle(self) -> int:
         return self.period
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return EXACT if self.start_step >= cell.parity_steps or cell.devices == 1 else LOCAL
 
     def setup(self, job: Job) -> TrainStep:
@@ -71,5 +71,5 @@ class PostLocalSgd(Strategy):
         )
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
-        job.expose(model, optimizer.optim)
+        job.register(model, optimizer.optim)
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -30,5 +30,5 @@ class Single(Strategy):
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         return standard_step(job, model, optimizer)

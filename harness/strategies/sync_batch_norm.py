@@ -54,7 +54,7 @@ class SyncBatchNorm(Strategy):
         model = gpu_norm.convert_sync_batchnorm(job.model()) if on_gpu else convert(job.model())
         replica = DistributedDataParallel(model, device_ids=[job.device] if on_gpu else None)
         optimizer = job.optimizer(replica.parameters())
-        job.expose(replica, optimizer)
+        job.register(replica, optimizer)
         return standard_step(job, replica, optimizer)
 
 

@@ -67,7 +67,7 @@ class TensorParallel(Strategy):
             stage, init_device_mesh(job.device.type, (job.layout.tensor,)), self.sequence_parallel
         )
         optimizer = job.optimizer(stage.parameters())
-        job.expose(stage.model, optimizer, restore=restore)
+        job.register(stage.model, optimizer, restore=restore)
         # Split along the sequence, hidden states have their own positions, which the stage knows;
         # else the model's own forward serves.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import Batch, Deviation, Layout, States, TrainStep
+from harness.spec.training import Batch, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate import pretend_gpus, verify
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._ddp import ddp_buckets
@@ -66,8 +66,8 @@ class TransformersTrainer(Strategy):
                 " unshifted labels only; use ddp"
             )
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
-        return self.beneath.deviation(cell, workload)
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        return self.beneath.tolerance(cell, workload)
 
     def stand_in(self, cell: Cell) -> str | None:
         return self.beneath.stand_in(cell)
@@ -89,7 +89,7 @@ class TransformersTrainer(Strategy):
 
         stepped = Stepped(job, script)
         stepped.begin()
-        self.expose(job, made[0])
+        self.register(job, made[0])
         return stepped.step
 
     def trainer(self, stepped: Stepped) -> SteppedTrainer:
@@ -118,14 +118,14 @@ class TransformersTrainer(Strategy):
         verify(job, trainer.accelerator, self.engine == "fsdp2", bool(self.beneath.zero))
         return trainer
 
-    def expose(self, job: Job, trainer: SteppedTrainer) -> None:
+    def register(self, job: Job, trainer: SteppedTrainer) -> None:
         wrapped: Any = trainer.model_wrapped
         optimizer: Any = trainer.optimizer
         if zero := self.beneath.zero:
-            zero.expose(job, wrapped)
+            zero.register(job, wrapped)
         else:
             ddp = hasattr(wrapped, "reducer")  # a single rank's model is not wrapped
-            job.expose(
+            job.register(
                 wrapped, optimizer, library=functools.partial(ddp_buckets, wrapped) if ddp else None
             )
 

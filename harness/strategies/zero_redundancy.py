@@ -56,5 +56,5 @@ class ZeroRedundancy(Strategy):
         optimizer = ZeroRedundancyOptimizer(
             trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
         )
-        job.expose(model, optimizer.optim, library=lambda: ddp_buckets(model))
+        job.register(model, optimizer.optim, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -4,18 +4,20 @@ TrainStep`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from harness import warn_renamed
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
-from harness.spec.training import EXACT, Deviation, Layout, States, TrainStep
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategy.job import Job
 
 
@@ -80,9 +82,13 @@ class Strategy(BaseModel, ABC):
         """Raises Refused or Unavailable, with the reason, for a cell that this strategy cannot
         run."""
 
-    def deviation(self, cell: Cell, workload: Workload) -> Deviation:
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         """How far its training may be from the reference; stricter than EXACT does not exist."""
-        return EXACT
+        former: Callable[[Cell, Workload], Tolerance] | None = getattr(self, "deviation", None)
+        if former is None:
+            return EXACT
+        warn_renamed(f"{type(self).__name__}.deviation", "tolerance")
+        return former(cell, workload)
 
     def stand_in(self, cell: Cell) -> str | None:
         """What it runs instead of the real thing on this device, None where it is the real

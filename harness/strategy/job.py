@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from harness import warn_renamed
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from harness.workloads import Workload
-from harness.spec.training import Batch, Held, Layout
+from harness.spec.training import Batch, Layout, Retained
 
 
 @dataclass
-class Exposed:
+class TrainState:
     """What a strategy shows the harness: looked at before and after the steps, never during a timed
     one."""
 
@@ -37,10 +38,10 @@ class Exposed:
 
     Called on all ranks together.
     """
-    states: Callable[[], Iterable[Held]] | None = None
+    states: Callable[[], Iterable[Retained]] | None = None
     """Everything this rank keeps between steps, where walking model and optimizers does not find it
     or names it wrongly."""
-    library: Callable[[], Iterable[Held]] | None = None
+    library: Callable[[], Iterable[Retained]] | None = None
     """Buffers of the library by name, beside what is found in model and optimizers."""
     offload_folder: Path | None = None
     """Folder of a disk that states are kept on; what is read from and written to the disk is then
@@ -89,7 +90,7 @@ class Job:
     rank, also on one that keeps its model in host memory: the CPU's generator would draw other
     weights than the reference's.
     """
-    exposed: Exposed | None = None
+    train_state: TrainState | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -146,8 +147,19 @@ class Job:
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
 
     def expose(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
-        """Shows the harness the trained module and optimizers (see `Exposed`).
+        """Former name of `register`."""
+        warn_renamed("Job.expose", "register")
+        self.register(model, *optimizers, **more)
+
+    @property
+    def exposed(self) -> TrainState | None:
+        """Former name of `train_state`."""
+        warn_renamed("Job.exposed", "train_state")
+        return self.train_state
+
+    def register(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
+        """Shows the harness the trained module and optimizers (see `TrainState`).
 
         Every strategy calls it once.
         """
-        self.exposed = Exposed(model, optimizers, **more)
+        self.train_state = TrainState(model, optimizers, **more)

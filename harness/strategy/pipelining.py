@@ -157,7 +157,7 @@ def train_step(
     states: Optimizer = getattr(
         optimizer, "optim", optimizer
     )  # ZeroRedundancyOptimizer's are those of the one that it wraps
-    job.expose(
+    job.register(
         nn.ParameterList(pipe.parameters),
         states,
         compute=compute,

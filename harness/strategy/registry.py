@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from harness.host.unbuilt import unbuilt
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused, Unavailable, complaint
+from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
 
@@ -38,7 +38,7 @@ def _load(module_name: str, name: str) -> type[Strategy]:
         and value.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise Mistake(
+        raise UsageError(
             f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for"
             f" {name!r})"
         )
@@ -59,7 +59,7 @@ def strategies() -> dict[str, type[Strategy]]:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
-            raise Mistake(
+            raise UsageError(
                 f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class,"
                 f" it names {point.value!r}"
             )
@@ -68,15 +68,15 @@ def strategies() -> dict[str, type[Strategy]]:
 
 
 def make_strategy(cell: Cell) -> Strategy:
-    """The cell's strategy with its options; raises Mistake for an unknown name or option."""
+    """The cell's strategy with its options; raises UsageError for an unknown name or option."""
     known = strategies()
     if cell.strategy not in known:
-        raise Mistake(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
+        raise UsageError(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
     cls = known[cell.strategy]
     for option in cell.options:
         if option not in cls.model_fields:
             options = ", ".join(cls.model_fields) or "none"
-            raise Mistake(
+            raise UsageError(
                 f"strategy {cell.strategy!r} has no option {option!r}; its options are: {options}"
             )
     usual = {
@@ -91,14 +91,14 @@ def make_strategy(cell: Cell) -> Strategy:
     try:
         return cls(**{**noted, **cell.options})
     except ValidationError as error:
-        raise Mistake(f"strategy {cell.strategy!r}, option {complaint(error)}") from None
+        raise UsageError(f"strategy {cell.strategy!r}, option {first_error(error)}") from None
 
 
 def with_defaults(cell: Cell) -> Cell:
     """The cell with the present defaults of the options that it leaves out: they are part of what
     it measures.
 
-    Raises Mistake.
+    Raises UsageError.
     """
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out})
@@ -142,8 +142,8 @@ def _how(package: str) -> str:
     return INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
 
 
-def admit(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
-    """The strategy and its layout, if the cell can run; raises Mistake, Refused or Unavailable.
+def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
+    """The strategy and its layout, if the cell can run; raises UsageError, Refused or Unavailable.
 
     `here`: on this host; otherwise its packages are not looked for.
     """

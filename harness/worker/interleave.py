@@ -13,7 +13,7 @@ CYCLES_IN_A_TURN = 2
 
 
 @dataclass(frozen=True)
-class Turns:
+class TimeSlices:
     """What a rank is told of them; part of TrialSpec."""
 
     address: str
@@ -22,7 +22,7 @@ class Turns:
     """Timed steps in each; a settling one goes before them."""
 
     @classmethod
-    def of(cls, address: str, cycle: int) -> Turns:
+    def of(cls, address: str, cycle: int) -> TimeSlices:
         """`cycle`: steps after which the strategy's work repeats."""
         return cls(address, CYCLES_IN_A_TURN * cycle)
 

@@ -16,12 +16,12 @@ from harness.measure.energy import Energy
 from harness.measure.gpu_use import RankGpus
 from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
-from harness.measure.states import KINDS, held, state_bytes
+from harness.measure.states import KINDS, retained, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
 from harness.spec.training import Batch, TrainStep
-from harness.strategy.job import Exposed, Job
+from harness.strategy.job import Job, TrainState
 from harness.worker.batches import Batches
 from harness.worker.interleave import Place
 from harness.worker.spec import TrialSpec
@@ -66,7 +66,9 @@ class Loop:
         self.timed = 0
         """Timed steps so far."""
         self.traffic = Traffic(
-            over_tcp=job.device.type == "cpu" and job.exposed is not None and job.exposed.over_tcp
+            over_tcp=job.device.type == "cpu"
+            and job.train_state is not None
+            and job.train_state.over_tcp
         )
         self.gpus = RankGpus(meter.devices)
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
@@ -112,13 +114,13 @@ class Loop:
     def offload(self) -> dict[str, float | None] | None:
         """What travelled to and from the disk per step, and what lies there; None where the
         strategy keeps nothing there."""
-        exposed = self.job.exposed
-        if exposed is None or exposed.offload_folder is None:
+        train_state = self.job.train_state
+        if train_state is None or train_state.offload_folder is None:
             return None
         return {
             "read": self.per_step(self.traffic.disk_read),
             "written": self.per_step(self.traffic.disk_written),
-            "kept": folder_bytes(exposed.offload_folder),
+            "kept": folder_bytes(train_state.offload_folder),
         }
 
     def over(self) -> bool:
@@ -162,11 +164,12 @@ class Loop:
         step that follows it."""
         self.stop_counting()
         self.note_peak()
-        exposed, workload = self.job.exposed, self.job.workload
-        assert exposed is not None
-        self.dtypes = dtypes_of(exposed)
+        train_state, workload = self.job.train_state, self.job.workload
+        assert train_state is not None
+        self.dtypes = dtypes_of(train_state)
         kept = state_bytes(
-            itertools.chain(held(exposed), workload.held(exposed.model)), self.job.device.type
+            itertools.chain(retained(train_state), workload.held(train_state.model)),
+            self.job.device.type,
         )
         self.states = {
             "state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")},
@@ -176,11 +179,11 @@ class Loop:
             if self.spec.reference_output:
                 initial = workload.build(self.job.cell.seed, self.job.device)
                 Reference(self.spec.reference_output).save(
-                    workload, exposed.model, initial, [row["loss"] for row in self.rows]
+                    workload, train_state.model, initial, [row["loss"] for row in self.rows]
                 )
             if self.spec.reference:
                 self.deviations = update_deviations(
-                    exposed, workload, Reference(self.spec.reference)
+                    train_state, workload, Reference(self.spec.reference)
                 )
         self.meter.reset()
         self.settling = True
@@ -190,7 +193,7 @@ def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
 
 
-def dtypes_of(exposed: Exposed) -> dict[str, Any]:
+def dtypes_of(train_state: TrainState) -> dict[str, Any]:
     """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements
     this rank holds."""
     import torch
@@ -201,10 +204,10 @@ def dtypes_of(exposed: Exposed) -> dict[str, Any]:
             {str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)}
         )
 
-    parameters = list(exposed.model.parameters())
+    parameters = list(train_state.model.parameters())
     state = [
         v
-        for o in exposed.optimizers
+        for o in train_state.optimizers
         for s in o.state.values()
         if isinstance(s, dict)
         for k, v in s.items()
@@ -225,11 +228,11 @@ def dtypes_of(exposed: Exposed) -> dict[str, Any]:
 
 def busy_share(loop: Loop) -> float | None:
     """This rank's busy share, in a pass of its own after everything that is timed."""
-    exposed = loop.job.exposed
-    assert exposed is not None
-    if not exposed.compute:
+    train_state = loop.job.train_state
+    assert train_state is not None
+    if not train_state.compute:
         return None
     index = loop.job.cell.total_steps
     return busy_fraction(
-        lambda: (loop.step(loop.fetch(index)), None)[1], exposed.compute, loop.synchronize
+        lambda: (loop.step(loop.fetch(index)), None)[1], train_state.compute, loop.synchronize
     )

@@ -26,7 +26,7 @@ from harness.spec.cell import Cell
 from harness.worker.spec import answer_file, write_json
 
 if TYPE_CHECKING:
-    from harness.strategy.job import Exposed
+    from harness.strategy.job import TrainState
     from harness.worker.loop import Loop
 
 PLAIN_STEPS = 5
@@ -63,21 +63,21 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
 
     `traces`: folder that its trace is written to as rankN.json.gz.
     """
-    cell, exposed = loop.job.cell, loop.job.exposed
-    assert exposed is not None
+    cell, train_state = loop.job.cell, loop.job.train_state
+    assert train_state is not None
     indices = iter(range(cell.total_steps))
     for _ in range(cell.warmup_steps + PLAIN_STEPS):
         loop.one(next(indices))
     loop.stop_counting()
-    profiled = _profiled(loop, exposed, indices, traces)
-    calls, sees = _counted(loop, exposed, next(indices))
+    profiled = _profiled(loop, train_state, indices, traces)
+    calls, sees = _counted(loop, train_state, next(indices))
     found = {
         "plain_seconds": [row["step_seconds"] for row in loop.rows if row["phase"] == "timed"],
         "profiled": profiled,
         "calls": calls,
         "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
         "wire": (
-            "ring" if loop.job.device.type == "cuda" else exposed.wire
+            "ring" if loop.job.device.type == "cuda" else train_state.wire
         ),  # NCCL's algorithms, which move what rings do
         "memory": None,
         "memory_reason": (
@@ -94,7 +94,7 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
     loop.meter.reset()
     try:
         split = peak_split(
-            exposed, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
+            train_state, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
         )
     except Exception as error:
         # The other ranks wait for this one in the middle of a step: its end frees them, and what
@@ -113,16 +113,18 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
     }
 
 
-def _counted(loop: Loop, exposed: Exposed, index: int) -> tuple[list[list[Any]] | None, bool]:
+def _counted(
+    loop: Loop, train_state: TrainState, index: int
+) -> tuple[list[list[Any]] | None, bool]:
     """(operation, bytes, group size, count) of a step's collectives, None where they cannot be
     seen; whether any operator was."""
     import torch.distributed as dist
 
     calls: Counter[Call] = Counter()
     batch, processes, seen = loop.fetch(index), loop.job.layout.processes, [0]
-    with _sends(exposed, processes, calls), counting(calls, seen):
+    with _sends(train_state, processes, calls), counting(calls, seen):
         loop.step(batch)
-    other_means = processes > 1 and not (dist.is_initialized() or exposed.collectives)
+    other_means = processes > 1 and not (dist.is_initialized() or train_state.collectives)
     known = bool(seen[0]) and not other_means
     return (
         [[c.operation, c.tensor_bytes, c.group_size, count] for c, count in sorted(calls.items())]
@@ -132,7 +134,7 @@ def _counted(loop: Loop, exposed: Exposed, index: int) -> tuple[list[list[Any]] 
 
 
 def _profiled(
-    loop: Loop, exposed: Exposed, indices: Iterator[int], traces: str | None
+    loop: Loop, train_state: TrainState, indices: Iterator[int], traces: str | None
 ) -> list[dict[str, float | None]]:
     """The components of each profiled step, its time by the clock with them."""
     import torch
@@ -143,7 +145,7 @@ def _profiled(
     everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     took: list[float] = []
     with (
-        _named(exposed),
+        _named(train_state),
         _waits(),
         profile(
             activities=activities, record_shapes=True, experimental_config=everyone
@@ -185,7 +187,7 @@ def _profiled(
             {
                 "step": seconds,
                 **parts,
-                "overlapped": None if exposed.collectives else parts["overlapped"],
+                "overlapped": None if train_state.collectives else parts["overlapped"],
             }
         )
     return found
@@ -282,10 +284,10 @@ def _marked(component: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _named(exposed: Exposed) -> Iterator[None]:
+def _named(train_state: TrainState) -> Iterator[None]:
     """The methods that the strategy names, marked with their component."""
     with contextlib.ExitStack() as stack:
-        for owner, name, component in exposed.waits:
+        for owner, name, component in train_state.waits:
             stack.enter_context(replaced(owner, name, functools.partial(_marked, component)))
         yield
 
@@ -310,7 +312,7 @@ def _waits() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sends(exposed: Exposed, processes: int, calls: Counter[Call]) -> Iterator[None]:
+def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
     """Counts the collectives that a library calls without torch.distributed, where the strategy
     names its functions."""
 
@@ -322,6 +324,6 @@ def _sends(exposed: Exposed, processes: int, calls: Counter[Call]) -> Iterator[N
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name, operation in exposed.collectives:
+        for owner, name, operation in train_state.collectives:
             stack.enter_context(replaced(owner, name, functools.partial(counted, operation)))
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.cell import Cell
-from harness.worker.interleave import Turns
+from harness.worker.interleave import TimeSlices
 from harness.workloads import DataSource
 
 
@@ -35,7 +35,7 @@ class TrialSpec:
     harness/worker/profile.py)."""
     traces: str | None = None
     """Folder for the traces of such a launch."""
-    turns: Turns | None = None
+    turns: TimeSlices | None = None
     """How this launch trains by turns with others; None: alone."""
     node: int = 0
     """Which of the cell's nodes this is."""

@@ -78,7 +78,7 @@ def run_rank(spec: TrialSpec) -> None:
     rank = int(os.environ["RANK"])
     _prepare_process(spec, rank)
     answer: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "entered_at": time.time()}
-    standing = Standing()
+    standing = RankProgress()
     try:
         answer |= _train(spec, rank, standing)
         answer["status"] = "ok"
@@ -88,7 +88,7 @@ def run_rank(spec: TrialSpec) -> None:
         answer |= failure(error)
         if answer["status"] == "out_of_memory" and standing.meter:
             answer |= shortage(
-                error, standing.meter, standing.job.exposed if standing.job else None
+                error, standing.meter, standing.job.train_state if standing.job else None
             )
         traceback.print_exc()
         _flush()
@@ -99,7 +99,7 @@ def run_rank(spec: TrialSpec) -> None:
 
 
 @dataclass
-class Standing:
+class RankProgress:
     """How far a rank has come: what it can still be asked when it fails."""
 
     meter: MemoryMeter | None = None
@@ -211,7 +211,7 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
+def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -260,9 +260,9 @@ def _train(spec: TrialSpec, rank: int, standing: Standing) -> dict[str, Any]:
         weights_device=torch.device("cuda", 0) if serves and cell.device == "cuda" else device,
     )
     step = strategy.setup(job)
-    if job.exposed is None:
+    if job.train_state is None:
         raise RuntimeError(
-            f"strategy {cell.strategy!r} did not call job.expose(model, optimizer) in setup"
+            f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
         )
     _KEPT.extend([job, step])
     setup_seconds = time.perf_counter() - begin

@@ -66,5 +66,5 @@ FAMILY = Family(
         "num_labels": 10,
     },
     split=BertSplit(),
-    meaningful=_meaningful,
+    without_zero_gradient=_meaningful,
 )

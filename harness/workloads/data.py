@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,11 +98,11 @@ class DataSource:
 
 @functools.cache
 def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSource:
-    """Reads, tokenises and caches a dataset for a workload; raises Mistake where the data is not
+    """Reads, tokenises and caches a dataset for a workload; raises UsageError where the data is not
     usable."""
     if workload.kind == "image":
         if name not in ("stdlib", "images"):
-            raise Mistake(
+            raise UsageError(
                 f"data {name!r}: image workload {workload.name} takes generated images only; use"
                 " data: images"
             )
@@ -120,7 +120,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
             workload.num_labels,
         )
     if workload.max_tokens and sequence_length > workload.max_tokens:
-        raise Mistake(
+        raise UsageError(
             f"sequence_length {sequence_length} is longer than the {workload.max_tokens} positions"
             f" of {workload.name}"
         )
@@ -149,7 +149,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
     ranges = tuple((a, b) for a, b in facts["ranges"])
     short = min((b - a for a, b in ranges), default=0)
     if short < sequence_length + 2:
-        raise Mistake(
+        raise UsageError(
             f"data {name!r}: {short} tokens are too few for sequence_length {sequence_length}; it"
             f" needs {sequence_length + 2}"
         )
@@ -177,7 +177,7 @@ def _encoder(workload: Workload) -> tuple[Any, str]:
                 f"tokenizer of {workload.pretrained}",
             )
     if workload.vocabulary < 256:
-        raise Mistake(
+        raise UsageError(
             f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes"
             " and it brings no tokenizer; 256 would do"
         )
@@ -192,15 +192,15 @@ def _texts(name: str, workload: Workload) -> tuple[Any, str]:
     if name == "stdlib":
         return (lambda: _stdlib(workload.num_labels if labelled else 0)), sys.version
     if kind not in ("text", "parquet", "hf") or not where:
-        raise Mistake(
+        raise UsageError(
             f"unknown data {name!r}; use stdlib, images, text:FILE, parquet:FILE or hf:DATASET"
         )
     if kind != "hf" and not Path(where).is_file():
-        raise Mistake(f"data {name!r}: there is no file {where!r}")
+        raise UsageError(f"data {name!r}: there is no file {where!r}")
     mark = "" if kind == "hf" else str(Path(where).stat().st_mtime_ns)
     if kind == "text":
         if labelled:
-            raise Mistake(
+            raise UsageError(
                 f"data {name!r} has no labels, which {workload.name} needs; use parquet:FILE with"
                 " columns text and label"
             )
@@ -244,7 +244,7 @@ def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
     try:
         table = pq.read_table(where)
     except (OSError, pa.ArrowInvalid) as error:
-        raise Mistake(
+        raise UsageError(
             f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}"
         ) from None
     return _columns(
@@ -256,20 +256,22 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
     try:
         import datasets
     except ImportError:
-        raise Mistake(
+        raise UsageError(
             f"data {name!r} needs the package datasets: pip install 'parallelism-bench[datasets]'"
         ) from None
     try:
         loaded = datasets.load_dataset(where, split="train")
     except Exception as error:  # the library raises its own, urllib's and the file system's errors
-        raise Mistake(f"data {name!r} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise UsageError(
+            f"data {name!r} could not be loaded: {str(error).splitlines()[0]}"
+        ) from None
     return _columns(name, loaded.column_names, lambda column: list(loaded[column]), labelled)
 
 
 def _columns(name: str, present: Iterable[str], read: Any, labelled: bool) -> Rows:
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:
-            raise Mistake(
+            raise UsageError(
                 f"data {name!r} has no column {column!r}; its columns are: {', '.join(present)}"
             )
     return read("text"), read("label") if labelled else None
@@ -281,7 +283,7 @@ def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
         yield "\n".join(texts).encode()
         return
     if min(labels, default=-1) < 0 or max(labels) >= num_labels:
-        raise Mistake(
+        raise UsageError(
             f"data {name!r}: labels must be 0 to {num_labels - 1}, found {min(labels, default=-1)}"
             f" to {max(labels, default=-1)}"
         )

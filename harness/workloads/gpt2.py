@@ -126,5 +126,5 @@ FAMILY = Family(
         "eos_token_id": None,
     },
     split=Gpt2Split(),
-    meaningful=_meaningful,
+    without_zero_gradient=_meaningful,
 )

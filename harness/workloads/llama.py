@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.workloads.workload import Family, Split
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _sized(hidden: int, layers: int) -> dict[str, Any]:
     """Heads of 64 and Llama's feed-forward of 8/3 hidden, so that one block more is always the same
     step in size."""
     if hidden % 64:
-        raise Mistake(
+        raise UsageError(
             f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size"
             " of a head"
         )

@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     pass
@@ -46,7 +46,7 @@ def split_name(name: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """The workload of this name, with its suffixes (`llama-mini+lora`); raises Mistake for an
+    """The workload of this name, with its suffixes (`llama-mini+lora`); raises UsageError for an
     unknown one."""
     base, suffixes = split_name(name)
     if suffixes:
@@ -60,7 +60,7 @@ def make_workload(name: str) -> Workload:
     known = family.size(size) if family else None
     if family is None or known is None:
         known_names = ", ".join(workload_names())
-        raise Mistake(
+        raise UsageError(
             f"unknown workload {name!r}; known are {known_names}, llama-HIDDENxBLOCKS,"
             " hf:PATH_OR_ID, and these with +SUFFIX"
         )
@@ -80,7 +80,7 @@ def make_workload(name: str) -> Workload:
         split=family.split,
         block_path=family.split.blocks if family.split else "",
         batch_norm=family.batch_norm,
-        meaningful=family.meaningful,
+        without_zero_gradient=family.without_zero_gradient,
     )
 
 
@@ -92,7 +92,7 @@ def _from_hub(name: str) -> Workload:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: no model config at {path!r} ({said}); give a folder with"
             " config.json or a hub id"
         ) from None
@@ -102,7 +102,7 @@ def _from_hub(name: str) -> Workload:
     elif architecture.endswith("ForSequenceClassification"):
         kind = "classification"
     else:
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal"
             " language model nor a sequence classification model; give one whose config.json names"
             " a ...ForCausalLM or ...ForSequenceClassification"
@@ -122,5 +122,7 @@ def _from_hub(name: str) -> Workload:
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         split=family.split if family and same else None,
         block_path=family.split.blocks if family and same and family.split else "",
-        meaningful=family.meaningful if family and same else (lambda name, tensor: tensor),
+        without_zero_gradient=family.without_zero_gradient
+        if family and same
+        else (lambda name, tensor: tensor),
     )

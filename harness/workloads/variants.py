@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused
-from harness.spec.training import Deviation, Held
+from harness.spec.errors import Refused, UsageError
+from harness.spec.training import Retained, Tolerance
 from harness.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -56,18 +56,18 @@ VIRTUAL_TOKENS = 16
 _QUANTISED = ("int8", "nf4")
 _PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
 _HALF = {
-    "bf16": Deviation(
+    "bf16": Tolerance(
         5e-3,
         0.4,
         "sums in another order are rounded to bf16's 8 bits, and a small update is lost or not",
     ),
-    "fp16": Deviation(
+    "fp16": Tolerance(
         1e-3,
         0.12,
         "sums in another order are rounded to fp16's 11 bits, and a small update is lost or not",
     ),
 }
-_INT8_ON_GPU = Deviation(
+_INT8_ON_GPU = Tolerance(
     1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"
 )
 
@@ -120,7 +120,7 @@ class Varied(Workload):
             " that does not split the model"
         )
 
-    def deviation(self, cell: Cell) -> Deviation | None:
+    def tolerance(self, cell: Cell) -> Tolerance | None:
         if self.storage == "int8" and cell.device == "cuda":
             return _INT8_ON_GPU
         return _HALF.get(self.storage or "")
@@ -163,7 +163,7 @@ class Varied(Workload):
             logits[:, VIRTUAL_TOKENS:] if self.adapter in _PROMPTS else logits
         )  # virtual tokens come first and predict nothing
 
-    def held(self, model: nn.Module) -> Iterator[Held]:
+    def held(self, model: nn.Module) -> Iterator[Retained]:
         names = {"int8": "scales of int8 weights", "nf4": "scales of nf4 weights"}
         for module in model.modules() if self.storage in _QUANTISED else ():
             weight = getattr(module, "weight", None)
@@ -205,41 +205,41 @@ def _quantised_bytes(elements: int, rows: int, storage: str) -> tuple[int, int]:
 
 
 def vary(base: Workload, suffixes: Iterable[str]) -> Varied:
-    """The variant of these suffixes; raises Mistake where they mean nothing, with what does."""
+    """The variant of these suffixes; raises UsageError where they mean nothing, with what does."""
     given = list(suffixes)
     name = "+".join([base.name, *given])
     for suffix in given:
         if suffix not in SUFFIXES:
             said = ", ".join(f"+{s} ({what})" for s, what in SUFFIXES.items())
-            raise Mistake(f"workload {name!r}: there is no suffix +{suffix}; there are {said}")
+            raise UsageError(f"workload {name!r}: there is no suffix +{suffix}; there are {said}")
     storages, adapters = ([s for s in given if s in kind] for kind in (STORAGES, ADAPTERS))
     if len(storages) > 1 or len(adapters) > 1:
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: at most one of {', '.join(f'+{s}' for s in STORAGES)} and one of"
             f" {', '.join(f'+{s}' for s in ADAPTERS)}"
         )
     if given != [*storages, *adapters]:
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: write it as {'+'.join([base.name, *storages, *adapters])!r}, so"
             " that it has one name"
         )
     storage, adapter = (*storages, None)[0], (*adapters, None)[0]
     if base.kind == "image":
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"
         )
     if base.kind != "causal" and (adapter or storage in _QUANTISED):
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: only causal language models have +{adapter or storage}; use a gpt2"
             " or llama workload"
         )
     if storage in _QUANTISED and not adapter:
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: {storage} weights are frozen, so nothing would be trained; use"
             f" {name + '+lora'!r}"
         )
     if adapter == "ia3" and not base.block_path:
-        raise Mistake(
+        raise UsageError(
             f"workload {name!r}: which matrices IA3 scales is known for gpt2 and llama models only;"
             " use +lora"
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.spec.cell import Cell
-    from harness.spec.training import Deviation, Held, Layout
+    from harness.spec.training import Layout, Retained, Tolerance
 
 
 Kind = Literal["causal", "classification", "image"]
@@ -80,7 +80,7 @@ class Family:
     sized: Callable[[int, int], dict[str, Any]] | None = None
     """(hidden size, blocks) -> the size named `HIDDENxBLOCKS`, for families that grow block by
     block."""
-    meaningful: Callable[[str, Any], Any] = lambda name, tensor: tensor
+    without_zero_gradient: Callable[[str, Any], Any] = lambda name, tensor: tensor
     """(parameter name, tensor) -> the tensor without directions whose gradient is analytically
     zero."""
 
@@ -115,7 +115,7 @@ class Workload:
     """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is
     not known."""
     batch_norm: bool = False
-    meaningful: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
+    without_zero_gradient: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
     requires: tuple[str, ...] = ()
     """Packages beyond transformers; a missing one makes the cell `unavailable`."""
 
@@ -233,12 +233,12 @@ class Workload:
         `shards_parameters`: whether the strategy cuts parameters into parts.
         """
 
-    def deviation(self, cell: Cell) -> Deviation | None:
+    def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart, where rounding makes that more
         than EXACT."""
         return None
 
-    def held(self, model: nn.Module) -> Iterator[Held]:
+    def held(self, model: nn.Module) -> Iterator[Retained]:
         """What its layers keep between steps beside parameters and buffers."""
         return iter(())
 

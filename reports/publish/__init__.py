@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from harness.record.store import Results
@@ -19,11 +19,11 @@ LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "pr
 def publish(target: str, results: Results, folder: Path) -> Published:
     """Writes runs to a folder of the target's.
 
-    Raises Mistake where its library is missing or the folder cannot be written.
+    Raises UsageError where its library is missing or the folder cannot be written.
     """
     need(target)
     if folder.exists() and not folder.is_dir():
-        raise Mistake(f"{str(folder)!r} is a file; name the folder that {target} is to read")
+        raise UsageError(f"{str(folder)!r} is a file; name the folder that {target} is to read")
     if target == "tensorboard":
         from reports.publish.event_files import write
     elif target == "mlflow":
@@ -34,20 +34,20 @@ def publish(target: str, results: Results, folder: Path) -> Published:
         folder.mkdir(parents=True, exist_ok=True)
         return write(results, folder)
     except OSError as error:
-        raise Mistake(
+        raise UsageError(
             f"{str(folder)!r} cannot be written ({error.strerror}); name another folder"
         ) from None
 
 
 def need(target: str) -> None:
-    """Raises Mistake where the target's library is missing."""
+    """Raises UsageError where the target's library is missing."""
     library = LIBRARIES[target]
     try:
         with quiet():
             importlib.import_module(library)
     except ImportError as error:
         how = f"pip install 'parallelism-bench[{target}]'"
-        raise Mistake(
+        raise UsageError(
             f"publishing for {target} needs the package {library}, which cannot be imported here"
             f" ({error}): {how}"
         ) from None

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reports.machine import known, records
+from reports.export_records import known, records
 from reports.publish.published import AXES, Published, figures, loss_curve
-from reports.ran import Ran, each
+from reports.run_report import RunReport, each
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +44,7 @@ def cell_folder(record: dict[str, Any]) -> str:
     return f"{slug or 'cell'}-{record['cell_id']}"
 
 
-def _cell(one: Ran, record: dict[str, Any], folder: Path) -> None:
+def _cell(one: RunReport, record: dict[str, Any], folder: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     own = one.results.trials[

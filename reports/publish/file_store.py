@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reports import facts
-from reports.machine import known, records
+from reports.export_records import known, records
 from reports.publish.published import AXES, Published, figures, loss_curve, quiet
-from reports.ran import Ran, each
+from reports.run_report import RunReport, each
 from reports.text import printable
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
             return found
 
 
-def _cell(client: Any, experiment: str, one: Ran, record: dict[str, Any]) -> None:
+def _cell(client: Any, experiment: str, one: RunReport, record: dict[str, Any]) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     own = one.results.trials[one.results.trials["cell_id"] == record["cell_id"]].to_dict("records")

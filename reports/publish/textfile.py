@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Mistake
-from reports.machine import records
+from harness.spec.errors import UsageError
+from reports.export_records import records
 from reports.publish.published import FIGURES, Published, figures
-from reports.ran import ran
+from reports.run_report import ran
 
 if TYPE_CHECKING:
     from harness.record.store import Results
@@ -35,7 +35,7 @@ def write(results: Results, folder: Path) -> Published:
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
     if len(results.runs) != 1:
-        raise Mistake(
+        raise UsageError(
             f"a Prometheus textfile has the figures of one run, not of {len(results.runs)}: name"
             " one, by default the newest"
         )

@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from harness.analysis.stats import estimate, percentile, slowest
 from harness.launch.launcher import Launcher
 from harness.spec.cell import Cell
-from harness.strategy.registry import admit, strategies
+from harness.strategy.registry import strategies, validate
 from harness.workloads import make_workload, prepare_data
 
 Ratio = Callable[[str, Sequence[float], str], None]
@@ -45,7 +45,7 @@ def steps_of(
     outcome = launcher.run(
         one,
         prepare_data(one.data, workload, one.sequence_length),
-        admit(one, workload)[1].processes,
+        validate(one, workload)[1].processes,
         on_progress=heard,
     )
     assert outcome.status == "ok", outcome.reason

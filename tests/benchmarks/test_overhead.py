@@ -169,7 +169,7 @@ def both(
     while len(list(folder.glob("*.pid"))) < one.devices:
         assert by_hand.poll() is None, by_hand.communicate()[0]
         time.sleep(0.05)
-    launcher.spare(by_hand.pid)
+    launcher.ignore_pid(by_hand.pid)
     turns = Turns(launcher, folder, one.devices, turn_seconds)
     suite = steps_of(launcher, one, turns.begin)
     turns.thread.join()

@@ -25,21 +25,21 @@ from harness.analysis.stats import (
     COMPARED_CONFIDENCE,
     CONFIDENCE,
     Comparison,
-    Turns,
+    SliceRates,
     compare_rounds,
 )
-from harness.launch.interleaved import Launch, Ring
+from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.launcher import Launcher
 from harness.run.rows import figures
 from harness.spec.cell import Cell
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from tests.benchmarks.conftest import Ratio, step_seconds
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
 SLOWER = {"one": 0.0, "same": 0.0, "slower by 3 %": 3.0, "slower by 1.5 %": 1.5}
-Round = dict[str, tuple[float, Turns]]
+Round = dict[str, tuple[float, SliceRates]]
 """Samples per second of each cell, in all and in each turn."""
 Take = Callable[[Sequence[str]], Round]
 
@@ -69,7 +69,7 @@ def alone(launcher: Launcher) -> Take:
     }
 
 
-def by_turns(ring: Ring) -> Take:
+def by_turns(ring: InterleavedLauncher) -> Take:
     """All at once, by turns: one rank, 60 steps."""
     workload = make_workload("llama-nano")
     facts = model_facts(workload, 64)
@@ -77,7 +77,7 @@ def by_turns(ring: Ring) -> Take:
     def take(names: Sequence[str]) -> Round:
         cells = [cell_of(name, 1, 60) for name in names]
         launches = [
-            Launch(one, prepare_data(one.data, workload, 64), admit(one, workload)[1].processes)
+            Launch(one, prepare_data(one.data, workload, 64), validate(one, workload)[1].processes)
             for one in cells
         ]
         found = {}
@@ -92,8 +92,8 @@ def by_turns(ring: Ring) -> Take:
 
 
 @pytest.fixture(scope="module")
-def ring(plugin: object) -> Iterator[Ring]:
-    with contextlib.closing(Ring(["bench_plugin"], 2)) as found:
+def ring(plugin: object) -> Iterator[InterleavedLauncher]:
+    with contextlib.closing(InterleavedLauncher(["bench_plugin"], 2)) as found:
         yield found
 
 
@@ -174,13 +174,17 @@ def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Lau
 
 @pytest.mark.timeout(120 + 120 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_default_trials_by_turns(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -> None:
+def test_default_trials_by_turns(
+    benchmark: BenchmarkFixture, ratio: Ratio, ring: InterleavedLauncher
+) -> None:
     default_trials(by_turns(ring), benchmark, ratio, "by turns", "at least 0.95")
 
 
 @pytest.mark.timeout(600 + 60 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_half_a_percent(benchmark: BenchmarkFixture, ratio: Ratio, ring: Ring) -> None:
+def test_half_a_percent(
+    benchmark: BenchmarkFixture, ratio: Ratio, ring: InterleavedLauncher
+) -> None:
     """How often 1.5 % are seen with --by-turns --precision 0.5%, and the trials that took."""
     rng, seen, trials = random.Random(2), [], []
     take = by_turns(ring)

@@ -11,7 +11,7 @@ from harness.analysis.compare import compare_sides
 from harness.analysis.selection import side
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
-from reports.ran import only
+from reports.run_report import only
 from tests.browser.conftest import Watched, serious_faults
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 

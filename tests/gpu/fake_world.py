@@ -47,7 +47,7 @@ from harness.spec.training import Batch
 from harness.strategies import _data_parallel, _parameter_server
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
 DEVICE = os.environ.get("BENCH_FAKE_DEVICE", "cpu")
@@ -72,10 +72,10 @@ def one_rank(
 ) -> Iterator[tuple[Strategy, Job]]:
     """The cell's strategy (or the one given) and the job of one of its ranks, until the block ends.
 
-    Raises what `admit` raises.
+    Raises what `validate` raises.
     """
     workload = make_workload(cell.workload)
-    strategy = strategy or admit(cell, workload)[0]
+    strategy = strategy or validate(cell, workload)[0]
     layout = strategy.layout(cell.devices)
     serves = rank >= layout.processes - layout.servers
     on_gpu = cell.device == "cuda" and not serves
@@ -259,8 +259,8 @@ def server_or_worker(job: Job) -> Iterator[Substitute]:
     """For a worker the server's answers, for the server two pushes of each worker, one a step."""
 
     def whole() -> list[Tensor]:
-        assert job.exposed is not None
-        return [torch.zeros_like(p, device="cpu") for p in job.exposed.model.parameters()]
+        assert job.train_state is not None
+        return [torch.zeros_like(p, device="cpu") for p in job.train_state.model.parameters()]
 
     def push(to: str, function: Function, arguments: tuple[int, list[Tensor]]) -> Any:
         devices = {gradient.device.type for gradient in arguments[1]}

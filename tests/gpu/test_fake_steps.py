@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.measure.states import held
-from harness.parity.deviations import whole_parameters
+from harness.measure.states import retained
+from harness.parity.deviations import full_parameters
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.base import Strategy
@@ -150,8 +150,8 @@ def test_everything_is_on_the_device(cell: Cell, offloads: bool, tmp_path: Path)
             step = strategy.setup(job)
             if rank in (ranks[0], ranks[-1]):
                 losses += take_steps(job, step, offloads)
-            assert job.exposed is not None
-            shown |= {name: tensor.shape for name, tensor in whole_parameters(job.exposed)}
+            assert job.train_state is not None
+            shown |= {name: tensor.shape for name, tensor in full_parameters(job.train_state)}
             expected = {name: tensor.shape for name, tensor in job.model().named_parameters()}
             tied = job.workload.split.tied if job.workload.split else {}
     assert {tied.get(name, name): shape for name, shape in shown.items()} == expected
@@ -167,7 +167,7 @@ def ranks_that_differ(cell: Cell) -> list[int]:
 
 def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor | None]:
     """The losses of its steps; fails where something is not on the rank's device (or the host)."""
-    assert job.exposed is not None
+    assert job.train_state is not None
     where = torch.device("cpu") if offloads else job.device
     updates: list[set[torch.device | None]] = []
 
@@ -176,15 +176,15 @@ def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor
         held_here = [p.grad for p in trained if p.numel()]
         updates.append({None if gradient is None else gradient.device for gradient in held_here})
 
-    for optimizer in job.exposed.optimizers:
+    for optimizer in job.train_state.optimizers:
         optimizer.register_step_pre_hook(note)
     steps = 1 if job.layout.pipeline > 1 else STEPS
     losses = [step(batch(job, index)) for index in range(steps)]
     for loss in losses:
         assert loss is None or (loss.device, loss.dim()) == (job.device, 0)
-    assert bool(updates) == bool(job.exposed.optimizers)
+    assert bool(updates) == bool(job.train_state.optimizers)
     assert all(devices == {where} for devices in updates), updates
-    kept = list(held(job.exposed))
+    kept = list(retained(job.train_state))
     buffers_on = {"library": job.device}
     wrong = [
         f"{kind} {name} on {tensor.device}"
@@ -194,7 +194,7 @@ def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor
         and not (name == "step" and tensor.dim() == 0)  # AdamW counts its steps on the host
     ]
     assert not wrong, f"not on {where}: {wrong}"
-    assert ("optimizer" in {kind for kind, *_ in kept}) == bool(job.exposed.optimizers)
+    assert ("optimizer" in {kind for kind, *_ in kept}) == bool(job.train_state.optimizers)
     return losses
 
 
@@ -211,9 +211,9 @@ class Misplaced(Strategy):
         if self.what == "weight":
             model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(ELSEWHERE))
         if self.what == "spare parameter":
-            model.spare = nn.Parameter(torch.zeros(3, device=ELSEWHERE), requires_grad=False)
+            model.ignore_pid = nn.Parameter(torch.zeros(3, device=ELSEWHERE), requires_grad=False)
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         train = standard_step(job, model, optimizer)
 
         def step(batch: Batch) -> Tensor | None:

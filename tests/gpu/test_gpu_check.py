@@ -10,13 +10,13 @@ import typer
 
 from bench import gpu_check as check
 from bench.cli.gpu_check import gpu_check
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 STEP = check.Step(name="a", claim="it runs", limit_seconds=60, words=("run",))
 
 
 def test_without_a_gpu_it_says_so_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="--gpu-check needs a GPU"):
+    with pytest.raises(UsageError, match="--gpu-check needs a GPU"):
         gpu_check(tmp_path / "out.json", resume=False, budget_seconds=600, steps=None)
     assert not list(tmp_path.iterdir())
 

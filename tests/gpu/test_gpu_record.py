@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli import show
+from bench.cli import terminal as show
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import side
 from harness.analysis.summary import cells

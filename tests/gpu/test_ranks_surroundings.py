@@ -161,10 +161,12 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))
-    exposed = SimpleNamespace(wire="gloo")
+    train_state = SimpleNamespace(wire="gloo")
     for kind, wire in (("cuda", "ring"), ("cpu", "gloo")):
         job = SimpleNamespace(
-            cell=Cell(strategy="ddp", warmup_steps=1), exposed=exposed, device=torch.device(kind)
+            cell=Cell(strategy="ddp", warmup_steps=1),
+            train_state=train_state,
+            device=torch.device(kind),
         )
         loop = SimpleNamespace(job=job, rows=[], traffic=SimpleNamespace(sent=None))
         loop.one, loop.stop_counting, loop.per_step = (

@@ -23,9 +23,9 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.spec.training import EXACT
-from harness.strategy.job import Exposed
+from harness.strategy.job import TrainState
 from harness.workloads import make_workload
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 
@@ -41,7 +41,7 @@ ON_GPU = Cell(
 SMALL = ON_GPU.model_copy(update={"global_batch": 32})  # a batch whose noise is measured
 
 
-class Launches:
+class LauncherProtocol:
     """Notes what it is asked to launch, and leaves the files that a reference run would."""
 
     def __init__(self, losses: list[float], update: float = 1e-6) -> None:
@@ -59,7 +59,7 @@ class Launches:
         answers = [{"steps": steps, "update_deviations": {"weight": self.update}}]
         return Outcome("ok", "", time.time(), 1.0, answers=answers)
 
-    def spare(self, pid: int) -> None: ...
+    def ignore_pid(self, pid: int) -> None: ...
 
 
 class Silent:
@@ -76,7 +76,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     prepare_data.cache_clear()
 
 
-def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str, Reference]:
+def references(folder: Path, cells: list[Cell], launches: LauncherProtocol) -> dict[str, Reference]:
     runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
     return runner._references(launches, cells, Silent())  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
     cache: Path, tmp_path: Path
 ) -> None:
     """Finding 4: the batch of eight devices at a time took 235 GiB of llama-1b."""
-    launches = Launches([2.0, 1.0])
+    launches = LauncherProtocol([2.0, 1.0])
     references(tmp_path, [ON_GPU], launches)
     (first,) = launches.cells  # nor is so large a batch run a second time for its noise
     assert (first.strategy, first.devices, first.precision, first.global_batch) == (
@@ -99,7 +99,7 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
 
 def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path: Path) -> None:
     """Finding 4: over parts of the batch its statistics are others, and so is the training."""
-    launches = Launches([2.0, 1.0])
+    launches = LauncherProtocol([2.0, 1.0])
     references(
         tmp_path,
         [ON_GPU.model_copy(update={"workload": "resnet-micro", "data": "images"})],
@@ -111,7 +111,7 @@ def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path
 
 
 def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: Path) -> None:
-    launches = Launches([2.0, 1.0])
+    launches = LauncherProtocol([2.0, 1.0])
     references(tmp_path, [ON_GPU.model_copy(update={"device": "cpu"})], launches)
     assert [cell.micro_batches for cell in launches.cells] == [1]
 
@@ -119,7 +119,7 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
     """Finding 6: what rounding alone does to a training is known before a strategy is judged by
     it."""
-    launches = Launches([2.0, 1.0002], update=3e-3)
+    launches = LauncherProtocol([2.0, 1.0002], update=3e-3)
     (reference,) = references(tmp_path, [SMALL], launches).values()
     one, other = launches.cells
     assert other.micro_batches == 2 * one.micro_batches
@@ -134,14 +134,14 @@ def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_pat
 
 
 def test_a_noise_run_that_does_not_stay_finite_says_nothing(cache: Path, tmp_path: Path) -> None:
-    (reference,) = references(tmp_path, [SMALL], Launches([2.0, math.nan])).values()
+    (reference,) = references(tmp_path, [SMALL], LauncherProtocol([2.0, math.nan])).values()
     assert reference.noise is None
 
 
 def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
     """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the
     same."""
-    launches = Launches([2.0, 1.0002])
+    launches = LauncherProtocol([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
 
@@ -193,10 +193,10 @@ def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> No
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     with safe_open(tmp_path / "final.safetensors", framework="pt") as final:
         assert set(final.keys()) == trained
-    assert set(update_deviations(Exposed(model, ()), workload, reference).values()) == {0.0}
+    assert set(update_deviations(TrainState(model, ()), workload, reference).values()) == {0.0}
     name, frozen = next((name, p) for name, p in model.named_parameters() if not p.requires_grad)
     frozen.data[0] += 1e-7
-    deviations = update_deviations(Exposed(model, ()), workload, reference)
+    deviations = update_deviations(TrainState(model, ()), workload, reference)
     assert deviations[name] == math.inf, "a frozen tensor that has moved is seen"
 
 
@@ -219,7 +219,7 @@ def test_the_least_recently_used_are_cleared_beyond_the_limit(
         kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60))
     )
     needed = kept(cache, runner_module.reference_key(ON_GPU), 10**6, 9.9e5)
-    references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
+    references(tmp_path, [ON_GPU], LauncherProtocol([2.0, 1.0]))
     assert [folder.exists() for folder in (oldest, older, recent, needed)] == [
         False,
         False,
@@ -236,8 +236,8 @@ def test_too_little_disk_is_said_before_anything_runs(
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    launches = Launches([2.0, 1.0])
-    with pytest.raises(Mistake, match=r"reference runs need .* GiB in .*references"):
+    launches = LauncherProtocol([2.0, 1.0])
+    with pytest.raises(UsageError, match=r"reference runs need .* GiB in .*references"):
         references(tmp_path, [ON_GPU], launches)
     assert launches.cells == []
 
@@ -250,7 +250,7 @@ def test_too_little_disk_leaves_no_run_behind(
     from bench.cli.run import run
 
     monkeypatch.setattr("harness.parity.reference_runs.kept_bytes", lambda _: 2**60)
-    with pytest.raises(Mistake, match=r"reference runs need .* GiB"):
+    with pytest.raises(UsageError, match=r"reference runs need .* GiB"):
         run(matrix="smoke", results=tmp_path / "results", report=False)
     assert Store(tmp_path / "results").run_ids() == []
 
@@ -259,5 +259,5 @@ def test_a_limit_that_is_no_number_is_a_mistake(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")
-    with pytest.raises(Mistake, match="lots"):
-        references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
+    with pytest.raises(UsageError, match="lots"):
+        references(tmp_path, [ON_GPU], LauncherProtocol([2.0, 1.0]))

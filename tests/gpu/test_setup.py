@@ -18,7 +18,7 @@ from harness.host import unbuilt
 from harness.spec.cell import Cell
 from harness.spec.errors import Unavailable
 from harness.strategies import _deepspeed
-from harness.strategy.registry import admit, make_strategy
+from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from tests.conftest import ROOT
 
@@ -104,7 +104,7 @@ def test_what_could_not_be_built_is_unavailable_with_the_first_error(
             r" setup`.*build\.log"
         ),
     ):
-        admit(cell, make_workload("llama-nano"))
+        validate(cell, make_workload("llama-nano"))
 
 
 def test_deepspeed_without_compiled_parts_lacks_what_needs_them(
@@ -117,9 +117,9 @@ def test_deepspeed_without_compiled_parts_lacks_what_needs_them(
     )
     unbuilt.keep("deepspeed", "0.19.8", tmp_path / "build.log", "", "mend that")
     axes = {"strategy": "deepspeed", "devices": 2, "workload": "llama-micro", "optimizer": "adamw"}
-    admit(Cell(**axes, options={"stage": 2}), make_workload("llama-micro"))
+    validate(Cell(**axes, options={"stage": 2}), make_workload("llama-micro"))
     with pytest.raises(Unavailable, match=r"cpu_adam is not compiled: .*omp\.h: No such file"):
-        admit(
+        validate(
             Cell(**axes, options={"stage": 2, "offload_optimizer": "cpu"}),
             make_workload("llama-micro"),
         )

@@ -10,7 +10,7 @@ from bench.cli.run import _require_few
 from harness.record.plan import Plan
 from harness.run.fits import device_bytes
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from tests.gpu import fake_nvml
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
     which four do not fit 24 GiB."""
     fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
-    with pytest.raises(Mistake) as refused:
+    with pytest.raises(UsageError) as refused:
         _require_few(plan)
     assert "--by-turns: all launches are in memory at once" in str(refused.value)
     assert "which has 24.0 GiB" in str(refused.value) or "which has 23." in str(refused.value)

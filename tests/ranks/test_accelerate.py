@@ -10,7 +10,7 @@ import pytest
 
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies.accelerate import Accelerate
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 
@@ -123,7 +123,7 @@ def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
     ).trials.iloc[0]
     assert half["parity_verdict"] == "exact", "fp16 is never that close"
     with pytest.raises(Unavailable, match="fp16 on CPUs"):
-        admit(cell("accelerate", **axes), make_workload("llama-micro"))
+        validate(cell("accelerate", **axes), make_workload("llama-micro"))
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_what_goes_wrong_without_a_precaution(
 
 def test_what_it_refuses() -> None:
     with pytest.raises(Refused, match="image models"):
-        admit(
+        validate(
             cell("accelerate", workload="resnet-micro", options={"engine": "fsdp2"}),
             make_workload("resnet-micro"),
         )
     with pytest.raises(Refused, match="leave the launcher out"):
-        admit(
+        validate(
             cell("accelerate", launcher="spawn", options={"config_file": True}),
             make_workload("llama-nano"),
         )

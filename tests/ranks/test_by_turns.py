@@ -1,5 +1,6 @@
-"""Launches that train by turns: one at a time, and whatever becomes of one of them, the others go
-on."""
+"""LauncherProtocol that train by turns: one at a time, and whatever becomes of one of them, the
+others go on.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +15,27 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness.launch.interleaved import Launch, Ring
+from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Silent, cell
 
 
 @pytest.fixture(scope="module")
-def ring(plugin: object) -> Iterator[Ring]:
-    found = Ring([], 3)
+def ring(plugin: object) -> Iterator[InterleavedLauncher]:
+    found = InterleavedLauncher([], 3)
     yield found
     found.close()
 
 
 def launch(one: Cell) -> Launch:
     workload = make_workload(one.workload)
-    strategy, layout = admit(one, workload)
+    strategy, layout = validate(one, workload)
     return Launch(
         one, prepare_data(one.data, workload, one.sequence_length), layout.processes, strategy.cycle
     )
@@ -44,7 +45,7 @@ def faulty(fault: str, **axes: object) -> Cell:
     return cell("faulty", options={"fault": fault}, **axes)
 
 
-def together(ring: Ring, *cells: Cell) -> list[Outcome]:
+def together(ring: InterleavedLauncher, *cells: Cell) -> list[Outcome]:
     return ring.together([launch(one) for one in cells])
 
 
@@ -55,7 +56,7 @@ def fine(outcome: Outcome, timed: int = 5) -> None:
     ] == [timed, timed]
 
 
-def test_one_trains_at_a_time(ring: Ring) -> None:
+def test_one_trains_at_a_time(ring: InterleavedLauncher) -> None:
     """Turns of three launches follow each other, and each of one ends before the next of another
     begins."""
     axes = {"timed_steps": 20, "parity_steps": 3}
@@ -105,14 +106,14 @@ def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("fault", ["raises", "raises_in_setup", "killed", "exits"])
-def test_one_that_fails_leaves_the_others_alone(ring: Ring, fault: str) -> None:
+def test_one_that_fails_leaves_the_others_alone(ring: InterleavedLauncher, fault: str) -> None:
     first, failed, last = together(ring, cell("ddp"), faulty(fault), cell("ddp"))
     fine(first)
     fine(last)
     assert (failed.status, failed.reason[:6]) == ("failed", "rank 1")
 
 
-def test_a_time_limit_counts_a_launchs_own_turns(ring: Ring) -> None:
+def test_a_time_limit_counts_a_launchs_own_turns(ring: InterleavedLauncher) -> None:
     """The others wait for longer than their own limit while one of them hangs until its own."""
     first, hung, last = together(
         ring, cell("ddp", time_limit_seconds=6), faulty("hangs", time_limit_seconds=8), cell("ddp")
@@ -124,7 +125,7 @@ def test_a_time_limit_counts_a_launchs_own_turns(ring: Ring) -> None:
     assert first.wall_seconds < 6 < 8 < hung.wall_seconds
 
 
-def test_a_stop_interrupts_them_all(ring: Ring) -> None:
+def test_a_stop_interrupts_them_all(ring: InterleavedLauncher) -> None:
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     outcomes = together(ring, cell("ddp"), faulty("hangs"), cell("ddp"))
@@ -135,7 +136,7 @@ def test_a_stop_interrupts_them_all(ring: Ring) -> None:
 
 
 def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
-    with contextlib.closing(Ring([], 2)) as ring:
+    with contextlib.closing(InterleavedLauncher([], 2)) as ring:
         keeper = psutil.Process(ring._keepers[1].ready())
         threading.Timer(3, keeper.kill).start()
         first, lost = together(ring, cell("ddp"), faulty("hangs"))

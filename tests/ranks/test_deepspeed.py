@@ -16,7 +16,7 @@ import harness.strategies._deepspeed_states
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
 from harness.strategies._deepspeed_states import lockable_bytes
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 from tests.ranks.test_strategies import states_follow_the_formula
@@ -163,7 +163,7 @@ def test_what_it_would_silently_do_otherwise_is_refused(
 ) -> None:
     one = cell("deepspeed", options={"folder": str(disk), **options}, **axes)
     with pytest.raises(Refused, match=said):
-        admit(one, make_workload(one.workload))
+        validate(one, make_workload(one.workload))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(
     monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": known})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
-        admit(one, make_workload(one.workload))
+        validate(one, make_workload(one.workload))
 
 
 @pytest.mark.parametrize(("allowed", "needs"), [(2**23, 8.0), (0, 0.0)])
@@ -187,10 +187,10 @@ def test_disk_buffers_that_may_not_be_locked_are_said(
     died by SIGSEGV."""
     one = cell("deepspeed", workload="llama-512x2", options={**NVME, "folder": str(disk)})
     monkeypatch.setattr(harness.strategies._deepspeed_states, "lockable_bytes", lambda: 2**40)
-    admit(one, make_workload(one.workload))
+    validate(one, make_workload(one.workload))
     monkeypatch.setattr(harness.strategies._deepspeed_states, "lockable_bytes", lambda: allowed)
     with pytest.raises(Unavailable, match=f"a process may lock {needs} MiB: ulimit -l unlimited"):
-        admit(one, make_workload(one.workload))
+        validate(one, make_workload(one.workload))
 
 
 def test_a_process_that_has_the_capability_locks_without_a_limit(

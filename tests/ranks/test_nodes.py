@@ -24,12 +24,12 @@ import pytest
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.nodes.coordinator import Nodes, NodesLauncher
-from harness.nodes.protocol import Meeting, secure
+from harness.nodes.protocol import Rendezvous, secure
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
@@ -64,7 +64,7 @@ class Cluster:
         self.agents[number] = agent = subprocess.Popen(
             ["taskset", "-c", str(core), sys.executable, "-m", *words]
         )
-        self.local.spare(agent.pid)
+        self.local.ignore_pid(agent.pid)
 
     def begin_anew(self, number: int) -> None:
         """An agent in place of one that was lost; its first trial ends well."""
@@ -89,7 +89,7 @@ class Cluster:
 
     def run(self, one: Cell) -> Outcome:
         workload = make_workload(one.workload)
-        _, layout = admit(one, workload)
+        _, layout = validate(one, workload)
         outcome = self.launcher.run(
             one, prepare_data(one.data, workload, one.sequence_length), layout.processes
         )
@@ -251,7 +251,7 @@ def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
 
 
 def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
-    meeting = Meeting.read(cluster.nodes.meeting)
+    meeting = Rendezvous.read(cluster.nodes.meeting)
     assert cluster.nodes.meeting.stat().st_mode & 0o777 == 0o600
     raw = socket.create_connection((meeting.addresses[0], meeting.port))
     with pytest.raises((OSError, EOFError, AuthenticationError)):

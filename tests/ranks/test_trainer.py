@@ -9,7 +9,7 @@ import pytest
 
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies.trainer import TransformersTrainer
-from harness.strategy.registry import admit
+from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 
@@ -146,14 +146,14 @@ def test_a_loop_that_goes_wrong_ends_the_trial(run_cells: RunCells, trap: str, r
 
 def test_what_it_refuses() -> None:
     with pytest.raises(Unavailable, match="fp16 on CPUs"):
-        admit(cell("trainer", precision="fp16"), make_workload("llama-nano"))
+        validate(cell("trainer", precision="fp16"), make_workload("llama-nano"))
     with pytest.raises(Refused, match="image models"):
-        admit(
+        validate(
             cell("trainer", workload="resnet-micro", options={"engine": "fsdp2"}),
             make_workload("resnet-micro"),
         )
     with pytest.raises(Refused, match="unshifted labels"):
-        admit(cell("trainer", workload="llama-nano+prompt"), make_workload("llama-nano+prompt"))
+        validate(cell("trainer", workload="llama-nano+prompt"), make_workload("llama-nano+prompt"))
 
 
 def test_stand_ins_and_who_wraps_ddp() -> None:

@@ -18,7 +18,7 @@ import yaml
 from bench.cluster.script import Job, batch_script
 from bench.cluster.site import Nightly, Notify, Site, read_site
 from bench.cluster.slurm import parse
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))
@@ -155,14 +155,14 @@ def test_options_take_the_place_of_the_files_values(tmp_path: Path) -> None:
 def test_a_mistake_in_a_site_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "site.yaml"
     file.write_text(text)
-    with pytest.raises(Mistake, match=said) as raised:
+    with pytest.raises(UsageError, match=said) as raised:
         read_site(file)
     assert "site.yaml" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_site_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="is not there; examples are in slurm/sites"):
+    with pytest.raises(UsageError, match="is not there; examples are in slurm/sites"):
         read_site(tmp_path / "none.yaml")
 
 

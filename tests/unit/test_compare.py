@@ -19,13 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bench.cli.compare import compare
-from harness.analysis.compare import REGRESSIONS, Compared, Line, compare_cells, compare_sides
+from harness.analysis.compare import (
+    REGRESSIONS,
+    ComparedCell,
+    RunComparison,
+    compare_cells,
+    compare_sides,
+)
 from harness.analysis.selection import find_run, measured, side, two_sides
 from harness.analysis.stats import COMPARISON_METHOD
 from harness.record.schema import RUNS, TRIALS
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from reports.comparison import markdown, page
 from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, diverged_rows, left_out, run_row, trial_rows
@@ -57,12 +63,14 @@ def together(*results: Results) -> Results:
 
 def compared(
     was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any
-) -> Compared:
+) -> RunComparison:
     """B (with changes to its run's row) against A."""
     return compare_sides(side("old", frames(was)), side("new", frames(now, NEW, **changes)))
 
 
-def only(was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any) -> Line:
+def only(
+    was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any
+) -> ComparedCell:
     (line,) = compared(was, now, **changes).lines
     return line
 
@@ -338,7 +346,7 @@ def test_a_search_for_the_largest_model_is_no_measurement() -> None:
 
 
 def test_nothing_in_common_is_a_mistake() -> None:
-    with pytest.raises(Mistake, match="old and new have no cell in common"):
+    with pytest.raises(UsageError, match="old and new have no cell in common"):
         compared(trial_rows(CELL, [1.0]), trial_rows(OTHER, [1.0]))
 
 
@@ -397,7 +405,7 @@ def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
         ("latest~2", "has 2 to compare"),
         ("latest~x", "no run"),
     ):
-        with pytest.raises(Mistake, match=said):
+        with pytest.raises(UsageError, match=said):
             find_run(store, word)
 
 
@@ -416,7 +424,7 @@ def test_sides_that_cannot_be_compared(
 ) -> None:
     (tmp_path / "empty").mkdir()
     names = {"RESULTS": str(folder), "EMPTY": str(tmp_path / "empty")}
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         two_sides(names.get(first, first), names.get(second, second), folder)
 
 
@@ -469,7 +477,7 @@ def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
     elsewhere.write_run(run_row(run_id=NEW, cpu_cores=64))
     for row in trial_rows(CELL, [100.0, 100.1]) + trial_rows(OTHER, [100.0, 100.1]):
         elsewhere.write_trial(row | {"run_id": NEW}, [])
-    with pytest.raises(Mistake, match="nothing is guarded"):
+    with pytest.raises(UsageError, match="nothing is guarded"):
         ask(folder, OLD, str(elsewhere.folder), "--fail-on", "regression")
     assert ask(folder, OLD, str(elsewhere.folder))[0] == 0
 
@@ -503,7 +511,7 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
         ([], "not of 0"),
         ([OLD, NEW, "--baseline", OLD], "not of 3"),
     ):
-        with pytest.raises(Mistake, match=re.escape(said)):
+        with pytest.raises(UsageError, match=re.escape(said)):
             ask(folder, *words)
 
 
@@ -520,7 +528,7 @@ def test_a_files_name_tells_its_format(folder: Path, tmp_path: Path, name: str) 
     }[name]
     assert text.lstrip().startswith(begins)
     assert "\x1b" not in text
-    with pytest.raises(Mistake, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be written"):
         ask(folder, "latest~1", "latest", "--out", str(tmp_path))
 
 

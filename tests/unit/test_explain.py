@@ -22,8 +22,8 @@ from harness.record.profile import COMPONENTS
 from harness.record.store import Store, load
 from harness.run.profile import explained_row
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
-from harness.strategy.job import Exposed
+from harness.spec.errors import UsageError
+from harness.strategy.job import TrainState
 from harness.worker.profile import events_of, replaced, training_thread
 from tests.unit.test_store import run_row
 
@@ -285,7 +285,7 @@ def test_the_peak_of_a_step_by_hand() -> None:
 
     step()
     bucket = torch.zeros(256)
-    shown = Exposed(
+    shown = TrainState(
         model,
         [optimizer],
         library=lambda: iter([("library", "bucket", bucket), ("library", "in C++", 500)]),
@@ -431,9 +431,9 @@ def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
     assert find(cell.name, "smoke", [], tmp_path) == [cell]
     found = find("ddp:bucket_cap_mb=3", "smoke", [], tmp_path)
     assert {json.dumps(one.options) for one in found} == {'{"bucket_cap_mb": 3}'}
-    with pytest.raises(Mistake, match="no option 'speed'"):
+    with pytest.raises(UsageError, match="no option 'speed'"):
         find("ddp:speed=3", "smoke", [], tmp_path)
-    with pytest.raises(Mistake, match="name=value"):
+    with pytest.raises(UsageError, match="name=value"):
         find("ddp:fast", "smoke", [], tmp_path)
 
 
@@ -442,7 +442,7 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     import pandas as pd
 
     from harness.record.store import Results
-    from reports import explained, write_report
+    from reports import profile, write_report
     from reports.groups import records
     from tests.unit.test_report import run_row as report_run
     from tests.unit.test_report import trial_rows
@@ -461,7 +461,7 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     page = write_report(results, tmp_path / "page.html").read_text()
     assert "Where the time goes" not in bare
     assert page.count("Where the time goes") == 2, "in the list of sections and above its own"
-    (row,) = explained.known(records(pd.DataFrame([{"cell_id": cell.id}])), results.explained)
+    (row,) = profile.known(records(pd.DataFrame([{"cell_id": cell.id}])), results.explained)
     assert row["compute_ms"] == pytest.approx(2500)
     assert row["off_theory"] == pytest.approx(-0.25)
     assert row["off_algorithm"] == pytest.approx(310 / 300 - 1)

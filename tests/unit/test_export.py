@@ -22,7 +22,7 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from tests.unit.test_cli import bench
@@ -120,20 +120,20 @@ def test_what_the_document_says_is_so() -> None:
 
 
 def test_a_pair_without_export_says_what_there_is() -> None:
-    with pytest.raises(Mistake) as no:
+    with pytest.raises(UsageError) as no:
         export_files(small("fsdp1"), "deepspeed")
     said = (
         "fsdp1 in fp32 on cpu has no export to deepspeed; it has one to torchrun, slurm, and"
         " deepspeed takes deepspeed"
     )
     assert str(no.value) == said
-    with pytest.raises(Mistake, match="it has none to any launcher, and torchrun takes"):
+    with pytest.raises(UsageError, match="it has none to any launcher, and torchrun takes"):
         export_files(small("pipeline", micro_batches=2), "torchrun")
-    with pytest.raises(Mistake, match="in fp16 on cpu has no export to accelerate"):
+    with pytest.raises(UsageError, match="in fp16 on cpu has no export to accelerate"):
         export_files(small("ddp", precision="fp16"), "accelerate")
-    with pytest.raises(Mistake, match=r"cannot run: .* does not divide"):
+    with pytest.raises(UsageError, match=r"cannot run: .* does not divide"):
         export_files(small("ddp", global_batch=3), "torchrun")
-    with pytest.raises(Mistake, match="known are torchrun, slurm"):
+    with pytest.raises(UsageError, match="known are torchrun, slurm"):
         export_files(small("ddp"), "kubernetes")
 
 
@@ -146,13 +146,13 @@ def test_what_is_not_here_is_a_note() -> None:
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_files({"run.sh": "#!/bin/sh\n", "a": "b"}, tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder" / "run.sh").stat().st_mode & 0o100
-    with pytest.raises(Mistake, match="there already"):
+    with pytest.raises(UsageError, match="there already"):
         write_files({"a": "c"}, tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder" / "a").read_text() == "b"
     with pytest.raises(OSError, match="nowhere"):
         write_files({"a": "b", "nowhere/b": "c"}, tmp_path / "other")
     (tmp_path / "file").write_text("")
-    with pytest.raises(Mistake, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be written"):
         write_files({"a": "b"}, tmp_path / "file" / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "new"]
     (tmp_path / "empty").mkdir()
@@ -174,7 +174,7 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
     mine = small("ddp", learning_rate=0.123)
     Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
     assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
-    with pytest.raises(Mistake, match="nor an id in"):
+    with pytest.raises(UsageError, match="nor an id in"):
         find("0123456789ab", "smoke", [], tmp_path / "results")
 
 

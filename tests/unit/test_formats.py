@@ -19,11 +19,11 @@ from harness.analysis.summary import cells as summarise
 from harness.record.schema import RUNS, TRIALS
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
-from reports.brief import SECTIONS, markdown
-from reports.machine import FIGURES, IDENTITY, LISTS, as_csv, as_json
+from harness.spec.errors import UsageError
+from reports.export_records import FIGURES, IDENTITY, LISTS, as_csv, as_json
+from reports.markdown_report import SECTIONS, markdown
 from reports.page import render
-from reports.ran import Ran, ran
+from reports.run_report import RunReport, ran
 from reports.sections import chosen, for_print, known
 from tests import commands
 from tests.unit.test_report import (
@@ -49,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
-def one(results: Results) -> Ran:
+def one(results: Results) -> RunReport:
     return ran(results)
 
 
@@ -64,7 +64,7 @@ def same(value: Any, expected: Any) -> bool:
     return value is None if unknown else value == expected
 
 
-def test_json_has_the_frames_own_numbers(results: Results, one: Ran) -> None:
+def test_json_has_the_frames_own_numbers(results: Results, one: RunReport) -> None:
     told = json.loads(as_json([one]), parse_constant=pytest.fail)
     frame = summarise(results.trials).set_index("cell_id")
     assert [run["run_id"] for run in told["runs"]] == [RUN_ID]
@@ -94,7 +94,7 @@ def test_json_has_the_frames_own_numbers(results: Results, one: Ran) -> None:
     assert isinstance(fast["peak_memory_bytes"], int)
 
 
-def test_csv_has_the_same_records(one: Ran) -> None:
+def test_csv_has_the_same_records(one: RunReport) -> None:
     told = json.loads(as_json([one]))["cells"]
     lines = list(csv.DictReader(io.StringIO(as_csv([one]))))
     assert len(lines) == len(told)
@@ -136,7 +136,7 @@ def test_names_carry_their_unit() -> None:
     assert len({*IDENTITY, *FIGURES}) == len(IDENTITY) + len(FIGURES)
 
 
-def test_markdown_has_verdict_ranking_and_failures(one: Ran) -> None:
+def test_markdown_has_verdict_ranking_and_failures(one: RunReport) -> None:
     text, absent = markdown(one)
     assert absent == []
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")][:2] == [
@@ -165,7 +165,7 @@ def test_markdown_of_a_search_and_of_nothing(tmp_path: Path) -> None:
     assert "nothing is ranked" in empty
 
 
-def test_sections_of_markdown(one: Ran) -> None:
+def test_sections_of_markdown(one: RunReport) -> None:
     text, absent = markdown(one, ["failures", "verdict"])
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## Verdict",
@@ -191,7 +191,7 @@ def test_sections_of_the_page(html: str) -> None:
     assert all(str(a["href"])[1:] in ids for tag, a in cut.tags if tag == "a" and a.get("href")), (
         "no link leads nowhere"
     )
-    with pytest.raises(Mistake, match="no data for it; it has verdict"):
+    with pytest.raises(UsageError, match="no data for it; it has verdict"):
         chosen(html, ["parts"])
 
 
@@ -350,6 +350,6 @@ def test_command_mistakes(
     monkeypatch.chdir(tmp_path)
     if words == ["--all"]:
         Store(tmp_path / "results").write_run(run_row(run_id="20260102T000000-bbbb"))
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         ask(*words)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]

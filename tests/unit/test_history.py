@@ -19,7 +19,7 @@ from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, 
 from harness.analysis.selection import measured
 from harness.record.store import Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from tests import commands
 from tests.unit.test_report import MIB, left_out, run_row, trial_rows
 
@@ -187,7 +187,7 @@ def test_json_has_every_run(folder: Path) -> None:
 
 
 def test_a_cell_that_is_not_there_is_a_mistake(folder: Path) -> None:
-    with pytest.raises(Mistake, match=r"'dpp' is no label.*it has ddp, fsdp2"):
+    with pytest.raises(UsageError, match=r"'dpp' is no label.*it has ddp, fsdp2"):
         ask(folder, "dpp")
 
 

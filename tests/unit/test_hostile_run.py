@@ -18,12 +18,12 @@ from harness.record.store import Store
 from harness.run.rows import left_out_row
 from harness.spec.cell import Cell
 from reports import overview, runs, runs_markdown
-from reports.brief import markdown
-from reports.machine import as_csv, as_json
-from reports.onecell import in_full
+from reports.cell_detail import in_full
+from reports.export_records import as_csv, as_json
+from reports.markdown_report import markdown
 from reports.page import render
 from reports.publish import LIBRARIES, publish
-from reports.ran import each
+from reports.run_report import each
 from reports.sections import for_print
 from tests.unit.test_report import Page, run_row, trial_rows
 

@@ -17,7 +17,7 @@ from harness.links.switch import burst_bytes
 from harness.nodes.probe import _received
 from harness.record.nodes import shared_machine
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.spec.link import Link, link_text
 
 HOST = Host("cpu", 2, 2**34)
@@ -75,7 +75,7 @@ def test_what_is_no_link_is_a_mistake_with_file_and_key(
     file.write_text(
         json.dumps({"cells": [{"strategy": "ddp", "devices": 2, "nodes": 2, "links": [written]}]})
     )
-    with pytest.raises(Mistake, match=rf"my\.yaml, cells\[0\]: links: .*{said}"):
+    with pytest.raises(UsageError, match=rf"my\.yaml, cells\[0\]: links: .*{said}"):
         expand(read_matrix(str(file)), HOST, name=str(file))
 
 

@@ -16,9 +16,9 @@ import pytest
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports import links
-from reports.brief import markdown
 from reports.links import Chapter, bits
-from reports.ran import ran
+from reports.markdown_report import markdown
+from reports.run_report import ran
 from tests.unit.test_figures import rounded
 from tests.unit.test_report import MIB, page_of, stored, trial_rows
 

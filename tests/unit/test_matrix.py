@@ -10,7 +10,7 @@ import yaml
 from bench.host import Host
 from bench.matrix import HOME, expand, matrix_names, parse_bytes, parse_changes, read_matrix
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 CPU = Host("cpu", 2, 24 * 2**30)
 GPU = Host("cuda", 1, 80 * 2**30)
@@ -165,7 +165,7 @@ def test_set_changes_all_cells(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_name_the_place_and_the_fix(tmp_path: Path, text: str, said: list[str]) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         expand(written(tmp_path, text), CPU, name="my.yaml")
     for word in said:
         assert word in str(caught.value)
@@ -174,7 +174,7 @@ def test_mistakes_name_the_place_and_the_fix(tmp_path: Path, text: str, said: li
 
 @pytest.mark.parametrize("setting", ["batch", "bach=3", "batch=[1"])
 def test_bad_settings(setting: str) -> None:
-    with pytest.raises(Mistake, match="--set"):
+    with pytest.raises(UsageError, match="--set"):
         parse_changes([setting])
 
 
@@ -182,7 +182,7 @@ def test_bad_settings(setting: str) -> None:
 def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
     matrix = written(tmp_path, "defaults: {workload: llama-nano}\ncells: [{strategy: ddp}]")
     for option in ("only", "skip"):
-        with pytest.raises(Mistake, match="matches no cell"):
+        with pytest.raises(UsageError, match="matches no cell"):
             expand(matrix, CPU, **{option: [pattern]})
 
 

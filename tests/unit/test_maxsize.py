@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.maxsize import Found, found, limits, order_notes
-from harness.launch.outcome import Left, judge
+from harness.analysis.maxsize import MaxsizeResult, found, limits, order_notes
+from harness.launch.outcome import RankOutputs, judge
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage
 from harness.record.plan import Plan, resumable
@@ -24,7 +24,7 @@ from harness.run.maxsize import Search, formula, hidden_size, largest, plan_of, 
 from harness.run.rows import left_out_row
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.strategy.job import Exposed
+from harness.strategy.job import TrainState
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.activations import activation_bytes
@@ -93,11 +93,11 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk() -> None:
     workload = make_workload("llama-64x5")
     assert model_facts(workload, 16) == _count(workload, 16)
     assert family(sized(base(), 5)) == base()
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
-    with pytest.raises(Mistake, match="unknown workload 'gpt2-64x5'"):
+    with pytest.raises(UsageError, match="unknown workload 'gpt2-64x5'"):
         make_workload("gpt2-64x5")
-    with pytest.raises(Mistake, match="multiple of 64"):
+    with pytest.raises(UsageError, match="multiple of 64"):
         make_workload("llama-100x5")
 
 
@@ -261,10 +261,10 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
-    from harness.spec.errors import Mistake
+    from harness.spec.errors import UsageError
 
     _, _, store = searched(tmp_path)
-    with pytest.raises(Mistake, match="nothing to resume"):
+    with pytest.raises(UsageError, match="nothing to resume"):
         resumable(store, None)
 
 
@@ -312,9 +312,9 @@ def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
         "largest": {},
     }
     known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
-    one = Found("stage 1", parameters=50, **known)  # type: ignore[arg-type]
-    two = Found("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]
-    three = Found("stage 3", parameters=51, **known)  # type: ignore[arg-type]
+    one = MaxsizeResult("stage 1", parameters=50, **known)  # type: ignore[arg-type]
+    two = MaxsizeResult("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]
+    three = MaxsizeResult("stage 3", parameters=51, **known)  # type: ignore[arg-type]
     assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
     assert note.startswith("not the theory's order: stage 2 reaches 0.0M, no more than stage 1")
@@ -357,7 +357,7 @@ def test_what_a_rank_held_is_counted_by_kind() -> None:
     said = shortage(
         MemoryError(),
         meter,
-        Exposed(
+        TrainState(
             model, [torch.optim.SGD(model.parameters())], library=lambda: [("library", "pool", 77)]
         ),
     )
@@ -404,7 +404,7 @@ def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
 
 
 def ended(scratch: Path) -> dict[str, Any]:
-    left = Left(exit_codes={1: -6})
+    left = RankOutputs(exit_codes={1: -6})
     left.read(str(scratch), range(2))
     return judge(base(), 2, left)
 

@@ -29,7 +29,7 @@ from harness.measure.load import (
 from harness.measure.memory import imbalance
 from harness.run.rows import figures
 from harness.spec.cell import Cell
-from harness.worker.interleave import Turns
+from harness.worker.interleave import TimeSlices
 from harness.workloads.counts import ModelFacts
 
 
@@ -58,7 +58,7 @@ def test_turns_of_a_trial_by_hand() -> None:
 
 
 def test_a_turn_is_two_cycles_and_a_step_that_settles() -> None:
-    turns, longer = Turns.of("address", cycle=1), Turns.of("address", cycle=4)
+    turns, longer = TimeSlices.of("address", cycle=1), TimeSlices.of("address", cycle=4)
     assert [number for number in range(-3, 8) if turns.begins(number)] == [0, 3, 6]
     assert [number for number in range(-3, 20) if longer.begins(number)] == [0, 9, 18]
 

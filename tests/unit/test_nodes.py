@@ -13,14 +13,14 @@ import pytest
 from bench.host import Host
 from bench.matrix import Matrix, expand
 from harness.host.cores import oversubscribed
-from harness.launch.outcome import Left, judge
+from harness.launch.outcome import RankOutputs, judge
 from harness.nodes.facts import link_speed, numa_nodes
 from harness.nodes.node import Node
-from harness.nodes.protocol import Line, Meeting, addresses_of, interface_of
+from harness.nodes.protocol import NodeConnection, Rendezvous, addresses_of, interface_of
 from harness.nodes.trial import Trial
 from harness.record.nodes import distinct_cores, shared_machine
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -121,24 +121,24 @@ def test_interfaces_have_addresses() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert addresses_of()[-1].startswith("127.")
     with pytest.raises(
-        Mistake, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"
+        UsageError, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"
     ):
         addresses_of("nosuch")
 
 
 def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "meeting"
-    told = Meeting("m", ("10.0.0.1", "127.0.0.1"), 4711, "00ff")
+    told = Rendezvous("m", ("10.0.0.1", "127.0.0.1"), 4711, "00ff")
     told.write(file)
     assert file.stat().st_mode & 0o777 == 0o600
-    assert Meeting.read(file) == told
+    assert Rendezvous.read(file) == told
     assert "00ff" not in repr(told)
     assert [p.name for p in tmp_path.iterdir()] == ["meeting"]
 
 
 def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
     cell = Cell(strategy="ddp", devices=2, nodes=2)
-    left = Left(
+    left = RankOutputs(
         answers={
             0: {
                 "rank": 0,
@@ -153,15 +153,15 @@ def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
         judge(cell, 2, left, "node n2 was lost: its agent is gone")["reason"]
         == "node n2 was lost: its agent is gone"
     )
-    left.add(Left(interrupted=True))
+    left.add(RankOutputs(interrupted=True))
     assert judge(cell, 2, left, "node n2 was lost")["status"] == "interrupted"
 
 
 def test_the_first_node_that_failed_is_the_cause() -> None:
     """Ranks that say nothing: the exit codes come in the order in which nodes answered."""
-    left = Left()
-    left.add(Left(exit_codes={1: -9}))
-    left.add(Left(exit_codes={0: -15}))
+    left = RankOutputs()
+    left.add(RankOutputs(exit_codes={1: -9}))
+    left.add(RankOutputs(exit_codes={0: -15}))
     assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith(
         "rank 1 was killed by SIGKILL"
     )
@@ -171,7 +171,7 @@ def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     """The first node is still busy: it is given up, the others were told nothing and are kept."""
     pairs = [multiprocessing.Pipe() for _ in range(2)]
     nodes = [
-        Node(Line(near, ""), {"number": i, "name": f"n{i}", "machine": "m"})
+        Node(NodeConnection(near, ""), {"number": i, "name": f"n{i}", "machine": "m"})
         for i, (near, _) in enumerate(pairs)
     ]
     specs = [TrialSpec(Cell(strategy="ddp", devices=2, nodes=2), DATA, 2, node=i) for i in range(2)]

@@ -8,9 +8,9 @@ import pytest
 
 from harness.parity.deviations import plain_name
 from harness.parity.verdict import judge, loss_deviations, widest
-from harness.spec.training import EXACT, Deviation
+from harness.spec.training import EXACT, Tolerance
 
-LOOSE = Deviation(1e-2, 0.5, "coarse rounding")
+LOOSE = Tolerance(1e-2, 0.5, "coarse rounding")
 REFERENCE = [2.0, 1.0]
 
 
@@ -67,7 +67,7 @@ def test_deviations_are_relative() -> None:
 
 def test_reasons_to_deviate_add_up() -> None:
     assert widest(EXACT, EXACT) == EXACT
-    both = widest(LOOSE, Deviation(1e-3, 2.0, "other"))
+    both = widest(LOOSE, Tolerance(1e-3, 2.0, "other"))
     assert (both.loss, both.update, both.reason) == (1e-2, 2.0, "coarse rounding; other")
 
 

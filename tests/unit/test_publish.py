@@ -18,7 +18,7 @@ from bench.cli.publish import publish
 from harness.analysis.summary import cells as summarise
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from reports.publish import LIBRARIES
 from reports.publish import publish as write
 from reports.publish.event_files import cell_folder
@@ -242,7 +242,7 @@ def test_command(store: Store, tmp_path: Path) -> None:
         (["mlflow", str(tmp_path / "file" / "below")], "cannot be written"),
         (["tensorboard", str(tmp_path / "tb"), "nope"], "no run 'nope'"),
     ):
-        with pytest.raises(Mistake, match=said):
+        with pytest.raises(UsageError, match=said):
             ask(*words, *folder)
 
 
@@ -253,7 +253,7 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(
     library = LIBRARIES[target]
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
-        Mistake,
+        UsageError,
         match=rf"needs the package {library}, .*pip install 'parallelism-bench\[{target}\]'",
     ):
         write(target, results, tmp_path / "nothing")

@@ -19,7 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.cli import show
+from bench.cli import terminal as show
 from bench.cli.report import report
 from harness.analysis.stats import median_error
 from harness.analysis.summary import cells as summarise
@@ -28,7 +28,7 @@ from harness.record.schema import TRIALS
 from harness.record.store import Results, Store
 from harness.run.rows import left_out_row
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from harness.strategy.registry import strategies
 from reports import states as kept
 from reports import traffic, write_report
@@ -957,7 +957,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["--out", "."],
         ["a", "b", "--out", "x.html"],
     ):
-        with pytest.raises(Mistake):
+        with pytest.raises(UsageError):
             CliRunner().invoke(app, wrong, catch_exceptions=False)
 
 

@@ -18,9 +18,9 @@ from harness.analysis.compare import compare_sides
 from harness.analysis.selection import side
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 from reports import overview, runs, trends
-from reports.ran import only
+from reports.run_report import only
 from reports.runs_markdown import SECTIONS, markdown
 from reports.sections import known
 from tests import commands
@@ -211,7 +211,7 @@ def test_searches_are_no_runs_to_compare(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add(store, 0, trials(DDP, 100.0))
     add(store, 1, trials(DDP, 1.0), plan=json.dumps({"cells": [], "search": {"budget": 1}}))
-    with pytest.raises(Mistake, match="comparing takes two runs"):
+    with pytest.raises(UsageError, match="comparing takes two runs"):
         runs.compare_all(store.load(steps=False))
 
 
@@ -257,7 +257,7 @@ def test_command_for_several_runs_and_the_index(
         f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}",
         page.text,
     )
-    with pytest.raises(Mistake, match="--out names one file"):
+    with pytest.raises(UsageError, match="--out names one file"):
         ask("latest~1", "latest", "--each", "--out", "x.html", *folder)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.cli.cell import BAR, STEPS, bar, cell, draw, sparkline_of
+from bench.cli.show import BAR, STEPS, bar, cell, draw, sparkline_of
 from harness.record.store import Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
-from reports.onecell import in_full
+from harness.spec.errors import UsageError
+from reports.cell_detail import in_full
 from tests import commands
 from tests.unit.test_report import (
     HOSTILE,
@@ -183,12 +183,12 @@ def test_parts_of_a_step_where_it_was_explained() -> None:
     ],
 )
 def test_which_cell_is_not_clear(store: Store, words: list[str], said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         ask(store, *words)
 
 
 def test_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="no runs in results folder"):
+    with pytest.raises(UsageError, match="no runs in results folder"):
         ask(Store(tmp_path), "ddp")
 
 

@@ -22,7 +22,7 @@ from harness.record.store import Store, TrialKey, load
 from harness.run.rows import left_out_row
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,13 +183,13 @@ def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> N
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="run --matrix smoke"):
+    with pytest.raises(UsageError, match="run --matrix smoke"):
         load(tmp_path)
-    with pytest.raises(Mistake, match=r"no run 'x'.*run-1"):
+    with pytest.raises(UsageError, match=r"no run 'x'.*run-1"):
         filled(tmp_path).load(["x"])
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(Mistake, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be written"):
         Store(file / "results").require_writable()
 
 

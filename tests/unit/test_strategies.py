@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused, Unavailable
+from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.registry import admit, make_strategy, strategies
+from harness.strategy.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload
 
 HOME = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_missing_package_makes_the_cell_unavailable(monkeypatch: pytest.Monkey
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano")
     monkeypatch.setattr(type(make_strategy(cell)), "requires", ("no_such_package",))
     with pytest.raises(Unavailable, match="no_such_package is not installed"):
-        admit(cell, make_workload("llama-nano"))
+        validate(cell, make_workload("llama-nano"))
 
 
 def test_an_entry_point_that_is_no_strategy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_an_entry_point_that_is_no_strategy_is_said(monkeypatch: pytest.MonkeyPa
 
     point = metadata.EntryPoint("mine", "json:dumps", "parallelism_bench.strategies")
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
-    with pytest.raises(Mistake, match=r"'mine'.*must name a Strategy class.*json:dumps"):
+    with pytest.raises(UsageError, match=r"'mine'.*must name a Strategy class.*json:dumps"):
         strategies.__wrapped__()
 
 
@@ -113,7 +113,7 @@ def test_powersgd_gets_one_bucket_on_cpus() -> None:
         options={"comm_hook": "powersgd", "bucket_cap_mb": 3},
     )
     with pytest.raises(Refused, match="give bucket_cap_mb 4 or more"):
-        admit(one, workload)
-    admit(
+        validate(one, workload)
+    validate(
         one.model_copy(update={"options": {"comm_hook": "powersgd", "bucket_cap_mb": 4}}), workload
     )

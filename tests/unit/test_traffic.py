@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.measure.states import held_by, state_bytes
+from harness.measure.states import retained_by, state_bytes
 from harness.measure.traffic import Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
 from harness.run.rows import figures
 from harness.spec.cell import Cell
@@ -61,7 +61,7 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    kept = state_bytes(held_by(model, [optimizer]), "cpu")
+    kept = state_bytes(retained_by(model, [optimizer]), "cpu")
     assert (kept["parameters"], kept["gradients"]) == (12 * 4, 12 * 4)
     assert kept["optimizer"] == 2 * 12 * 4 + 4 * 4
     assert kept["library_buffers"]["model buffer 1.running_mean"] == 8

@@ -14,8 +14,8 @@ from bench.host import Host
 from bench.matrix import Matrix, expand
 from harness.run.prepared import more_of_the_same
 from harness.spec.cell import Cell
-from harness.spec.errors import Mistake, Refused
-from harness.strategy.registry import admit
+from harness.spec.errors import Refused, UsageError
+from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data, workload_names
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
@@ -148,7 +148,7 @@ def test_unusable_data_is_said(tmp_path: Path, name: str, workload: str, said: s
     small, columns = tmp_path / "small", tmp_path / "columns"
     small.write_text("short")
     pd.DataFrame({"body": ["x"]}).to_parquet(columns)
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         prepare_data(name.format(small=small, columns=columns), make_workload(workload), 32)
 
 
@@ -195,7 +195,7 @@ def test_a_saved_tokenizer_is_used(tmp_path: Path) -> None:
 def test_unusable_models_are_said(tmp_path: Path, content: str | None, said: str) -> None:
     if content:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         make_workload(f"hf:{tmp_path}")
 
 
@@ -323,7 +323,7 @@ def test_virtual_tokens_predict_nothing() -> None:
     ],
 )
 def test_suffixes_that_mean_nothing_are_said(name: str, said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UsageError, match=said):
         make_workload(name)
 
 
@@ -362,7 +362,7 @@ def test_a_path_may_have_a_plus_sign(tmp_path: Path) -> None:
 def test_combinations_that_a_variant_excludes_are_refused(axes: dict[str, Any], said: str) -> None:
     cell = Cell(**axes)
     with pytest.raises(Refused, match=said):
-        admit(cell, make_workload(cell.workload))
+        validate(cell, make_workload(cell.workload))
 
 
 @pytest.mark.parametrize(

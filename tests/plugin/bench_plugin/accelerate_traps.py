@@ -83,6 +83,6 @@ class AccelerateTraps(Accelerate):
             AcceleratedOptimizer.step = lambda self: self.optimizer.step()
             AcceleratedOptimizer.zero_grad = lambda self: self.optimizer.zero_grad()
         step = super().setup(job)
-        if job.exposed and not self.verified:
-            job.exposed.library = None  # DDP's buckets, where there is no DDP
+        if job.train_state and not self.verified:
+            job.train_state.library = None  # DDP's buckets, where there is no DDP
         return step

@@ -34,7 +34,7 @@ class Broken(Strategy):
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         if self.mistake == "no_weight_decay":
             optimizer.param_groups[0]["weight_decay"] = 0.0
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         size = dist.get_world_size()
         kept: list[Batch] = []
 

@@ -53,5 +53,5 @@ class Delayed(Strategy):
         if self.where == "data":
             batch = DataSource.batch
             DataSource.batch = lambda *told: (pause(), batch(*told))[1]  # type: ignore[method-assign]
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
         return standard_step(job, model, optimizer)

@@ -39,7 +39,7 @@ class Faulty(Strategy):
         if self.fault == "raises_in_setup" and last:
             raise ValueError("the planted mistake in setup")
         if self.fault != "shows_nothing":
-            job.expose(model, optimizer)
+            job.register(model, optimizer)
         hoard = []
 
         def step(batch: Batch) -> torch.Tensor:

@@ -76,7 +76,7 @@ class AdasumByHand(Strategy):
 
         model = job.model()
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
 
         def step(batch: Batch) -> Any:
             loss = job.loss(model, batch)

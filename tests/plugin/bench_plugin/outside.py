@@ -14,7 +14,7 @@ class Outside(Strategy):
 
         model = job.model()
         optimizer = job.optimizer(model.parameters())
-        job.expose(model, optimizer)
+        job.register(model, optimizer)
 
         def average() -> None:
             for parameter in model.parameters():

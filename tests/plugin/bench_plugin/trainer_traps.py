@@ -93,7 +93,7 @@ class TrainerTraps(TransformersTrainer):
         from torch.nn.parallel import DistributedDataParallel
 
         step = super().setup(job)
-        wrapped: Any = job.exposed and job.exposed.model
+        wrapped: Any = job.train_state and job.train_state.model
         if isinstance(wrapped, DistributedDataParallel):
             KEPT.append(plain := DistributedDataParallel(job.model()))
             for flag in FLAGS:

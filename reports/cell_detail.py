@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from harness.analysis.summary import compared
 from harness.record.profile import COMPONENTS
 from reports import facts
-from reports.explained import known as explained
+from reports.export_records import known
+from reports.export_records import records as cell_records
 from reports.groups import Group, Row
-from reports.machine import known
-from reports.machine import records as cell_records
-from reports.ran import Ran, ran
+from reports.profile import known as explained
+from reports.run_report import RunReport, ran
 from reports.table import flags
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _trial(trial: Mapping[Any, Any], steps: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _ranking(one: Ran, cell_id: str) -> dict[str, Any] | None:
+def _ranking(one: RunReport, cell_id: str) -> dict[str, Any] | None:
     """Place within cells that differ in nothing but the strategy, and the ratio to the fastest of
     them; None where it is not ranked."""
     for group in one.groups:
@@ -139,7 +139,7 @@ def _ranks(record: dict[str, Any], steps: pd.DataFrame, own: pd.DataFrame) -> li
     ]
 
 
-def _time(one: Ran, row: Row) -> dict[str, Any] | None:
+def _time(one: RunReport, row: Row) -> dict[str, Any] | None:
     """Parts of a profiled step, mean of the ranks; None where the cell was not explained."""
     told = explained([row], one.results.explained)
     if not told:

@@ -9,7 +9,7 @@ from reports import facts, links, systems
 from reports.groups import Group, Pick, Row, biggest, headline, named, verdict
 from reports.largest import largest
 from reports.markdown import escaped, table
-from reports.ran import Ran
+from reports.run_report import RunReport
 from reports.sections import require_some
 from reports.text import (
     DASH,
@@ -32,11 +32,11 @@ CAUTIONS = {
 }
 
 
-def markdown(one: Ran, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
+def markdown(one: RunReport, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
     """The report, of all sections that have data or of the wanted ones; and which of these it
     lacks.
 
-    Raises Mistake where it lacks all.
+    Raises UsageError where it lacks all.
     """
     run = one.run
     parts = {name: made for name, make in SECTIONS.items() if (made := make(one))}
@@ -59,7 +59,7 @@ def markdown(one: Ran, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
     return "\n\n".join(lines) + "\n", absent
 
 
-def _verdict(one: Ran) -> list[str]:
+def _verdict(one: RunReport) -> list[str]:
     if search := largest(one.results):
         best = search.winner
         if best is None:
@@ -116,7 +116,7 @@ def _pick(pick: Pick) -> str:
     )
 
 
-def _ranking(one: Ran) -> list[str]:
+def _ranking(one: RunReport) -> list[str]:
     lines = []
     for group in one.groups:
         lines += [f"### {escaped(group.workload)} · {escaped(group.title)}", _ranked(group)]
@@ -155,7 +155,7 @@ def _ranked(group: Group) -> str:
     return table(columns, [columns[0], *columns[2:6]], rows)
 
 
-def _scaling(one: Ran) -> list[str]:
+def _scaling(one: RunReport) -> list[str]:
     rows = [
         row
         for row in one.cells
@@ -190,7 +190,7 @@ def _efficiencies(row: Row) -> list[str]:
     return [percent(row[name]) for name in ("efficiency_own", "efficiency_single")]
 
 
-def _links(one: Ran) -> list[str]:
+def _links(one: RunReport) -> list[str]:
     lines = []
     for chapter in links.chapters(one.cells, one.trials, one.results.explained):
         columns = [
@@ -220,7 +220,7 @@ def _links(one: Ran) -> list[str]:
     return [line for line in lines if line]
 
 
-def _parity(one: Ran) -> list[str]:
+def _parity(one: RunReport) -> list[str]:
     judged = [row for row in one.cells if not missing(row.get("parity_loss_tolerance"))]
     columns = [
         "cell",
@@ -248,7 +248,7 @@ def _parity(one: Ran) -> list[str]:
     )
 
 
-def _failures(one: Ran) -> list[str]:
+def _failures(one: RunReport) -> list[str]:
     lines = []
     for failure in facts.failures(one.cells, one.trials):
         expected = ", as expected" if failure.row["expected"] else ""
@@ -272,7 +272,7 @@ def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
     return ["\n".join(f"- {escaped(name)}: {escaped(said)}" for name, said in rows)] if rows else []
 
 
-SECTIONS: dict[str, Callable[[Ran], list[str]]] = {
+SECTIONS: dict[str, Callable[[RunReport], list[str]]] = {
     "verdict": _verdict,
     "ranking": _ranking,
     "scaling": _scaling,

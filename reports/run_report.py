@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunReport:
     """A run and what was found of its cells."""
 
     run: Row
@@ -40,7 +40,7 @@ class Ran:
         return [row for row in self.cells if row["status"] in NO_RESULT and not row["expected"]]
 
 
-def ran(results: Results) -> Ran:
+def ran(results: Results) -> RunReport:
     """Of one run's frames; ValueError where they are not of one."""
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
@@ -50,10 +50,10 @@ def ran(results: Results) -> Ran:
     lowest = trials.groupby("cell_id")["peak_memory_bytes"].min().to_dict()
     for row in rows:
         row["peak_memory_bytes_low"] = lowest.get(row["cell_id"])
-    return Ran(run, trials, tuple(rows), tuple(groups.find_groups(rows)), results)
+    return RunReport(run, trials, tuple(rows), tuple(groups.find_groups(rows)), results)
 
 
-def each(results: Results) -> list[Ran]:
+def each(results: Results) -> list[RunReport]:
     """Every run of frames of several, as they come."""
     return [ran(only(results, [run_id])) for run_id in results.runs["run_id"]]
 

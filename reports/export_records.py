@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.record.schema import RUNS, TRIALS
-from reports.ran import Ran
+from reports.run_report import RunReport
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def known(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def records(one: Ran) -> list[dict[str, Any]]:
+def records(one: RunReport) -> list[dict[str, Any]]:
     """A record for each cell of a run, ranked ones first in the order of their groups."""
     ranked = {row["cell_id"]: row for group in one.groups for row in group.rows}
     rest = [row for row in one.cells if row["cell_id"] not in ranked]
@@ -87,7 +87,7 @@ def _whole(name: str, value: Any) -> Any:
     )
 
 
-def as_json(runs: Sequence[Ran], **more: Any) -> str:
+def as_json(runs: Sequence[RunReport], **more: Any) -> str:
     """`{"runs": [...], "cells": [...], ...}`; every cell's record names its run."""
     told = [{name: _whole(name, known(one.run.get(name))) for name in RUN} for one in runs]
     cells = [record for one in runs for record in records(one)]
@@ -96,7 +96,7 @@ def as_json(runs: Sequence[Ran], **more: Any) -> str:
     )
 
 
-def as_csv(runs: Sequence[Ran]) -> str:
+def as_csv(runs: Sequence[RunReport]) -> str:
     """A line per run and cell, after a line of names; numbers in full precision, unknown is empty,
     true and false in words."""
     out = io.StringIO()

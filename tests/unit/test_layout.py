@@ -1,0 +1,61 @@
+"""What a reader of the code may rely on: what is imported, former names, short files and lines."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import harness
+import harness.strategy
+from harness.spec.training import EXACT
+from harness.strategy import Strategy, TrainStep
+from tests.ranks.conftest import cell
+
+
+def test_reading_a_report_loads_neither_torch_nor_the_launcher() -> None:
+    code = """
+import sys
+import reports, reports.runs, reports.overview, reports.markdown_report, reports.export_records
+loaded = [name for name in sys.modules if name.split(".")[0] == "torch"]
+runs = ("launch", "worker", "run", "nodes", "strategy", "strategies", "workloads", "measure")
+loaded += [name for name in sys.modules if name.split(".")[:2] in [["harness", x] for x in runs]]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("former", harness.RENAMED)
+def test_a_former_module_is_still_there(former: str) -> None:
+    sys.modules.pop(former, None)
+    with pytest.warns(DeprecationWarning, match=former):
+        module = importlib.import_module(former)
+    for home in map(importlib.import_module, harness.RENAMED[former]):
+        for name in vars(home):
+            if not name.startswith("__"):
+                assert hasattr(module, name)
+    sys.modules.pop(former, None)
+
+
+@pytest.mark.parametrize("former", ["Deviation", "Exposed", "Held"])
+def test_a_former_name_of_the_seam_is_still_there(former: str) -> None:
+    with pytest.warns(DeprecationWarning, match=former):
+        value = getattr(harness.strategy, former)
+    assert value is getattr(harness.strategy, harness.RENAMED_NAMES[former])
+    with pytest.raises(AttributeError):
+        _ = harness.strategy.Unheard
+
+
+def test_a_strategy_that_declares_its_deviation_under_the_former_name_is_heard() -> None:
+    class Old(Strategy):
+        def deviation(self, cell: object, workload: object) -> object:
+            return harness.strategy.Tolerance(0.5, 0.5, "an older plug-in")
+
+        def setup(self, job: object) -> TrainStep:
+            raise AssertionError
+
+    with pytest.warns(DeprecationWarning, match="Old.deviation"):
+        assert Old().tolerance(cell("single", 1), None).reason == "an older plug-in"  # type: ignore[arg-type]
+    assert EXACT.reason
