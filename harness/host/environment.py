@@ -132,17 +132,20 @@ def cpu_model() -> str | None:
 
 def git_commit() -> str | None:
     """Commit of the suite's own checkout, with + where files that git tracks were changed."""
-    home = Path(__file__).parent
+    checkout = Path(__file__).parents[2]
 
     def git(*words: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(home), *words], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(checkout), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         ).stdout.strip()
 
     try:
-        top = Path(git("rev-parse", "--show-toplevel"))
-        if top != home.parent:
-            return None
+        if Path(git("rev-parse", "--show-toplevel")) != checkout:
+            return None  # installed into an environment that lies in another checkout
         return git("rev-parse", "HEAD") + (
             "+" if git("status", "--porcelain", "--untracked-files=no") else ""
         )

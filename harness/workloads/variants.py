@@ -258,7 +258,7 @@ def vary(base: Workload, suffixes: Iterable[str]) -> Varied:
     if adapter:
         wrapped = "base_model.model." if adapter in ("lora", "ia3") else "base_model."
         changes |= {
-            "meaningful": lambda name, tensor: tensor,
+            "without_zero_gradient": lambda name, tensor: tensor,
             "block_path": base.block_path and wrapped + base.block_path,
         }
     return Varied(**same | changes, base=base, storage=storage, adapter=adapter)
