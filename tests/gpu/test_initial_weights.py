@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.registry import make_strategy, strategies
+from harness.worker import worker
 from harness.worker.spec import TrialSpec
-from harness.worker.worker import worker
 from harness.workloads import Workload, make_workload, prepare_data
 
 OFFLOADED = [("fairscale_fsdp", {"cpu_offload": True}), ("fsdp2", {"cpu_offload": True})]
@@ -91,7 +91,7 @@ def draws_on(
     data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
     spec = TrialSpec(cell, data, world, scratch=str(scratch))
     try:
-        worker._train(spec, rank, worker.Standing())
+        worker._train(spec, rank, worker.RankProgress())
     except Drawn as drawn:
         return drawn.device
     finally:

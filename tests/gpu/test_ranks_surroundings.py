@@ -157,7 +157,7 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
     does."""
-    from harness.worker.worker import profile as module
+    from harness.worker import profile as module
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))
@@ -241,7 +241,7 @@ def test_replicas_of_data_parallel_compute_in_the_cells_precision(
     on_gpus = SimpleNamespace(
         **{
             name: getattr(job, name)
-            for name in ("cell", "model", "optimizer", "expose", "autocast", "workload")
+            for name in ("cell", "model", "optimizer", "register", "autocast", "workload")
         }
     )
     on_gpus.device = SimpleNamespace(type="cuda")

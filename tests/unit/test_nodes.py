@@ -177,13 +177,12 @@ def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     specs = [TrialSpec(Cell(strategy="ddp", devices=2, nodes=2), DATA, 2, node=i) for i in range(2)]
     lost: list[str] = []
 
-    class All:
-        def lose(self, node: Node, why: str) -> None:
-            lost.append(node.name)
+    def lose(node: Node, _: str) -> None:
+        lost.append(node.name)
 
     stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     stop.start()
-    outcome = Trial(All(), nodes, specs, None).run()  # type: ignore[arg-type]
+    outcome = Trial(lose, nodes, specs, None).run()
     stop.join()
     assert (outcome.status, lost) == ("interrupted", ["n0"])
     for pair in pairs:
