@@ -51,7 +51,7 @@ from harness.workloads import make_workload
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""LauncherProtocol that show a difference of 3 % where launches spread by 1.1 %
+"""Launches that show a difference of 3 % where launches spread by 1.1 %
 (tests/unit/test_stats.py)."""
 _COUNTED = (
     "batch",
@@ -110,7 +110,7 @@ class Matrix(Sizes):
         return next((rule for rule in self.hosts if rule.fits(host)), Rule())
 
     def trials_on(self, host: Host) -> int:
-        """LauncherProtocol of each cell on a host."""
+        """Launches of each cell on a host."""
         return self.rule(host).trials or self.trials
 
 

@@ -156,7 +156,7 @@ def environment(run: Row) -> list[tuple[str, str]]:
         ("Matrix", run["matrix"]),
         ("Trials of each cell", plan.get("trials")),
         (
-            "LauncherProtocol of a round",
+            "Launches of a round",
             "by turns of a few steps, all at once" if plan.get("by_turns") else "",
         ),
         ("Seed of the order", plan.get("order_seed")),

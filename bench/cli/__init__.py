@@ -14,6 +14,7 @@ from bench.cli.list_cmd import listing
 from bench.cli.maxsize import maxsize
 from bench.cli.profile import profile
 from bench.cli.publish import publish
+from bench.cli.remedies import with_remedy
 from bench.cli.report import report
 from bench.cli.run import run
 from bench.cli.show import cell
@@ -52,8 +53,8 @@ def main() -> None:
     """Runs a command; a user's mistake becomes one sentence on stderr and exit code 2."""
     try:
         app(prog_name="python -m bench")
-    except UsageError as mistake:
-        print(f"bench: {mistake}", file=sys.stderr)
+    except UsageError as error:
+        print(f"bench: {with_remedy(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)

@@ -40,7 +40,7 @@ def run(
         list[str] | None, typer.Option("--set", help="axis=value for all cells; may be repeated.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="LauncherProtocol of each cell.")
+        int | None, typer.Option("--trials", min=1, help="Launches of each cell.")
     ] = None,
     precision: Annotated[
         str,
@@ -305,7 +305,7 @@ def _require_few(plan: Plan) -> None:
         and (devices := gpus())
         and (why := too_large_together(on_gpus, min(size for _, size in devices)))
     ):
-        raise UsageError(f"--by-turns: {why}")
+        raise UsageError(f"--by-turns: {why} (--skip CELL, --set batch=N)")
 
 
 def _plan(

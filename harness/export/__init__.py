@@ -56,7 +56,7 @@ _WHAT = {
 def known_target(to: str) -> str:
     """What the target is, in words; raises UsageError for one that does not exist."""
     if to not in TARGETS:
-        raise UsageError(f"--to {to!r}: known are {', '.join(TARGETS)}")
+        raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
     return TARGETS[to]
 
 
@@ -214,14 +214,13 @@ def write_files(files: dict[str, str], folder: Path) -> None:
     """All or none of them; raises UsageError where the folder holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
-            f"--out {str(folder)!r} is there already and not an empty folder; give another one, or"
-            " remove it"
+            f"folder {str(folder)!r} is there already and not empty; give another one, or remove it"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise UsageError(f"--out {str(folder)!r} cannot be written: {error.strerror}") from None
+        raise UsageError(f"folder {str(folder)!r} cannot be written: {error.strerror}") from None
     try:
         for name, content in files.items():
             (temporary / name).write_text(content)

@@ -1,4 +1,4 @@
-"""LauncherProtocol that train by turns of a few steps, one at a time: what the machine does in a
+"""Launches that train by turns of a few steps, one at a time: what the machine does in a
 second then meets all of them alike.
 """
 

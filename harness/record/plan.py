@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.record.store import Store
 from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from harness.spec.errors import NothingToResume
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Plan:
         ]
 
     def trials_of(self, cell: Cell) -> int:
-        """LauncherProtocol of a cell."""
+        """Launches of a cell."""
         return 1 if cell.id in self.once else self.trials
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
@@ -143,14 +143,12 @@ def kept_plan(store: Store, run_id: str) -> Plan:
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:
-    """The newest run (of this matrix), also where only its report is missing; raises UsageError
-    where there is none.
+    """The newest run (of this matrix), also where only its report is missing; raises
+    NothingToResume where there is none.
     """
     for run_id in reversed(store.run_ids()):
         plan = kept_plan(store, run_id)
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan
     of = f" of matrix {matrix!r}" if matrix else ""
-    raise UsageError(
-        f"nothing to resume in {str(store.folder)!r}: no run{of}; leave --resume out to start one"
-    )
+    raise NothingToResume(f"nothing to resume in {str(store.folder)!r}: no run{of}")

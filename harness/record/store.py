@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.record.schema import arrow_schema
-from harness.spec.errors import UsageError
+from harness.spec.errors import NoRuns, NotWritable, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,15 +60,12 @@ class Store:
         self.folder = Path(folder)
 
     def require_writable(self) -> None:
-        """Raises UsageError where nothing can be written; leaves nothing behind."""
+        """Raises NotWritable where nothing can be written; leaves nothing behind."""
         nearest = self.folder
         while not nearest.exists():
             nearest = nearest.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"results folder {str(self.folder)!r} cannot be written; choose another with"
-                " --results DIR"
-            )
+            raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def write_run(self, row: Row) -> bool:
         """False where the run is there already: of several that begin the same one, the first says
@@ -115,13 +112,11 @@ class Store:
         return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """The tables of these runs, or of all. Raises UsageError for a run that is not there."""
+        """The tables of these runs, or of all. Raises NoRuns without any, UsageError for a run that
+        is not there."""
         known = self.run_ids()
         if not known:
-            raise UsageError(
-                f"no runs in results folder {str(self.folder)!r}; make one with: python -m bench"
-                " run --matrix smoke"
-            )
+            raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
         wanted = known if run_ids is None else list(run_ids)
         for run_id in wanted:
             if run_id not in known:

@@ -53,6 +53,6 @@ def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
         f" {gpu_bytes / GIB:.1f} GiB"
     )
     return (
-        f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out with"
-        " --skip, or make the batch smaller"
+        f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out, or make"
+        " the batch smaller"
     )

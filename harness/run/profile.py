@@ -1,4 +1,4 @@
-"""LauncherProtocol that explain a cell, and the row of what their ranks answer."""
+"""Launches that explain a cell, and the row of what their ranks answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.workloads.counts import model_facts
 def explain_cell(
     launcher: LauncherProtocol, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
 ) -> dict[str, Any]:
-    """LauncherProtocol a cell once more, not as a trial; returns its row.
+    """Launches a cell once more, not as a trial; returns its row.
 
     `traces`: folder for a trace of each rank.
     """

@@ -270,7 +270,7 @@ class Runner:
         reference: Reference | None,
         heard: Callable[[int, float], None],
     ) -> dict[str, Any]:
-        """LauncherProtocol, judges and records one trial; returns its row.
+        """Launches, judges and records one trial; returns its row.
 
         Without a reference its parity stays unknown.
         """

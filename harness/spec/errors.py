@@ -11,8 +11,21 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    Exit code 2.
+    It names no command and no option of the command line. Where the remedy is one, a subclass says
+    which case it is, and the command line adds the remedy (see bench/cli/remedies.py). Exit code 2.
     """
+
+
+class NotWritable(UsageError):
+    """The results folder cannot be written; another one is needed."""
+
+
+class NoRuns(UsageError):
+    """The results folder has no run yet."""
+
+
+class NothingToResume(UsageError):
+    """The results folder has no run to go on with."""
 
 
 class Refused(Exception):

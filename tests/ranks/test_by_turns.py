@@ -1,4 +1,4 @@
-"""LauncherProtocol that train by turns: one at a time, and whatever becomes of one of them, the
+"""Launches that train by turns: one at a time, and whatever becomes of one of them, the
 others go on.
 """
 

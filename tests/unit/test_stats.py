@@ -189,7 +189,7 @@ def test_the_median_is_inside_its_interval(values: list[float]) -> None:
 
 
 def busy_for_a_while(rng: np.random.Generator, rounds: int) -> np.ndarray:
-    """LauncherProtocol of two cells that spread by 1.1 %, and a neighbour that slows some launches
+    """Launches of two cells that spread by 1.1 %, and a neighbour that slows some launches
     in a row by up to 40 %.
     """
     level = rng.normal(1.0, 0.011, 2 * rounds)

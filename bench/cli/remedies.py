@@ -1,0 +1,17 @@
+"""What to do about a mistake, in words of the command line, which nothing below it knows."""
+
+from __future__ import annotations
+
+from harness.spec.errors import NoRuns, NothingToResume, NotWritable, UsageError
+
+REMEDIES: dict[type[UsageError], str] = {
+    NoRuns: "make one with: python -m bench run --matrix smoke",
+    NothingToResume: "leave --resume out to start one",
+    NotWritable: "choose another with --results DIR",
+}
+
+
+def with_remedy(error: UsageError) -> str:
+    """The sentence of an error, with the command or option that helps where there is one."""
+    remedy = REMEDIES.get(type(error))
+    return f"{error}; {remedy}" if remedy else str(error)
