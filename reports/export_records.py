@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.record.schema import RUNS, TRIALS
+from harness.record.run import RunRecord
+from harness.record.trial import TrialRecord
 from reports.run_report import RunReport
 
 
@@ -42,7 +43,7 @@ FIGURES = _names(
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
 """Columns of JSON only."""
-_WHOLE = {name for columns in (RUNS, TRIALS) for name, kind, _ in columns if kind.startswith("int")}
+_WHOLE = {c.name for table in (RunRecord, TrialRecord) for c in table.columns() if c.is_integer}
 """What a frame with a null among them holds as floats."""
 _FORMULA_STARTS = tuple("=+-@\t\r")
 

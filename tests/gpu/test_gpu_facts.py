@@ -12,7 +12,7 @@ from harness.analysis.selection import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
 from harness.host.gpu_facts import gpu_facts, gpu_topology
 from harness.nodes.facts import node_facts
-from harness.record.schema import RUNS
+from harness.record.run import RunRecord
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -38,8 +38,8 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_row(monkeypatch: pytest.MonkeyPatch, host: FakeNvml) -> dict[str, object]:
     install(monkeypatch, host)
     row = environment()
-    assert set(row) <= {name for name, _, _ in RUNS}
-    return {name: None for name, _, _ in RUNS} | row
+    assert set(row) <= {column.name for column in RunRecord.columns()}
+    return {column.name: None for column in RunRecord.columns()} | row
 
 
 @pytest.mark.usefixtures("cuda_build")

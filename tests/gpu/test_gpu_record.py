@@ -17,8 +17,8 @@ from harness.analysis.summary import cells
 from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
-from harness.record.schema import TABLES
 from harness.record.store import Results, Store, TrialKey
+from harness.record.trial import TrialRecord
 from harness.run.rows import figures
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
@@ -210,5 +210,5 @@ def test_lists_by_rank_are_never_null() -> None:
     from harness.run.rows import left_out_row
 
     row = left_out_row("r", CELL, "refused", "no")
-    lists: Sequence[str] = [name for name, kind, _ in TABLES["trials"] if kind.startswith("list")]
+    lists: Sequence[str] = [column.name for column in TrialRecord.columns() if column.is_list]
     assert [name for name in lists if row.get(name) != []] == []

@@ -28,8 +28,9 @@ from harness.analysis.compare import (
 )
 from harness.analysis.selection import find_run, measured, side, two_sides
 from harness.analysis.stats import COMPARISON_METHOD
-from harness.record.schema import RUNS, TRIALS
+from harness.record.run import RunRecord
 from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.comparison import markdown, page
@@ -45,8 +46,9 @@ def frames(rows: Sequence[dict[str, Any]], run_id: str = OLD, **changes: Any) ->
     """The frames of one run, as the store gives them."""
     run = run_row(run_id=run_id, started_at=datetime(2026, 1, 1, tzinfo=timezone.utc), **changes)
     tables = []
-    for columns, found in ((RUNS, [run]), (TRIALS, [row | {"run_id": run_id} for row in rows])):
-        names = [name for name, _, _ in columns]
+    trials = [row | {"run_id": run_id} for row in rows]
+    for table, found in ((RunRecord, [run]), (TrialRecord, trials)):
+        names = [column.name for column in table.columns()]
         tables.append(
             pd.DataFrame([{name: row.get(name) for name in names} for row in found], columns=names)
         )

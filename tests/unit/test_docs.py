@@ -16,6 +16,7 @@ from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.peaks import gpu_models
 from harness.record.schema import TABLES
+from harness.record.table import meanings
 from harness.run.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
 from harness.strategy.registry import strategies
 
@@ -35,12 +36,13 @@ def strategy_table() -> list[str]:
 
 def schema_table() -> list[str]:
     rows = []
-    for table, columns in TABLES.items():
+    for table, record in TABLES.items():
+        meaning = meanings(record)
         rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
         rows += [
-            f"| `{name}` | {kind.rstrip('?')}{', may be null' if kind.endswith('?') else ''} |"
-            f" {said} |"
-            for name, kind, said in columns
+            f"| `{column.name}` | {column.type}{', may be null' if column.nullable else ''} |"
+            f" {meaning[column.name]} |"
+            for column in record.columns()
         ]
         rows.append("")
     return rows[:-1]

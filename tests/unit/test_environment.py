@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from harness.host.environment import environment, git_commit
-from harness.record.schema import RUNS
+from harness.record.run import RunRecord
 
 
 def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET_TOKEN", "hunter2")
     found = environment()
-    assert set(found) <= {name for name, _, _ in RUNS}
+    assert set(found) <= {column.name for column in RunRecord.columns()}
     assert "hunter2" not in str(found)
     assert found["cpu_cores"] >= 1
     assert found["torch_version"].startswith("2.13")

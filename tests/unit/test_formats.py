@@ -16,7 +16,7 @@ import pytest
 
 from bench.cli.report import Format, report
 from harness.analysis.summary import cells as summarise
-from harness.record.schema import RUNS, TRIALS
+from harness.record.schema import TABLES
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -115,7 +115,7 @@ def test_csv_has_the_same_records(one: RunReport) -> None:
 def test_names_carry_their_unit() -> None:
     """Every column of the schema that the record takes over keeps its name, and no name is told
     twice."""
-    schema = {name for columns in (RUNS, TRIALS) for name, _, _ in columns}
+    schema = {c.name for table in ("runs", "trials") for c in TABLES[table].columns()}
     own = {
         "ranked",
         "place",

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from harness.record.schema import RUNS, TRIALS
+from harness.record.run import RunRecord
 from harness.record.store import Store
+from harness.record.table import Record
+from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_row
 from harness.spec.cell import Cell
 from reports import overview, runs, runs_markdown
@@ -32,12 +34,12 @@ OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
 NAME = '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd ' + "n" * 500
 
 
-def without(columns: tuple[tuple[str, str, str], ...], number: float | None) -> dict[str, Any]:
+def without(table: type[Record], number: float | None) -> dict[str, Any]:
     """Every column that may be unknown, unknown; numbers as `number`."""
     return {
-        name: number if kind == "double?" else None
-        for name, kind, _ in columns
-        if kind.endswith("?")
+        column.name: number if column.type == "double" else None
+        for column in table.columns()
+        if column.nullable
     }
 
 
@@ -49,7 +51,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     for run_id in (OLD, NEW):
         found.write_run(
             run_row(run_id=run_id)
-            | without(RUNS, None)
+            | without(RunRecord, None)
             | {
                 "run_id": run_id,
                 "host": NAME,
@@ -58,7 +60,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         )
         bare = (
             left_out_row(run_id, BARE, "ok", "")
-            | without(TRIALS, request.param)
+            | without(TrialRecord, request.param)
             | {
                 "label": NAME,
                 "cell_name": NAME,

@@ -19,6 +19,7 @@ from harness.analysis.summary import alike, cells, too_wide
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.schema import TABLES, VERSION, arrow_schema
 from harness.record.store import Store, TrialKey, load
+from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_row
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
@@ -107,7 +108,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     results = load(tmp_path)
     assert (len(results.runs), len(results.trials), len(results.steps)) == (1, 4, 12)
     for table in TABLES:
-        assert list(getattr(results, table).columns) == [name for name, _, _ in TABLES[table]]
+        assert list(getattr(results, table).columns) == arrow_schema(table).names
 
 
 def test_pandas_duckdb_and_polars_read_one_dataset(tmp_path: Path) -> None:
@@ -201,6 +202,33 @@ def test_golden_files_of_every_version_are_read(version: int) -> None:
     assert len(results.explained) == (1 if version >= 3 else 0)
     table = cells(results.trials)
     assert table.loc[table["strategy"] == "ddp", "samples_per_second"].iloc[0] == 15.0
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_records_of_every_version_have_what_their_files_lack_as_default(version: int) -> None:
+    results = load(GOLDEN / f"v{version}")
+    for name, table in TABLES.items():
+        records = table.from_frame(getattr(results, name))
+        rows = getattr(results, name).to_dict("records")
+        assert records == [table.from_row(row) for row in rows]
+        for column in table.columns():
+            for record in records:
+                value = getattr(record, column.name)
+                assert value == value or column.is_list
+                assert (value is None) <= column.nullable
+                assert isinstance(value, tuple) == column.is_list
+                assert not column.is_integer or value is None or type(value) is int
+    assert len(TrialRecord.from_frame(results.trials)) == 3
+
+
+def test_what_is_null_in_a_frame_is_the_columns_default_in_a_record() -> None:
+    good = {column.name: None for column in TrialRecord.columns()}
+    good |= trial_row(Cell(strategy="ddp"), mfu=float("nan"), restarts=float("nan"))
+    record = TrialRecord.from_row({**good, "seed": 3.0, "losses": None, "sent_bytes_per_step": ()})
+    assert (record.mfu, record.restarts, record.losses) == (None, None, ())
+    assert (record.seed, type(record.seed)) == (3, int)
+    with pytest.raises(ValueError, match="'strategy' is null or missing"):
+        TrialRecord.from_row({**good, "strategy": None})
 
 
 def test_a_column_that_an_old_file_lacks_is_null(tmp_path: Path) -> None:

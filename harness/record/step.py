@@ -1,0 +1,28 @@
+"""The table `steps`: one row per step of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.record.table import Int32, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(Record):
+    """A step of a rank."""
+
+    run_id: str
+    cell_id: str
+    trial: Int32
+    attempt: Int32
+    rank: Int32
+    step: Int32
+    """from 0"""
+    phase: str
+    """warmup, settling (after the parity check, and at the begin of a turn), timed"""
+    data_seconds: float
+    """getting the batch and moving it to the device"""
+    step_seconds: float
+    """the whole step between two device synchronisations, data included"""
+    loss: float | None = None
+    """mean loss of this rank's samples; null where the rank has none"""

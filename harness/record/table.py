@@ -1,0 +1,191 @@
+"""What a table's class says: its columns, their arrow types, and how its rows are read and written.
+
+A table is a frozen dataclass, a row is an instance of it. Its fields are the columns, in order; a
+field that may be None is a column that may be null (unknown is null, never a guess); the docstring
+under a field is the column's meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+Int32 = Annotated[int, "int32"]
+Int64 = Annotated[int, "int64"]
+Rec = TypeVar("Rec", bound="Record")
+_NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    name: str
+    type: str
+    """Such as `int32` or `list<double>`."""
+    nullable: bool
+    default: object
+    """What a row has where nothing else is said, and what is read from a file of a version that did
+    not have the column; dataclasses.MISSING where every file has it."""
+
+    @property
+    def is_list(self) -> bool:
+        return self.type.startswith("list")
+
+    @property
+    def is_integer(self) -> bool:
+        return self.type.startswith("int")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of a table."""
+
+    @classmethod
+    @functools.cache
+    def columns(cls) -> tuple[Column, ...]:
+        """The table's columns, in order."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        return tuple(
+            Column(field.name, *_column_type(hints[field.name]), field.default)
+            for field in dataclasses.fields(cls)
+        )
+
+    @classmethod
+    def from_row(cls: type[Rec], row: Mapping[str, Any]) -> Rec:
+        """A row that was read as a mapping, or as a row of a pandas frame.
+
+        What is null there (None, NaN, NaT) or missing is the column's default here. Raises
+        ValueError where a column without a default is null or missing.
+        """
+        import pandas as pd
+
+        found: dict[str, object] = {}
+        for column in cls.columns():
+            value = row.get(column.name)
+            known = pd.api.types.is_list_like(value) or bool(pd.notna(value))
+            found[column.name] = _value(column, value, known)
+        return cls(**found)
+
+    @classmethod
+    def from_frame(cls: type[Rec], frame: pd.DataFrame) -> list[Rec]:
+        """The rows of a frame that was read from the table, as `from_row` has each.
+
+        Column by column: thousands of small frames or series would take ten times as long.
+        """
+        values = [_values(column, frame) for column in cls.columns()]
+        names = [column.name for column in cls.columns()]
+        return [cls(**dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)]
+
+
+def _column_type(hint: Any) -> tuple[str, bool]:
+    """The arrow type that a field's type stands for, and whether it may be null."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (inner,) = (one for one in typing.get_args(hint) if one is not type(None))
+        return _column_type(inner)[0], True
+    if typing.get_origin(hint) is Annotated:
+        return hint.__metadata__[0], False
+    if typing.get_origin(hint) is tuple:
+        return f"list<{_column_type(typing.get_args(hint)[0])[0]}>", False
+    return _NAMES[hint], False
+
+
+def _values(column: Column, frame: pd.DataFrame) -> list[object]:
+    if column.name not in frame.columns:
+        return [_value(column, None, False) for _ in range(len(frame))]
+    values = frame[column.name]
+    known = values.notna().tolist()
+    return [_value(column, v, k) for v, k in zip(values.tolist(), known, strict=True)]
+
+
+def _value(column: Column, value: Any, known: bool) -> object:
+    """A value as Python's own: pandas makes floats of integers to have a null among them, and
+    arrow makes arrays of lists."""
+    if known:
+        return _CONVERTED[column.type](value)
+    if column.default is dataclasses.MISSING:
+        raise ValueError(f"column {column.name!r} is null or missing")
+    return column.default
+
+
+def _items(values: Any) -> tuple[object, ...]:
+    return tuple(values.tolist() if hasattr(values, "tolist") else values)
+
+
+_CONVERTED: dict[str, Callable[[Any], object]] = {
+    "int32": int,
+    "int64": int,
+    "double": float,
+    "string": str,
+    "bool": bool,
+    "timestamp": lambda time: time.to_pydatetime() if hasattr(time, "to_pydatetime") else time,
+    "list<string>": _items,
+    "list<int64>": _items,
+    "list<double>": _items,
+}
+
+
+def arrow_schema_of(table: type[Record]) -> pa.Schema:
+    """The table's columns as arrow has them."""
+    import pyarrow as pa
+
+    arrow = {
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "double": pa.float64(),
+        "string": pa.string(),
+        "bool": pa.bool_(),
+        "timestamp": pa.timestamp("us", tz="UTC"),
+        "list<string>": pa.list_(pa.string()),
+        "list<int64>": pa.list_(pa.int64()),
+        "list<double>": pa.list_(pa.float64()),
+    }
+    return pa.schema(
+        [pa.field(c.name, arrow[c.type], nullable=c.nullable) for c in table.columns()]
+    )
+
+
+def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
+    """The rows of one table in arrow's columns."""
+    import pyarrow as pa
+
+    arrays = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in schema]
+    return pa.table(arrays, schema=schema)
+
+
+def meanings(table: type[Record]) -> dict[str, str]:
+    """What each column means, by its name: the docstring under its field."""
+    found: dict[str, str] = {}
+    for cls in reversed(table.__mro__):
+        if dataclasses.is_dataclass(cls):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+            assert isinstance(body, ast.ClassDef)
+            found |= _field_docstrings(body.body)
+    return {column.name: found.get(column.name, "") for column in table.columns()}
+
+
+def _field_docstrings(body: Iterable[ast.stmt]) -> dict[str, str]:
+    found, name = {}, ""
+    for statement in body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=str(field))):
+                name = field
+            case ast.Expr(value=ast.Constant(value=str(text))) if name:
+                found[name] = " ".join(text.split())
+                name = ""
+            case _:
+                name = ""
+    return found

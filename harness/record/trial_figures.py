@@ -1,0 +1,102 @@
+"""Columns of `trials`: what was measured and verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.record.table import Int32, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpeed(Record):
+    """Times of steps, and throughput."""
+
+    step_seconds_p50: float | None = None
+    """median over timed steps of the slowest rank's time"""
+    step_seconds_p95: float | None = None
+    """95th percentile of the same"""
+    step_seconds_mean: float | None = None
+    """mean of the same"""
+    data_seconds_p50: float | None = None
+    """median share of the step for getting the batch, slowest rank"""
+    samples_per_second: float | None = None
+    """global batch / step_seconds_p50; of a strategy that communicates every few steps, / the
+    median of whole cycles"""
+    tokens_per_second: float | None = None
+    """null for images"""
+    turn_began: tuple[float, ...] = ()
+    """of a launch that trained by turns with its round's others: when each began, seconds after the
+    epoch"""
+    turn_samples_per_second: tuple[float, ...] = ()
+    """throughput in each of them"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSurroundings(Record):
+    """What else the host did, and the state of its GPUs."""
+
+    idle_before: float | None = None
+    """share of the cores' time that was idle just before the launch"""
+    idle_after: float | None = None
+    """the same just after its end"""
+    foreign_load_cores: float | None = None
+    """cores that others than the ranks kept busy during the timed steps"""
+    gpu_before: str | None = None
+    """JSON: of the first node's GPUs that it uses, just before the launch: clocks, what holds them
+    back, heat, power, errors, processes"""
+    gpu_after: str | None = None
+    """JSON: the same just after its end"""
+    gpu_use: str | None = None
+    """JSON: by rank the UUIDs of its GPUs, seconds of the timed steps in which power or heat held
+    them back, their state at the end"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialEfficiency(Record):
+    """What the speed is worth."""
+
+    energy_joules_per_sample: float | None = None
+    """of all its GPUs by NVML, or of the host's CPU packages by RAPL; null where these do not count
+    """
+    trend: float | None = None
+    """relative change over the timed steps where significant (Kendall, p < 0.01), else 0: warm-up
+    was too short"""
+    flops_per_step: float | None = None
+    """of the model, see `how it was measured`"""
+    mfu: float | None = None
+    """model FLOPs utilisation; null where the device's peak is unknown"""
+    bubble_fraction: float | None = None
+    """share of stage time spent waiting, measured in a pass of its own"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialParity(Record):
+    """Losses, and how far they and the parameters are from the reference run's."""
+
+    restarts: Int32 | None = None
+    """elastic restarts taken"""
+    losses: tuple[float, ...] = ()
+    """mean loss of each step, warm-up included"""
+    reference_losses: tuple[float, ...] = ()
+    """the reference run's, over the parity segment"""
+    fp32_loss_deviation: float | None = None
+    """low-precision weights: largest relative loss deviation from the same training in fp32"""
+    parity_steps: Int32
+    """length of the parity segment"""
+    parity_verdict: str | None = None
+    """exact, within tolerance, diverged, unknown"""
+    parity_reason: str | None = None
+    parity_max_loss_deviation: float | None = None
+    """largest |loss - reference| / |reference|"""
+    parity_max_update_deviation: float | None = None
+    """largest |parameters - reference| / |reference's update| of a tensor"""
+    parity_worst_tensor: str | None = None
+    """the tensor that it was"""
+    reference_loss_noise: float | None = None
+    """largest loss deviation between two reference runs that split the batch differently"""
+    reference_update_noise: float | None = None
+    """largest deviation of a tensor's update between these"""
+    parity_loss_tolerance: float | None = None
+    """what the strategy declares"""
+    parity_update_tolerance: float | None = None
+    """what the strategy declares"""
