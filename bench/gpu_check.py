@@ -238,9 +238,10 @@ def host_facts() -> dict[str, Any]:
     from bench.checks import troubles
     from harness.host.environment import environment
     from harness.host.gpu_facts import gpu_facts, gpu_topology
+    from harness.strategy.registry import required_packages
 
     return {
-        "environment": environment(),
+        "environment": environment(required_packages()),
         "gpus": [asdict(one) for one in gpu_facts()],
         "topology": gpu_topology(),
         "troubles": [asdict(one) for one in troubles()],

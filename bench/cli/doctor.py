@@ -185,8 +185,9 @@ def _devices() -> dict[str, str]:
 
 def _libraries() -> dict[str, str]:
     from harness.host.environment import LIBRARIES, version_of
+    from harness.strategy.registry import required_packages
 
-    names = ("torch", *LIBRARIES)
+    names = dict.fromkeys(("torch", *LIBRARIES, *required_packages()))
     return {name: version_of(name) or "not installed" for name in names}
 
 

@@ -27,6 +27,7 @@ from harness.analysis.stats import (
 )
 from harness.host.gpu_state import GpuRecord
 from harness.record.status import NOT_LAUNCHED, WORST_FIRST
+from harness.spec.cell import BASELINE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -330,7 +331,7 @@ def _scale(rows: Sequence[Row]) -> None:
         if row["ranked"] and row["devices"] == 1:
             key = (row["run_id"], *setting(row, SCALED), row["global_batch"])
             own.setdefault((*key, *series(row)), row["samples_per_second"])
-            if row["strategy"] == "single" and row["micro_batches"] == 1:
+            if row["strategy"] == BASELINE and row["micro_batches"] == 1:
                 single.setdefault(key, row["samples_per_second"])
     for row in rows:
         key = (row["run_id"], *setting(row, SCALED), batch(row))

@@ -23,10 +23,6 @@ LIBRARIES = (
     "transformers",
     "safetensors",
     "triton",
-    "accelerate",
-    "deepspeed",
-    "fairscale",
-    "horovod",
     "bitsandbytes",
     "peft",
     "datasets",
@@ -35,6 +31,7 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
+"""Whose versions are recorded, beside those of the packages that strategies require."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """First driver for Linux that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
 SLURM = {
@@ -203,8 +200,12 @@ def cudnn_version() -> str | None:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def environment() -> dict[str, Any]:
-    """The environment's columns of a run's row."""
+def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
+    """The environment's columns of a run's row.
+
+    `more_libraries`: packages whose version is recorded beside LIBRARIES, where they are installed.
+    """
+    libraries = (*LIBRARIES, *more_libraries)
     from harness.host.cores import allowed_cores
 
     used = gpus() if device_type() == "cuda" else ()
@@ -213,7 +214,7 @@ def environment() -> dict[str, Any]:
         "operating_system": platform.platform(),
         "python_version": platform.python_version(),
         "torch_version": version_of("torch") or "",
-        "libraries": json.dumps({name: v for name in LIBRARIES if (v := version_of(name))}),
+        "libraries": json.dumps({name: v for name in libraries if (v := version_of(name))}),
         "cpu_model": cpu_model(),
         "cpu_cores": len(allowed_cores()),
         "memory_bytes": psutil.virtual_memory().total,

@@ -39,6 +39,7 @@ from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, 
 from harness.run.profile import explain_cell
 from harness.run.rows import left_out_row, step_rows, trial_row
 from harness.spec.cell import Cell
+from harness.strategy.registry import required_packages
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
@@ -125,7 +126,7 @@ class Runner:
             "started_at": datetime.now(timezone.utc),
             "matrix": self.plan.matrix,
             "plan": self.plan.to_json(),
-            **environment(),
+            **environment(required_packages()),
         }
         return self.store.write_run(row)
 

@@ -11,6 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from harness.spec.link import link_text, over
 
+BASELINE = "single"
+"""The strategy that all others are compared with: one process on one device. A part of what is
+recorded, as the names of columns are: records are read where no strategy can be imported."""
 # What may change without making it another measurement.
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 # Parts of the id whatever their value. An axis that is added later is one only where it is not at
@@ -189,7 +192,7 @@ class Cell(BaseModel):
         """The fp32 single-process cell that trains the same thing: what parity compares with."""
         return self.model_copy(
             update={
-                "strategy": "single",
+                "strategy": BASELINE,
                 "options": {},
                 "defaults": None,
                 "devices": 1,

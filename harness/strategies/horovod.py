@@ -46,6 +46,7 @@ class Horovod(Strategy):
     """
 
     requires = ("horovod",)
+    install = "make setup builds it from its source release (needs g++ and make)"
     preload = ("horovod.torch",)
 
     controller: Literal["gloo", "mpi"] = "gloo"

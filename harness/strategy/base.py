@@ -49,6 +49,8 @@ class Strategy(BaseModel, ABC):
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
+    install: ClassVar[str] = ""
+    """How to install them where `pip install 'parallelism-bench[PACKAGE]'` is not enough."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Their modules that every rank would import, and that the fork server therefore imports for
     all."""

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 ENTRY_POINTS = "parallelism_bench.strategies"
-# What provides a package that has an extra of its own name but is not installed by it alone.
-INSTALL = {"horovod": "make setup builds it from its source release (needs g++ and make)"}
-
 HOME = "harness.strategies"
 """The package in which each file is one strategy."""
 
@@ -135,11 +132,21 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
         )
 
 
-def _how(package: str) -> str:
-    """What provides a package, or why set-up could not."""
-    if failure := unbuilt(package):
-        return failure.reason
-    return INSTALL.get(package, f"pip install 'parallelism-bench[{package}]'")
+def required_packages() -> list[str]:
+    """Packages that some strategy needs beside torch, each once."""
+    return list(dict.fromkeys(name for cls in strategies().values() for name in cls.requires))
+
+
+def _require(package: str, install: str = "") -> None:
+    """Raises Unavailable for a package that is missing, with what installs it, or why set-up could
+    not."""
+    if importlib.util.find_spec(package) is not None:
+        return
+    failure = unbuilt(package)
+    remedy = install or f"pip install 'parallelism-bench[{package}]'"
+    raise Unavailable(
+        f"package {package} is not installed: {failure.reason if failure else remedy}"
+    )
 
 
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
@@ -148,9 +155,11 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     `here`: on this host; otherwise its packages are not looked for.
     """
     strategy = make_strategy(cell)
-    for package in (*strategy.requires, *workload.requires) if here else ():
-        if importlib.util.find_spec(package) is None:
-            raise Unavailable(f"package {package} is not installed: {_how(package)}")
+    if here:
+        for package in strategy.requires:
+            _require(package, strategy.install)
+        for package in workload.requires:
+            _require(package)
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(
             f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}"
