@@ -28,7 +28,11 @@ RENAMED = {
         "harness.workloads.precision",
     ),
     "harness.workloads.facts": ("harness.workloads.counts",),
-    "harness.workloads.model": ("harness.workloads.workload", "harness.workloads.registry"),
+    "harness.workloads.model": (
+        "harness.workloads.family",
+        "harness.workloads.workload",
+        "harness.workloads.registry",
+    ),
     "harness.workloads.stage": ("harness.strategy.stage",),
 }
 """Former modules that strategies and notebooks of other packages may import, and where their names

@@ -64,7 +64,7 @@ def _strategies() -> list[dict[str, Any]]:
 
 def _workloads() -> list[dict[str, Any]]:
     from harness.workloads import make_workload, workload_names
-    from harness.workloads.variants import SUFFIXES
+    from harness.workloads.suffixes import SUFFIXES
 
     rows: list[dict[str, Any]] = []
     for name in workload_names():

@@ -168,7 +168,7 @@ class Loop:
         assert train_state is not None
         self.dtypes = dtypes_of(train_state)
         kept = state_bytes(
-            itertools.chain(retained(train_state), workload.held(train_state.model)),
+            itertools.chain(retained(train_state), workload.retained(train_state.model)),
             self.job.device.type,
         )
         self.states = {

@@ -9,13 +9,11 @@ from collections.abc import Iterable
 
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers
-from transformers import (  # noqa: F401
-    BertForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    ResNetForImageClassification,
-)
 
+from harness.workloads.registry import families
+
+for family in families().values():
+    getattr(transformers, family.model_class)  # transformers imports a model's module on first use
 transformers.utils.logging.set_verbosity_error()
 
 

@@ -1,8 +1,9 @@
-"""Models, datasets and losses; and what a model must say of itself to be split."""
+"""Models, their losses and datasets, and how a model can be split."""
 
 from harness.workloads.data import DataSource, prepare_data
+from harness.workloads.family import Family, Split
 from harness.workloads.registry import make_workload, workload_names
-from harness.workloads.workload import Family, Split, Workload
+from harness.workloads.workload import Workload
 
 __all__ = [
     "DataSource",

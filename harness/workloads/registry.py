@@ -1,47 +1,61 @@
-"""A workload: a transformers model by its config with seeded random weights, its loss, and how it
-can be split."""
+"""Which workloads there are, and the workload of a name."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
+from harness.workloads.family import Family, Kind
+from harness.workloads.suffixes import SUFFIXES
+from harness.workloads.workload import Workload
 
 if TYPE_CHECKING:
-    pass
-from harness.workloads.workload import Family, Kind, Workload
+    from transformers import PretrainedConfig
+
+HUB = "hf:"
+"""What the name of a model begins with that transformers loads from a folder or from its hub."""
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    from harness.workloads import bert, gpt2, llama, resnet
+    """All families by name: each module of harness/workloads/families/ defines one as `FAMILY`."""
+    from harness.workloads import families as package
 
-    return {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, bert, resnet)}
+    modules = [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]
+    found: list[Family] = [module.FAMILY for module in modules]
+    return {family.name: family for family in found}
 
 
 def workload_names() -> list[str]:
+    """All names of the form FAMILY-SIZE."""
     return [f"{family.name}-{size}" for family in families().values() for size in family.sizes]
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
-    """A workload's name without its suffixes, and these.
+    """A workload's name without its suffixes, and the suffixes: `llama-mini+lora` gives
+    (`llama-mini`, [`lora`]).
 
-    A path may have a `+` of its own: only known suffixes end it.
+    A path may contain a `+`: of `hf:PATH` only known suffixes are taken off, and none where the
+    path exists with them.
     """
-    if not name.startswith("hf:"):
+    if not name.startswith(HUB):
         base, *suffixes = name.split("+")
         return base, suffixes
-    from harness.workloads.variants import SUFFIXES
-
-    found: list[str] = []
-    while not Path(name.removeprefix("hf:")).exists():
+    suffixes = []
+    while not Path(name.removeprefix(HUB)).exists():
         base, _, last = name.rpartition("+")
         if last not in SUFFIXES:
             break
-        name, found = base, [last, *found]
-    return name, found
+        name, suffixes = base, [last, *suffixes]
+    return name, suffixes
 
 
 @functools.cache
@@ -50,21 +64,21 @@ def make_workload(name: str) -> Workload:
     unknown one."""
     base, suffixes = split_name(name)
     if suffixes:
-        from harness.workloads.variants import vary
+        from harness.workloads.variants import make_variant
 
-        return vary(make_workload(base), suffixes)
-    if name.startswith("hf:"):
+        return make_variant(make_workload(base), suffixes)
+    if name.startswith(HUB):
         return _from_hub(name)
     family_name, _, size = name.rpartition("-")
     family = families().get(family_name)
-    known = family.size(size) if family else None
-    if family is None or known is None:
-        known_names = ", ".join(workload_names())
+    of_size = family.size(size) if family else None
+    if family is None or of_size is None:
+        any_size = [f"{f.name}-HIDDENxBLOCKS" for f in families().values() if f.sized]
         raise UsageError(
-            f"unknown workload {name!r}; known are {known_names}, llama-HIDDENxBLOCKS,"
+            f"unknown workload {name!r}; known are {', '.join([*workload_names(), *any_size])},"
             " hf:PATH_OR_ID, and these with +SUFFIX"
         )
-    config = {**family.common, **known}
+    config = {**family.common, **of_size}
     return Workload(
         name=name,
         kind=family.kind,
@@ -85,31 +99,22 @@ def make_workload(name: str) -> Workload:
 
 
 def _from_hub(name: str) -> Workload:
+    """The workload `hf:PATH_OR_ID`, by the config that is there; no weights are read yet."""
     import transformers
 
-    path = name.removeprefix("hf:")
+    path = name.removeprefix(HUB)
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"workload {name!r}: no model config at {path!r} ({said}); give a folder with"
+            f"workload {name!r}: no model config at {path!r} ({reason}); give a folder with"
             " config.json or a hub id"
         ) from None
     architecture = (config.architectures or [""])[0]
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        kind: Kind = "causal"
-    elif architecture.endswith("ForSequenceClassification"):
-        kind = "classification"
-    else:
-        raise UsageError(
-            f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal"
-            " language model nor a sequence classification model; give one whose config.json names"
-            " a ...ForCausalLM or ...ForSequenceClassification"
-        )
-    family = families().get(config.model_type)
-    same = family is not None and family.model_class == architecture
-    return Workload(
+    kind = _kind(name, architecture)
+    family = _family(config, architecture)
+    workload = Workload(
         name=name,
         kind=kind,
         config={},
@@ -120,9 +125,32 @@ def _from_hub(name: str) -> Workload:
         max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
         blocks=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        split=family.split if family and same else None,
-        block_path=family.split.blocks if family and same and family.split else "",
-        without_zero_gradient=family.without_zero_gradient
-        if family and same
-        else (lambda name, tensor: tensor),
     )
+    if family is None:
+        return workload
+    return dataclasses.replace(
+        workload,
+        split=family.split,
+        block_path=family.split.blocks if family.split else "",
+        without_zero_gradient=family.without_zero_gradient,
+    )
+
+
+def _kind(name: str, architecture: str) -> Kind:
+    """What a model's class in transformers is for; raises UsageError where that is not one of the
+    kinds that a saved model can be of here."""
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"
+    if architecture.endswith("ForSequenceClassification"):
+        return "classification"
+    raise UsageError(
+        f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal"
+        " language model nor a sequence classification model; give one whose config.json names"
+        " a ...ForCausalLM or ...ForSequenceClassification"
+    )
+
+
+def _family(config: PretrainedConfig, architecture: str) -> Family | None:
+    """The family that a saved model belongs to; None where its class is none of a family's."""
+    family = families().get(config.model_type)
+    return family if family and family.model_class == architecture else None

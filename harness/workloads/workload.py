@@ -4,136 +4,81 @@ can be split."""
 from __future__ import annotations
 
 import contextlib
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Protocol, cast
 
 from harness.spec.errors import Refused
+from harness.workloads.family import Family, Kind, ModelConfig, Split
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from harness.spec.cell import Cell
     from harness.spec.training import Layout, Retained, Tolerance
 
 
-Kind = Literal["causal", "classification", "image"]
+class HasLogits(Protocol):
+    """What a transformers model returns."""
 
-
-class Split(ABC):
-    """How a family's model falls into embedding, blocks and head: pipeline, tensor and 3D
-    strategies read it."""
-
-    blocks: ClassVar[str]
-    """Path of the ModuleList of blocks."""
-    embedding: ClassVar[tuple[str, ...]]
-    """Paths of the modules that only the first stage holds."""
-    head: ClassVar[tuple[str, ...]]
-    """Paths of the modules that only the last stage holds."""
-    tied: ClassVar[dict[str, str]] = {}
-    """Name of a parameter on the last stage -> the parameter on the first stage that it is the same
-    as."""
-
-    @abstractmethod
-    def embed(self, model: Any, inputs: Tensor) -> Tensor:
-        """(samples, tokens) ids -> (samples, tokens, hidden)."""
-
-    @abstractmethod
-    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
-        """One block; `tokens` is the whole sequence's length, also where `hidden` holds a part of
-        it."""
-
-    @abstractmethod
-    def output(self, model: Any, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> logits."""
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
-        """Parallel styles (torch.distributed.tensor.parallel) by path within the stage's model, `*`
-        for any block."""
-        raise Refused(
-            "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
-        )
-
-    def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Exchanges what cannot be split as it is; returns how whole tensors go back to the
-        workload's own layout."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Family:
-    """Models of one architecture in several sizes."""
-
-    name: str
-    kind: Kind
-    config_class: str
-    model_class: str
-    sizes: dict[str, dict[str, Any]]
-    common: dict[str, Any]
-    split: Split | None = None
-    batch_norm: bool = False
-    image_size: Callable[[str], int] = lambda size: 0
-    sized: Callable[[int, int], dict[str, Any]] | None = None
-    """(hidden size, blocks) -> the size named `HIDDENxBLOCKS`, for families that grow block by
-    block."""
-    without_zero_gradient: Callable[[str, Any], Any] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without directions whose gradient is analytically
-    zero."""
-
-    def size(self, name: str) -> dict[str, Any] | None:
-        """What the config of this size says; None where there is no such size."""
-        numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
-        if numbers and self.sized:
-            return self.sized(int(numbers[1]), int(numbers[2]))
-        return self.sizes.get(name)
+    logits: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Model + loss. Everything a strategy may ask of the model, without naming one."""
+    """A model and its loss: all that a strategy may know of them.
+
+    Strategies ask this object and never compare names of models.
+    """
 
     name: str
     kind: Kind
-    config: dict[str, Any]
+    config: ModelConfig
+    """Empty where the model is loaded from a folder or a hub, which has its own config."""
     family: Family | None
+    """None where the model is loaded from a folder or a hub."""
     pretrained: str | None = None
-    """Path or hub id of a model with weights of its own (`hf:`)."""
+    """Path or hub id that transformers loads the model from (`hf:`)."""
     image_size: int = 0
+    """Height and width in pixels; 0 for text."""
     num_labels: int = 0
+    """Classes of a classifier; 0 for causal models."""
     vocabulary: int = 0
+    """Tokens that the model knows; 0 for images."""
     max_tokens: int = 0
+    """Longest sequence; 0: no limit."""
     blocks: int = 0
     heads: int = 0
-    """Attention heads (of keys and values where they are fewer): what tensor parallelism deals out.
-    """
+    """Attention heads (of keys and values where these are fewer), which tensor parallelism divides
+    among the ranks."""
     split: Split | None = None
     block_path: str = ""
     """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is
     not known."""
     batch_norm: bool = False
-    without_zero_gradient: Callable[[str, Any], Any] = field(default=lambda name, tensor: tensor)
+    without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    """See Family."""
     requires: tuple[str, ...] = ()
     """Packages beyond transformers; a missing one makes the cell `unavailable`."""
 
     @property
     def version(self) -> str:
-        """Tells weights in a local folder from other weights there at another time; empty where the
-        name says it all."""
+        """Changes when the files of a model in a local folder change; empty where the name alone
+        identifies the model."""
         folder = Path(self.pretrained or "")
         files = sorted(folder.iterdir()) if self.pretrained and folder.is_dir() else []
         return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
-    def hf_config(self) -> Any:
-        """A new transformers config: no dropout (it would make every layout another training), no
-        key-value cache."""
+    def hf_config(self) -> PretrainedConfig:
+        """A new transformers config, without key-value cache and without dropout, whose random
+        numbers would differ between layouts of the same training."""
         import transformers
 
         if self.pretrained:
-            config = transformers.AutoConfig.from_pretrained(
+            config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
                 self.pretrained, trust_remote_code=False
             )
             for name, value in vars(config).items():
@@ -142,7 +87,8 @@ class Workload:
             config.use_cache = False
             return config
         assert self.family is not None
-        return getattr(transformers, self.family.config_class)(**self.config)
+        of_family: PretrainedConfig = getattr(transformers, self.family.config_class)(**self.config)
+        return of_family
 
     def build(
         self,
@@ -156,13 +102,11 @@ class Workload:
         `drawn_on`: the device whose generator draws the initial weights, by default `device`
         itself. The same seed gives the same weights only on the same kind of device, so all ranks
         of a cell draw on the same kind, whatever device their model is then kept on. On a GPU cell
-        that is a GPU: billions of random numbers take a CPU minutes. An `hf:` model has its own
+        that is a GPU: billions of random numbers take a CPU minutes. An `hf:` model has its saved
         weights, unless there are none or `saved_weights` is false.
         """
         import torch
-        import transformers
 
-        config = self.hf_config()
         home = device or torch.device("cpu")
         origin = drawn_on or home
         gpus = [origin] if origin.type == "cuda" else []
@@ -171,22 +115,7 @@ class Workload:
             for gpu in gpus:
                 stack.enter_context(gpu)
             torch.manual_seed(seed)
-            if self.pretrained is None:
-                assert self.family is not None
-                model = getattr(transformers, self.family.model_class)(config)
-            else:
-                auto: Any = (
-                    transformers.AutoModelForCausalLM
-                    if self.kind == "causal"
-                    else transformers.AutoModelForSequenceClassification
-                )
-                if saved_weights and has_weights(self.pretrained):
-                    model = auto.from_pretrained(
-                        self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False
-                    )
-                else:
-                    model = auto.from_config(config)
-        built: nn.Module = model.train()
+            built: nn.Module = self._new_model(saved_weights).train()
         if not gpus:
             return built
         built = built.to(home)
@@ -195,21 +124,48 @@ class Workload:
             torch.cuda.empty_cache()
         return built
 
-    def logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
-        out = model(inputs)
-        logits: Tensor = out if hasattr(out, "flatten") else out.logits
-        return logits
+    def _new_model(self, saved_weights: bool) -> PreTrainedModel:
+        """The model by its transformers class, with saved weights or weights drawn now."""
+        import torch
+        import transformers
+
+        config = self.hf_config()
+        model: PreTrainedModel
+        if self.pretrained is None:
+            assert self.family is not None
+            model = getattr(transformers, self.family.model_class)(config)
+            return model
+        auto = (
+            transformers.AutoModelForCausalLM
+            if self.kind == "causal"
+            else transformers.AutoModelForSequenceClassification
+        )
+        if saved_weights and has_weights(self.pretrained):
+            model = auto.from_pretrained(
+                self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False
+            )
+        else:
+            model = auto.from_config(config)  # type: ignore[no-untyped-call]
+        return model
+
+    def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
+        """What the model computes for these inputs; `model` may be wrapped, and return a tensor."""
+        output = model(inputs)
+        return cast("Tensor", getattr(output, "logits", output))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy; labels are already shifted for causal models. fp32, also for
-        half-precision logits."""
+        """Mean cross entropy in fp32, also of half-precision logits.
+
+        `logits`: (samples, tokens, vocabulary) or (samples, classes); `labels`: (samples, tokens)
+        or (samples,), already shifted by one token for causal models.
+        """
         from torch.nn import functional as F
 
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What makes it a variant of its base (see harness/workloads/variants.py)."""
+        """The suffixes of its name, which make it a variant (see harness/workloads/variants.py)."""
         return ()
 
     @property
@@ -219,42 +175,44 @@ class Workload:
 
     @property
     def arithmetic(self) -> str | None:
-        """Precision of its arithmetic where that is not the cell's."""
+        """Precision of its arithmetic, `bf16` or `fp16`; None: the cell's own precision."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the workload that differs by keeping its weights in fp32; None where they are."""
+        """Name of the same workload with weights in fp32; None where this one has them in fp32."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
-        """Raises Refused where this cell's strategy or precision does not go with the model.
+        """Raises Refused where the model cannot be trained with this cell's strategy or precision.
 
-        `shards_parameters`: whether the strategy cuts parameters into parts.
+        `shards_parameters`: whether the strategy divides single parameters among the ranks.
         """
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """How far two correct trainings of the model may be apart, where rounding makes that more
-        than EXACT."""
+        """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding
+        does not make it more."""
         return None
 
-    def held(self, model: nn.Module) -> Iterator[Retained]:
-        """What its layers keep between steps beside parameters and buffers."""
+    def retained(self, model: nn.Module) -> Iterator[Retained]:
+        """What the model's layers keep between steps beside parameters and buffers."""
         return iter(())
 
     def countable(self) -> Workload:
-        """The workload with the same parameters and FLOPs that can be built without memory
-        (FakeTensorMode)."""
+        """A workload with the same parameters and FLOPs that can be built without memory for its
+        tensors (torch's FakeTensorMode)."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Bytes of the parameters, and of what the layers keep beside them; `model` is built from
-        `countable`."""
+        """Bytes of the parameters, and bytes of what the layers keep beside them.
+
+        `model`: built by `countable()`.
+        """
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
 
     def check_split(self, layout: Layout) -> None:
-        """Raises Refused where the model cannot be cut like this."""
+        """Raises Refused where the model cannot be divided by this pipeline and tensor size."""
         if self.split is None:
             raise Refused(
                 f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload"
@@ -270,7 +228,8 @@ class Workload:
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
-        """Inputs of the right shape, all zero: for counting FLOPs."""
+        """Inputs of the right shape, all zero, for counting: (samples, tokens) ids or (samples, 3,
+        size, size) pixels."""
         import torch
 
         if self.kind == "image":
@@ -279,6 +238,6 @@ class Workload:
 
 
 def has_weights(path: str) -> bool:
-    """Whether a local folder holds weights; a hub id is taken to."""
+    """Whether a local folder holds weights; a hub id is assumed to have some."""
     folder = Path(path)
     return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))

@@ -1,9 +1,12 @@
-"""ResNet image classification with BatchNorm: the workload whose statistics see only a replica's
-samples."""
+"""ResNet image classification.
+
+Its BatchNorm layers take their statistics from one replica's samples only, so data parallelism
+changes the training unless the statistics are synchronised.
+"""
 
 from __future__ import annotations
 
-from harness.workloads.workload import Family
+from harness.workloads.family import Family
 
 FAMILY = Family(
     name="resnet",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.workloads.workload import Family, Split
+from harness.workloads.family import Family, ModelConfig, Split
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class BertSplit(Split):
@@ -15,28 +15,25 @@ class BertSplit(Split):
     embedding = ("bert.embeddings",)
     head = ("bert.pooler", "classifier")
 
-    def embed(self, model: Any, inputs: Tensor) -> Tensor:
-        hidden: Tensor = model.bert.embeddings(inputs)
+    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        hidden: Tensor = model.get_submodule("bert.embeddings")(inputs)
         return hidden
 
-    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
-        out: Tensor = block(hidden)
-        return out
-
-    def output(self, model: Any, hidden: Tensor) -> Tensor:
-        logits: Tensor = model.classifier(model.bert.pooler(hidden))
+    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        pooled = model.get_submodule("bert.pooler")(hidden)
+        logits: Tensor = model.get_submodule("classifier")(pooled)
         return logits
 
 
-def _meaningful(name: str, tensor: Any) -> Any:
-    """The key's bias adds the same number to all scores of a query, which softmax ignores: its
-    gradient is zero."""
+def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
+    """The key's bias adds the same number to all scores of a query, and softmax ignores a constant:
+    the bias's gradient is zero."""
     return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
 
 
 def _size(
     layers: int, hidden: int, heads: int, vocabulary: int = 256, positions: int = 256
-) -> dict[str, Any]:
+) -> ModelConfig:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -66,5 +63,5 @@ FAMILY = Family(
         "num_labels": 10,
     },
     split=BertSplit(),
-    without_zero_gradient=_meaningful,
+    without_zero_gradient=_without_key_bias,
 )

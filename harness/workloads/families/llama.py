@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
-from harness.workloads.workload import Family, Split
+from harness.workloads.family import Family, ModelConfig, Split
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class LlamaSplit(Split):
@@ -16,22 +17,24 @@ class LlamaSplit(Split):
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")
 
-    def embed(self, model: Any, inputs: Tensor) -> Tensor:
-        hidden: Tensor = model.model.embed_tokens(inputs)
+    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        hidden: Tensor = model.get_submodule("model.embed_tokens")(inputs)
         return hidden
 
-    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
+    def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
         import torch
 
         positions = torch.arange(tokens, device=hidden.device)[None]
-        out: Tensor = block(hidden, position_embeddings=model.model.rotary_emb(hidden, positions))
-        return out
+        rotations = model.get_submodule("model.rotary_emb")(hidden, positions)
+        output: Tensor = block(hidden, position_embeddings=rotations)
+        return output
 
-    def output(self, model: Any, hidden: Tensor) -> Tensor:
-        logits: Tensor = model.lm_head(model.model.norm(hidden))
+    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        normed = model.get_submodule("model.norm")(hidden)
+        logits: Tensor = model.get_submodule("lm_head")(normed)
         return logits
 
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
@@ -40,7 +43,7 @@ class LlamaSplit(Split):
             SequenceParallel,
         )
 
-        plan: dict[str, Any] = {
+        plan: dict[str, ParallelStyle] = {
             f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"
         }
         plan |= {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
@@ -74,7 +77,8 @@ def _size(
     key_values: int = 0,
     vocabulary: int = 256,
     positions: int = 256,
-) -> dict[str, Any]:
+) -> ModelConfig:
+    """`key_values`: heads of keys and values; 0: as many as of queries."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -86,9 +90,12 @@ def _size(
     }
 
 
-def _sized(hidden: int, layers: int) -> dict[str, Any]:
-    """Heads of 64 and Llama's feed-forward of 8/3 hidden, so that one block more is always the same
-    step in size."""
+def _sized(hidden: int, layers: int) -> ModelConfig:
+    """Heads of 64, and Llama's feed-forward of 8/3 of the hidden size (arXiv 2302.13971, section
+    2.2) rounded up to a multiple of 64.
+
+    Every block has the same number of parameters. Raises UsageError where heads of 64 do not fit.
+    """
     if hidden % 64:
         raise UsageError(
             f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size"

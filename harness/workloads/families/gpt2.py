@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from harness.spec.errors import Refused
-from harness.workloads.workload import Family, Split
+from harness.workloads.family import Family, ModelConfig, Split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Gpt2Split(Split):
@@ -18,22 +19,20 @@ class Gpt2Split(Split):
     head = ("transformer.ln_f", "lm_head")
     tied: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
 
-    def embed(self, model: Any, inputs: Tensor) -> Tensor:
+    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         import torch
 
         positions = torch.arange(inputs.shape[1], device=inputs.device)
-        hidden: Tensor = model.transformer.wte(inputs) + model.transformer.wpe(positions)[None]
+        of_tokens = model.get_submodule("transformer.wte")(inputs)
+        hidden: Tensor = of_tokens + model.get_submodule("transformer.wpe")(positions)[None]
         return hidden
 
-    def block(self, model: Any, block: Any, hidden: Tensor, tokens: int) -> Tensor:
-        out: Tensor = block(hidden)
-        return out
-
-    def output(self, model: Any, hidden: Tensor) -> Tensor:
-        logits: Tensor = model.lm_head(model.transformer.ln_f(hidden))
+    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        normed = model.get_submodule("transformer.ln_f")(hidden)
+        logits: Tensor = model.get_submodule("lm_head")(normed)
         return logits
 
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, Any]:
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         if sequence_parallel:
@@ -49,9 +48,11 @@ class Gpt2Split(Split):
         }
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Conv1D (input x output) becomes Linear; rows of query, key, value are dealt so that each
-        rank gets its heads of all three."""
+        """Each Conv1D, whose weight is (inputs, outputs), becomes a Linear. The rows of the fused
+        query, key and value are reordered so that an even split over the ranks gives each rank the
+        same heads of all three."""
         import torch
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
         from transformers.pytorch_utils import Conv1D
 
         restore: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -60,12 +61,13 @@ class Gpt2Split(Split):
                 conv.weight.shape[0], conv.weight.shape[1], device=conv.weight.device
             )
             weight, bias = conv.weight.data.t(), conv.bias.data
-            parent: Any = model.get_submodule(name.rpartition(".")[0])
+            parent = model.get_submodule(name.rpartition(".")[0])
             undo: Callable[[Tensor], Tensor] = lambda whole: whole  # noqa: E731
             if name.endswith("c_attn"):
-                weight, bias = _deal(weight, 3, size), _deal(bias, 3, size)
-                undo = lambda whole: _deal(whole, size, 3)  # noqa: E731
-                parent.split_size = parent.split_size // size
+                weight, bias = _reorder(weight, 3, size), _reorder(bias, 3, size)
+                undo = lambda whole: _reorder(whole, size, 3)  # noqa: E731
+                assert isinstance(parent, GPT2Attention)
+                parent.split_size //= size
             linear.weight.data, linear.bias.data = weight.contiguous(), bias.contiguous()
             setattr(parent, name.rpartition(".")[2], linear)
             restore[f"{name}.weight"] = lambda whole, undo=undo: undo(whole).t()  # type: ignore[misc]
@@ -73,15 +75,15 @@ class Gpt2Split(Split):
         return restore
 
 
-def _deal(rows: Tensor, outer: int, inner: int) -> Tensor:
-    """(outer x inner x rest, ...) -> (inner x outer x rest, ...)."""
-    dealt: Tensor = rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
-    return dealt
+def _reorder(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorders rows that are numbered (outer, inner, rest) to (inner, outer, rest)."""
+    reordered: Tensor = rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return reordered
 
 
-def _meaningful(name: str, tensor: Any) -> Any:
-    """The key's bias adds the same number to all scores of a query, which softmax ignores: its
-    gradient is zero."""
+def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
+    """The key's bias adds the same number to all scores of a query, and softmax ignores a constant:
+    the bias's gradient is zero."""
     if not name.endswith("attn.c_attn.bias"):
         return tensor
     import torch
@@ -92,7 +94,7 @@ def _meaningful(name: str, tensor: Any) -> Any:
 
 def _size(
     layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024
-) -> dict[str, Any]:
+) -> ModelConfig:
     return {
         "n_layer": layers,
         "n_embd": hidden,
@@ -126,5 +128,5 @@ FAMILY = Family(
         "eos_token_id": None,
     },
     split=Gpt2Split(),
-    without_zero_gradient=_meaningful,
+    without_zero_gradient=_without_key_bias,
 )

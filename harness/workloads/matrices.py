@@ -1,0 +1,33 @@
+"""The attention and MLP matrices of a transformer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+
+def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
+    """Path and module of every attention and MLP matrix: all linear layers except the one that
+    computes the logits."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    logits = model.get_output_embeddings()
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not logits
+    ]
+
+
+def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
+    """Numbers of inputs and outputs. The weight of GPT-2's Conv1D is (inputs, outputs), that of
+    Linear (outputs, inputs)."""
+    from torch import nn
+
+    rows, columns = matrix.weight.shape
+    return (columns, rows) if isinstance(matrix, nn.Linear) else (rows, columns)

@@ -1,0 +1,23 @@
+"""Suffixes of a workload's name that make it a variant: `llama-mini+nf4+lora`."""
+
+from __future__ import annotations
+
+STORAGES = {
+    "bf16": "weights, gradients and optimizer state in bf16",
+    "fp16": "weights, gradients and optimizer state in fp16",
+    "int8": "frozen 8-bit matrices, with an adapter",
+    "nf4": "frozen 4-bit matrices, with an adapter",
+}
+"""How the weights are stored."""
+ADAPTERS = {
+    "lora": "rank 8 on every attention and MLP matrix",
+    "prompt": "prompt tuning, 16 virtual tokens",
+    "p_tuning": "16 virtual tokens from an MLP",
+    "p_tuning_lstm": "16 virtual tokens from an LSTM",
+    "prefix": "prefix tuning, 16 virtual tokens before each block's keys and values",
+    "ia3": "scales of keys, values and MLP activations",
+}
+"""What is trained in place of the model's own weights."""
+SUFFIXES = {**STORAGES, **ADAPTERS}
+QUANTISED = ("int8", "nf4")
+HALF = ("bf16", "fp16")
