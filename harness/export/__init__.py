@@ -1,5 +1,4 @@
-"""A cell as files that run the same training outside the suite: script, config files, command
-line."""
+"""A cell as files that run the same training outside the suite."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Links as an axis: nodes that are network namespaces of this machine, real ranks in them, and
-shaped links between them."""
+"""Nodes that are network namespaces of this machine, with shaped links between them."""

@@ -1,1 +1,1 @@
-"""Clock, memory, FLOPs: each file answers one question."""
+"""Measures a rank: time, memory, bytes sent, energy; each file answers one question."""

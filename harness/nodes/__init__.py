@@ -1,2 +1,1 @@
-"""Cells over several nodes: an agent on each node runs its ranks, the coordinator tells them what
-to run and gathers what they left."""
+"""Cells over several nodes: a coordinator, and an agent on each node that runs its ranks."""

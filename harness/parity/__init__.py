@@ -1,1 +1,1 @@
-"""Did a strategy train the same thing as the reference run?"""
+"""Whether a strategy trained the same as the reference run."""

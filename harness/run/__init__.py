@@ -1,1 +1,1 @@
-"""What runs a plan: references, trials in order, searches; and the rows that it records."""
+"""Runs a plan: references, trials in order, searches; and makes the rows that it records."""

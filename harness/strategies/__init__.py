@@ -1,1 +1,1 @@
-"""One file per strategy; its file name is its name."""
+"""One file per strategy; the name of the file is the name of the strategy."""

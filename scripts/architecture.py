@@ -1,0 +1,246 @@
+"""Draws the packages and their imports from the code into docs/architecture.svg.
+
+Rows are the layers of the import contract in pyproject.toml, the words in a box are the first
+sentence of the package's docstring, and an arrow says that a package imports another. An arrow that
+follows from others is left out: where A imports B, B imports C and A imports C, only the first two
+are drawn.
+
+`.venv/bin/python scripts/architecture.py` writes the picture anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import itertools
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import grimp
+from importlinter import api
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "architecture.svg"
+
+WIDTH, HEIGHT = 218, 76
+"""Size of a box, in pixels."""
+COLUMN, ROW = 252, 122
+"""Distance from box to box in a row, and from row to row."""
+GAP = 24
+"""Room beside a box for an arrow that passes by."""
+TOP, MARGIN = 24, 24
+TIP = 7
+"""Length of an arrow's tip."""
+
+
+def package_of(module: str) -> str:
+    """The box that a module is in: a package of harness by its own name, else bench or reports."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "harness" and len(parts) > 1 else parts[0]
+
+
+def imports() -> dict[str, set[str]]:
+    """The packages that each package imports, also those for types only."""
+    graph = grimp.build_graph("bench", "harness", "reports", cache_dir=None)
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in sorted(graph.modules):
+        for imported in graph.find_modules_directly_imported_by(module):
+            pair = package_of(module), package_of(imported)
+            if pair[0] != pair[1] and "harness" not in pair:
+                found[pair[0]].add(pair[1])
+    return found
+
+
+def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same without each arrow that a longer way says already (the transitive reduction)."""
+
+    def reached(package: str) -> set[str]:
+        direct = edges.get(package, set())
+        return direct.union(*(reached(target) for target in direct))
+
+    return {
+        package: {
+            target
+            for target in targets
+            if not any(target in reached(other) for other in targets - {target})
+        }
+        for package, targets in edges.items()
+    }
+
+
+def layers() -> list[list[str]]:
+    """Rows of harness packages, the topmost first, as the import contract has them."""
+    contracts = api.read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
+    contract = next(c for c in contracts if c.get("containers") == ["harness"])
+    return [[name.strip() for name in row.split("|")] for row in contract["layers"]]
+
+
+def description(package: str) -> str:
+    """The first sentence of the package's docstring."""
+    below = ROOT / package if package in ("bench", "reports") else ROOT / "harness" / package
+    file = below / "__init__.py" if below.is_dir() else below.with_suffix(".py")
+    text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
+    return text.split(". ")[0].rstrip(".")
+
+
+@dataclass(eq=False)
+class Box:
+    """A package in the drawing."""
+
+    name: str
+    row: int
+    x: float = 0.0
+    """Its middle, in pixels."""
+
+    @property
+    def y(self) -> int:
+        """Its upper edge, in pixels."""
+        return TOP + self.row * ROW
+
+
+def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
+    """A box for each package: the rows are given, boxes of a row are ordered by the mean place of
+    what they import and what imports them (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
+
+    Reports stand outside, to the right.
+    """
+    rows = [
+        [Box(name, number) for name in row] for number, row in enumerate([["bench"], *layers()])
+    ]
+    boxes = {box.name: box for row in rows for box in row}
+    near: dict[str, list[Box]] = {name: [] for name in boxes}
+    for source, targets in sorted(edges.items()):
+        for target in sorted(targets & boxes.keys() if source in boxes else set()):
+            near[source].append(boxes[target])
+            near[target].append(boxes[source])
+    for row in rows:
+        for number, box in enumerate(row):
+            box.x = number * COLUMN
+    for sweep in range(24):
+        for row in rows if sweep % 2 == 0 else reversed(rows):
+            for box in row:
+                box.x = _mean([other.x for other in near[box.name]], box.x)
+            row.sort(key=lambda box: box.x)
+            _part(row)
+    right = max(box.x for box in boxes.values())
+    row_above = min(boxes[target].row for target in edges["reports"]) - 1
+    boxes["reports"] = Box("reports", row_above, right + COLUMN + GAP)
+    shift = MARGIN + 2 * GAP + WIDTH / 2 - min(box.x for box in boxes.values())
+    for box in boxes.values():
+        box.x = round(box.x + shift)
+    return boxes
+
+
+def _mean(values: list[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _part(row: list[Box]) -> None:
+    """Moves boxes of a row apart that overlap, keeping their order and their mean place."""
+    mean = _mean([box.x for box in row], 0.0)
+    for left, right in itertools.pairwise(row):
+        right.x = max(right.x, left.x + COLUMN)
+    shift = mean - _mean([box.x for box in row], 0.0)
+    for box in row:
+        box.x += shift
+
+
+def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> float:
+    """Where an arrow may go straight down between the boxes of the rows that it passes: the place
+    nearest to its target."""
+    passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
+    return min(
+        (
+            target.x + sign * offset
+            for offset in range(0, 2000, 4)
+            for sign in (1, -1)
+            if all(abs(target.x + sign * offset - x) >= WIDTH / 2 + GAP / 2 for x in passed)
+            and all(abs(target.x + sign * offset - x) >= GAP / 2 for x in taken)
+        ),
+        key=lambda x: abs(x - target.x),
+    )
+
+
+def _arrow(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> str:
+    """A path from the lower edge of the one box to the upper edge of the other."""
+    x, y, end = source.x, source.y + HEIGHT, target.y - TIP
+    path = f"M{x:.0f},{y}"
+    if target.row > source.row + 1:
+        lane = passage(source, target, boxes, taken)
+        taken.append(lane)
+        first, last = TOP + (source.row + 1) * ROW, TOP + (target.row - 1) * ROW + HEIGHT
+        path += _bend(x, y, lane, first) + f" V{last}"
+        x, y = lane, last
+    return f'<path d="{path}{_bend(x, y, target.x, end)}"/>'
+
+
+def _bend(x: float, y: float, to_x: float, to_y: float) -> str:
+    middle = (y + to_y) / 2
+    return f" C{x:.0f},{middle:.0f} {to_x:.0f},{middle:.0f} {to_x:.0f},{to_y:.0f}"
+
+
+def _drawn(box: Box) -> str:
+    kind = "outside" if box.name in ("bench", "reports") else "inside"
+    lines = textwrap.wrap(description(box.name), 34, break_on_hyphens=False)
+    assert len(lines) <= 3, f"the first sentence of {box.name} is too long for its box"
+    text = "".join(
+        f'<text x="{box.x:.0f}" y="{box.y + 38 + 14 * number}">{html.escape(line)}</text>'
+        for number, line in enumerate(lines)
+    )
+    return (
+        f'<g class="{kind}"><rect x="{box.x - WIDTH / 2:.0f}" y="{box.y}" width="{WIDTH}"'
+        f' height="{HEIGHT}" rx="7"/>'
+        f'<text class="name" x="{box.x:.0f}" y="{box.y + 20}">{box.name}</text>{text}</g>'
+    )
+
+
+STYLE = """
+text { font: 11.5px system-ui, sans-serif; text-anchor: middle; fill: #333 }
+.name { font-weight: 700; font-size: 15px; fill: #111 }
+.note { text-anchor: start; font-size: 13px }
+.inside rect { fill: #e9f1fb; stroke: #4a78b5 } .outside rect { fill: #fbf0dc; stroke: #b5873a }
+.frame { fill: #f8fafc; stroke: #9ab; stroke-dasharray: 5 4 }
+.paper { fill: #fff }
+path { fill: none; stroke: #556; stroke-width: 1.4; marker-end: url(#tip) }
+path.tip { fill: #556; stroke: none; marker-end: none }
+"""
+
+
+def picture() -> str:
+    """The whole picture as SVG."""
+    edges = without_shortcuts(imports())
+    boxes = placed(edges)
+    inside = [box for box in boxes.values() if box.name not in ("bench", "reports")]
+    taken: list[float] = []
+    arrows = [
+        _arrow(boxes[source], boxes[target], boxes, taken)
+        for source in sorted(edges)
+        for target in sorted(edges[source])
+    ]
+    left = min([box.x - WIDTH / 2 for box in inside] + taken) - GAP
+    right = max(box.x for box in inside) + WIDTH / 2 + GAP
+    top, bottom = boxes["bench"].y + HEIGHT + 12, max(box.y for box in inside) + HEIGHT + GAP
+    width, height = boxes["reports"].x + WIDTH // 2 + MARGIN, bottom + MARGIN
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"
+ height="{height}" role="img">
+<title>The packages and what they import</title>
+<style>{STYLE}</style>
+<defs><marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="{TIP}"
+ markerHeight="{TIP}" orient="auto"><path class="tip" d="M0,0 L8,4 L0,8 z"/></marker></defs>
+<rect class="paper" width="{width}" height="{height}"/>
+<rect class="frame" x="{left:.0f}" y="{top}" width="{right - left:.0f}" height="{bottom - top}"
+ rx="10"/>
+<text class="note" x="{left + 12:.0f}" y="{bottom - 12}">harness</text>
+<text class="note" x="{MARGIN}" y="{MARGIN}">An arrow says: imports.</text>
+<text class="note" x="{MARGIN}" y="{MARGIN + 18}">Not drawn: what follows from two arrows.</text>
+{chr(10).join(arrows)}
+{chr(10).join(map(_drawn, boxes.values()))}
+</svg>
+"""
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())

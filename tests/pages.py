@@ -1,0 +1,77 @@
+"""The files, patches and commands of a document, applied and run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+BLOCK = re.compile(
+    r"(?:`(?P<path>[\w./-]+)`:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code in a document."""
+
+    path: str
+    """The file that the line above names (`path`:), empty where it names none."""
+    language: str
+    """`diff` is a patch of that file, another language its whole text; without one and without a
+    file the block is commands."""
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The block's lines if it is commands, else none."""
+        return [] if self.path or self.language else self.text.splitlines()
+
+    def apply(self, checkout: Path) -> None:
+        """Writes or patches the file."""
+        file = checkout / self.path
+        if self.language == "diff":
+            file.write_text(_patched(file.read_text(), self.text, self.path))
+        else:
+            assert not file.exists(), f"{self.path} is there already"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(self.text)
+
+
+def _patched(text: str, patch: str, path: str) -> str:
+    """The text with each hunk (parted by lines `@@`) in place of the one stretch that it fits."""
+    for hunk in re.split(r"^@@.*\n", patch, flags=re.M):
+        lines = [line or " " for line in hunk.splitlines()]
+        before = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+        after = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+        assert lines
+        assert text.count(before) == 1, f"{text.count(before)} places in {path} fit:\n{hunk}"
+        text = text.replace(before, after)
+    return text
+
+
+def section(page: Path, heading: str) -> str:
+    """The text of a section of a page."""
+    parts = re.split(r"^## (.*)\n", page.read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of a document, in order."""
+    return [
+        Block(found["path"] or "", found["language"], found["text"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of this checkout's code, tests and documents, to be changed at will."""
+    copy = folder / "checkout"
+    for name in ("bench", "harness", "reports", "tests", "docs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy

@@ -1,0 +1,51 @@
+"""The picture in docs/architecture.md is what the code imports. UPDATE_DOCS=1 draws it anew."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from scripts import architecture
+
+PAGE = architecture.ROOT / "docs" / "architecture.md"
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    wanted = architecture.picture()
+    before = architecture.PICTURE.read_text()
+    if os.environ.get("UPDATE_DOCS"):
+        architecture.PICTURE.write_text(wanted)
+    assert before == wanted, (
+        "draw it anew with: UPDATE_DOCS=1 make test ARGS=tests/unit/test_architecture.py"
+    )
+
+
+def test_only_arrows_that_follow_from_others_are_left_out() -> None:
+    edges = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}}
+    assert architecture.without_shortcuts(edges) == {"a": {"b"}, "b": {"c"}, "c": {"d"}}
+    forked = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}
+    assert architecture.without_shortcuts(forked) == forked
+
+
+def test_every_package_has_its_box_and_all_arrows_go_down() -> None:
+    edges = architecture.without_shortcuts(architecture.imports())
+    boxes = architecture.placed(edges)
+    assert boxes.keys() == edges.keys() | {name for targets in edges.values() for name in targets}
+    for source, targets in edges.items():
+        assert all(boxes[source].row < boxes[target].row for target in targets)
+
+
+def test_no_two_boxes_overlap() -> None:
+    boxes = list(
+        architecture.placed(architecture.without_shortcuts(architecture.imports())).values()
+    )
+    for one in boxes:
+        for other in boxes:
+            if one is not other and one.row == other.row:
+                assert abs(one.x - other.x) >= architecture.WIDTH
+
+
+def test_the_way_of_a_cell_goes_through_every_package() -> None:
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    modules = {"agent", "store"}
+    assert {name for row in architecture.layers() for name in row} - modules <= named
