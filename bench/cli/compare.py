@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from harness.analysis.compare import RunComparison
     from harness.analysis.selection import Measured
 
-REFERENCES = "reference"
-"""Folder of named baselines, below the results."""
-
 
 def compare(
     sides: Annotated[
@@ -64,12 +61,14 @@ def compare(
 
     Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
     """
+    from bench.select import find_sides
+    from harness.analysis.compare import compare_sides
     from harness.spec.errors import UsageError
 
     found = (
         _within(sides or [], baseline, cells, results)
         if cells
-        else _between(sides or [], baseline, results)
+        else compare_sides(*find_sides(sides or [], baseline, results))
     )
     chosen = "json" if json_output else format_name or _by_suffix(out)
     if chosen == "table":
@@ -87,30 +86,14 @@ def compare(
         raise typer.Exit(1)
 
 
-def _between(sides: list[str], baseline: str | None, results: Path) -> RunComparison:
-    from harness.analysis.compare import compare_sides
-    from harness.analysis.selection import two_sides
-    from harness.spec.errors import UsageError
-
-    if baseline is not None:
-        kept = results / REFERENCES / baseline
-        sides = [str(kept) if kept.is_dir() else baseline, *(sides or ["latest"])]
-    if len(sides) != 2:
-        usage = "python -m bench compare A B, or --baseline A"
-        raise UsageError(
-            f"a comparison is of two runs or folders, not of {len(sides)}: {usage}; the newest two"
-            " runs are latest~1 latest"
-        )
-    return compare_sides(*two_sides(sides[0], sides[1], results))
-
-
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
     """Cells that differ in nothing but what the patterns name, each of the first with each of the
     second."""
+    from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
-    from harness.analysis.selection import find_run, measured
+    from harness.analysis.selection import measured
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
@@ -119,7 +102,10 @@ def _within(
     store = Store(results)
     run_id = find_run(store, *(sides or ["latest"]))
     known = measured(store.load([run_id], steps=False))
-    first, second = (_matching(known, pattern) for pattern in patterns)
+    for pattern in patterns:
+        if not closest(known, pattern):
+            raise no_such_cell(pattern, f"run {run_id}", known)
+    first, second = (closest(known, pattern) for pattern in patterns)
     pairs = [
         (a, b)
         for a in first
@@ -132,22 +118,6 @@ def _within(
             f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}"
         )
     return compare_cells(run_id, pairs, patterns)
-
-
-def _matching(known: list[Measured], pattern: str) -> list[Measured]:
-    from bench.matrix import matches
-    from harness.spec.cell import Cell
-    from harness.spec.errors import UsageError
-
-    found = [one for one in known if one.label == pattern] or [
-        one for one in known if matches(Cell(**json.loads(one.cell)), pattern)
-    ]
-    if not found:
-        labels = ", ".join(dict.fromkeys(one.label for one in known))
-        raise UsageError(
-            f"--cells {pattern!r} is no label or pattern over labels of the run; it has {labels}"
-        )
-    return found
 
 
 def _setting(cell: Measured) -> tuple[str, ...]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from harness.spec.cell import Cell
 
 
 def export(
@@ -48,10 +45,13 @@ def export(
 
     Example: [bold]python -m bench export fsdp2 --to slurm --set devices=4[/bold]
     """
+    from bench.expand import cells_of
+    from bench.select import find_cells, plainest
     from harness.export import export_files, known_target, write_files
+    from harness.record.store import Store
 
     target = known_target(to)
-    cells = find(which, matrix, settings or [], results)
+    cells = find_cells(cells_of(matrix, settings or []), which, matrix, Store(results))
     cell = plainest(cells)
     files, note = export_files(cell, to)
     folder = out or (
@@ -84,48 +84,6 @@ def export(
     for name in files:
         print(f"  {folder}/{name}")
     print(f"run it with: bash {folder}/run.sh")
-
-
-def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
-    """The matrix's cells that are meant, also those that cannot run on this host; else the cell of
-    this id among the results."""
-    from bench.host import Host
-    from bench.matrix import expand, matches, parse_changes, read_matrix
-    from harness.record.plan import kept_plan
-    from harness.record.store import Store
-    from harness.spec.errors import UsageError
-
-    expanded = expand(
-        read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
-    )
-    cells = [*expanded.cells, *(left.cell for left in expanded.left_out)]
-    if found := [cell for cell in cells if matches(cell, which)]:
-        return found
-    if re.fullmatch(r"[0-9a-f]{12}", which):
-        store = Store(results)
-        for run_id in reversed(store.run_ids()):
-            plan = kept_plan(store, run_id)
-            if found := [
-                cell
-                for cell in (*plan.cells, *(left.cell for left in plan.left_out))
-                if cell.id == which
-            ]:
-                return found
-    names = ", ".join(sorted({cell.strategy for cell in cells}))
-    known = f"matrix {matrix!r} has {names}"
-    raise UsageError(
-        f"{which!r} is no strategy, label, name or id of a cell of the matrix, nor an id in"
-        f" {str(results)!r}; {known}"
-    )
-
-
-def plainest(cells: list[Cell]) -> Cell:
-    """Of several: without options before with, in fp32 before other precisions, on more devices
-    before one; then the matrix's order."""
-    return min(
-        cells,
-        key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
-    )
 
 
 def slug(text: str) -> str:

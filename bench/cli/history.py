@@ -70,25 +70,17 @@ def history(
 
 def _measured(results: Path, pattern: str | None) -> list[Measured]:
     """What every run says of the cells that are meant."""
-    from bench.matrix import matches
+    from bench.select import matching, no_such_cell
     from harness.analysis.selection import measured
     from harness.record.store import Store
-    from harness.spec.cell import Cell
-    from harness.spec.errors import UsageError
 
     known = measured(Store(results).load(steps=False))
-    meant = {
-        one.cell
-        for one in known
-        if pattern is None or matches(Cell(**json.loads(one.cell)), pattern)
-    }
-    if pattern is not None and not meant:
-        labels = ", ".join(dict.fromkeys(one.label for one in known)) or "none"
-        raise UsageError(
-            f"{pattern!r} is no label, name or id of a cell in {str(results)!r}, nor a pattern over"
-            f" them; it has {labels}"
-        )
-    return [one for one in known if one.cell in meant]
+    if pattern is None:
+        return known
+    meant = matching(known, pattern)
+    if not meant:
+        raise no_such_cell(pattern, repr(str(results)), known)
+    return meant
 
 
 def _text(series: Series, value: float) -> str:

@@ -131,8 +131,9 @@ def _plan(
     """The search's plan; raises UsageError for what this host cannot do."""
     from pydantic import Field
 
+    from bench.expand import expand
     from bench.host import Host
-    from bench.matrix import Matrix, expand, parse_bytes, read_as
+    from bench.matrix import Matrix, parse_bytes, read_as
     from harness.run.maxsize import hidden_size, plan_of, wide_size
     from harness.spec.errors import UsageError
 
@@ -158,16 +159,14 @@ def _plan(
     main = hidden or hidden_size(budget)
     families = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
     here = read.model_copy(update={"cells": entries, "workloads": families})
-    try:
-        expanded = expand(
-            here, host, name=str(file), only=strategies, changes={"memory_limit_bytes": budget}
-        )
-    except UsageError as mistake:
-        raise UsageError(
-            str(mistake)
-            .replace("--only and --skip leave", "--strategy leaves")
-            .replace("--only", "--strategy")
-        ) from None
+    expanded = expand(
+        here,
+        host,
+        name=str(file),
+        only=strategies,
+        changes={"memory_limit_bytes": budget},
+        only_option="--strategy",
+    )
     return plan_of(expanded.cells, expanded.left_out, budget, read.order)
 
 

@@ -48,7 +48,7 @@ def profile(
 
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
-    from bench.cli.export import plainest, slug
+    from bench.cli.export import slug
     from harness.launch.launcher import Launcher
     from harness.links.launcher import over_links
     from harness.run.prepared import packages
@@ -57,7 +57,7 @@ def profile(
     from harness.strategy.registry import validate
     from harness.workloads import make_workload
 
-    cell = plainest(find(which, matrix, settings or [], results))
+    cell = find_cell(which, matrix, settings or [], results)
     try:
         validate(cell, make_workload(cell.workload))
     except (Refused, Unavailable) as why:
@@ -97,41 +97,22 @@ def _nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def find(which: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
-    """The newest cell of this id or name among the results, else the matrix's cells of this
-    strategy with these options."""
-    from bench.cli.export import find as in_matrix
-    from harness.record.plan import kept_plan
+def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
+    """The recorded cell of this id or name, else the plainest cell of the matrix that has this
+    strategy, with these options."""
+    from bench.expand import cells_of
+    from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store
 
     store = Store(results)
-    for run_id in reversed(store.run_ids()):
-        plan = kept_plan(store, run_id)
-        if found := [cell for cell in plan.cells if which in (cell.id, cell.name)]:
-            return found[:1]
-    strategy, colon, options = which.partition(":")
+    if recorded := planned_cell(store, word):
+        return recorded
+    cells = cells_of(matrix, settings)
+    strategy, colon, options = word.partition(":")
     if not colon:
-        return in_matrix(which, matrix, settings, results)
-    return [_with(cell, options) for cell in in_matrix(strategy, matrix, settings, results)]
-
-
-def _with(cell: Cell, options: str) -> Cell:
-    """The cell with these options of its strategy instead of its own."""
-    import yaml
-
-    from harness.spec.errors import UsageError
-    from harness.strategy.registry import make_strategy
-
-    pairs = [one.partition("=") for one in options.split(",")]
-    if any(not name or not equals for name, equals, _ in pairs):
-        raise UsageError(
-            f"options are written name=value, with commas between them, not {options!r}"
-        )
-    changed = cell.model_copy(
-        update={"options": {name.strip(): yaml.safe_load(value) for name, _, value in pairs}}
-    )
-    make_strategy(changed)
-    return changed
+        return plainest(find_cells(cells, word, matrix, store))
+    meant = find_cells(cells, strategy, matrix, store)
+    return plainest([with_options(cell, options) for cell in meant])
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:

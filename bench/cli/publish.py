@@ -39,14 +39,14 @@ def publish(
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """
-    from bench.cli.report import wanted
+    from bench.select import find_runs
     from harness.record.store import Store
     from reports.publish import need
     from reports.publish import publish as write
 
     need(target)
     store = Store(results)
-    run_ids = wanted(store, run or [], every)
+    run_ids = find_runs(store, run or [], every)
     done = write(target, store.load(run_ids, steps=target == "tensorboard"), folder)
     if json_output:
         print(

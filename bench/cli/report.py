@@ -71,6 +71,7 @@ def report(
 
     Example: [bold]python -m bench report --open[/bold]
     """
+    from bench.select import find_runs
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
@@ -97,7 +98,7 @@ def report(
             )
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
-        run_ids = wanted(store, run or [], every)
+        run_ids = find_runs(store, run or [], every)
         if each and out is not None and len(run_ids) > 1:
             raise UsageError(
                 f"--out names one file, but --each writes one for each of {len(run_ids)} runs;"
@@ -130,23 +131,6 @@ def report(
 def _by_suffix(out: Path | None) -> Format:
     suffix = out.suffix.lstrip(".") if out else ""
     return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
-
-
-def wanted(store: Store, words: list[str], every: bool) -> list[str]:
-    """Ids of the runs that are meant, oldest first; without words the newest. Raises UsageError."""
-    from harness.analysis.selection import find_run
-    from harness.spec.errors import UsageError
-
-    if every and words:
-        raise UsageError(
-            "--all means every run of the folder: leave the names of runs out, or --all"
-        )
-    if every or not words:
-        known = store.run_ids()
-        if not known:
-            store.load()  # says so
-        return known if every else known[-1:]
-    return sorted({find_run(store, word) for word in words})
 
 
 def _one(

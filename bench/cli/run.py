@@ -318,8 +318,9 @@ def _plan(
     run_id: str,
     host: str,
 ) -> Plan:
+    from bench.expand import expand
     from bench.host import host_of
-    from bench.matrix import expand, parse_changes, read_matrix
+    from bench.matrix import parse_changes, read_matrix
     from harness.record.plan import Plan
 
     read = read_matrix(matrix)

@@ -15,9 +15,7 @@ from harness.record.status import NOT_LAUNCHED
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.record.store import Results, Store
 
-MOST_NAMED = 12
 BAR = 20
 STEPS = 32
 
@@ -47,12 +45,12 @@ def cell(
 
     Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
     """
-    from harness.analysis.selection import find_run
+    from bench.select import find_recorded_cell, find_run
     from harness.record.store import Store
     from reports.cell_detail import in_full
 
     store = Store(results)
-    found, cell_id = find(store, which, find_run(store, run) if run else None)
+    found, cell_id = find_recorded_cell(store, which, find_run(store, run) if run else None)
     told = in_full(found, store.steps_of(str(found.runs["run_id"].iloc[0]), cell_id), cell_id)
     if json_output:
         print(json.dumps(told, allow_nan=False))
@@ -60,53 +58,6 @@ def cell(
     from bench.cli import terminal
 
     draw(terminal.console(), told)
-
-
-def find(store: Store, pattern: str, run_id: str | None) -> tuple[Results, str]:
-    """Frames (without steps) of the run that is meant, or of the newest that has the cell, and the
-    cell's id.
-
-    Raises UsageError where the pattern means none or several.
-    """
-    from harness.spec.errors import UsageError
-
-    if not store.run_ids():
-        store.load()  # says so
-    labels: dict[str, None] = {}
-    for one in [run_id] if run_id else store.run_ids()[::-1]:
-        found = store.load([one], steps=False)
-        cells = found.trials.drop_duplicates("cell_id")[
-            ["cell_id", "cell_name", "label", "cell"]
-        ].to_dict("records")
-        labels |= dict.fromkeys(str(known["label"]) for known in cells)
-        meant = _meant(cells, pattern)
-        if len(meant) > 1:
-            named = ", ".join(
-                f"{known['cell_id']} ({known['cell_name']})" for known in meant[:MOST_NAMED]
-            )
-            more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
-            raise UsageError(
-                f"{pattern!r} means {len(meant)} cells of run {one}; name one by its id or name:"
-                f" {named}{more}"
-            )
-        if meant:
-            return found, str(meant[0]["cell_id"])
-    where = f"run {run_id}" if run_id else repr(str(store.folder))
-    raise UsageError(
-        f"{pattern!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
-        f" {', '.join(labels) or 'none'}"
-    )
-
-
-def _meant(cells: Sequence[dict[Any, Any]], pattern: str) -> list[dict[Any, Any]]:
-    """What is named exactly comes before what a strategy's name or a pattern means."""
-    from bench.matrix import matches
-    from harness.spec.cell import Cell
-
-    for column in ("cell_id", "cell_name", "label"):
-        if found := [known for known in cells if known[column] == pattern]:
-            return found
-    return [known for known in cells if matches(Cell(**json.loads(known["cell"])), pattern)]
 
 
 def draw(out: Console, told: dict[str, Any]) -> None:

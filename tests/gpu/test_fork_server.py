@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import expand, read_matrix
+from bench.matrix import read_matrix
 from harness.run.prepared import packages
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.expand import Expanded, expand
 from bench.host import Host
-from bench.matrix import Expanded, expand, read_matrix
+from bench.matrix import read_matrix
 from harness.parity.judging import in_fp32
 from harness.parity.reference_runs import (
     activations_of_a_sample,

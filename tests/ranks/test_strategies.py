@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import expand, read_matrix
+from bench.matrix import read_matrix
 from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import harness.strategy.registry
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import AXES, Matrix, expand
+from bench.matrix import AXES, Matrix
 from harness.analysis.history import histories
 from harness.analysis.selection import measured
 from harness.record.plan import Plan, kept_plan

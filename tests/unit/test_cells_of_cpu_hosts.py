@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import expand, read_matrix
+from bench.matrix import read_matrix
 from harness.record.store import Store
 from harness.run.expected import trial_seconds
 from harness.spec.cell import Cell

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cli.profile import find, name_ranks
+from bench.cli.profile import find_cell, name_ranks
 from harness.launch.outcome import Outcome
 from harness.measure.breakdown import Event, breakdown, own_seconds, stacks, straggler
 from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
@@ -427,14 +427,13 @@ def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
     store = Store(tmp_path)
     store.write_run({**run_row(), "plan": Plan("run-1", "m", (cell,), 1).to_json()})
-    assert find(cell.id, "smoke", [], tmp_path) == [cell]
-    assert find(cell.name, "smoke", [], tmp_path) == [cell]
-    found = find("ddp:bucket_cap_mb=3", "smoke", [], tmp_path)
-    assert {json.dumps(one.options) for one in found} == {'{"bucket_cap_mb": 3}'}
+    assert find_cell(cell.id, "smoke", [], tmp_path) == cell
+    assert find_cell(cell.name, "smoke", [], tmp_path) == cell
+    assert find_cell("ddp:bucket_cap_mb=3", "smoke", [], tmp_path).options == {"bucket_cap_mb": 3}
     with pytest.raises(UsageError, match="no option 'speed'"):
-        find("ddp:speed=3", "smoke", [], tmp_path)
+        find_cell("ddp:speed=3", "smoke", [], tmp_path)
     with pytest.raises(UsageError, match="name=value"):
-        find("ddp:fast", "smoke", [], tmp_path)
+        find_cell("ddp:fast", "smoke", [], tmp_path)
 
 
 def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.cli.export import find, plainest
+from bench.expand import cells_of, expand
 from bench.host import Host
-from bench.matrix import expand, read_matrix
+from bench.matrix import read_matrix
+from bench.select import find_cells, plainest
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -159,6 +160,10 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_files({"a": "b"}, tmp_path / "empty")
 
 
+def find(word: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
+    return find_cells(cells_of(matrix, settings), word, matrix, Store(results))
+
+
 def test_which_cell_is_meant(tmp_path: Path) -> None:
     cells = find("ddp", "full", [], tmp_path)
     assert len(cells) > 5
@@ -174,7 +179,7 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
     mine = small("ddp", learning_rate=0.123)
     Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
     assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
-    with pytest.raises(UsageError, match="nor an id in"):
+    with pytest.raises(UsageError, match="nor an id or a name in"):
         find("0123456789ab", "smoke", [], tmp_path / "results")
 
 

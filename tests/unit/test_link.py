@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import Matrix, expand, read_matrix
+from bench.matrix import Matrix, read_matrix
 from harness.links.emulated import shares
 from harness.links.switch import burst_bytes
 from harness.nodes.probe import _received

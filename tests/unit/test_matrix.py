@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import HOME, expand, matrix_names, parse_bytes, parse_changes, read_matrix
+from bench.matrix import HOME, matrix_names, parse_bytes, parse_changes, read_matrix
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import Matrix, expand
+from bench.matrix import Matrix
 from harness.host.cores import oversubscribed
 from harness.launch.outcome import RankOutputs, judge
 from harness.nodes.facts import link_speed, numa_nodes

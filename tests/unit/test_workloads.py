@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.expand import expand
 from bench.host import Host
-from bench.matrix import Matrix, expand
+from bench.matrix import Matrix
 from harness.run.prepared import more_of_the_same
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError

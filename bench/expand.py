@@ -1,0 +1,182 @@
+"""A matrix on a host -> its cells, with the reason for every one left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from bench.host import Host, admit_here
+from bench.matrix import Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
+from bench.select import keep
+from harness.record.plan import LeftOut
+from harness.run.expected import time_limit_seconds
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable, UsageError, first_error
+from harness.strategy.registry import make_strategy, with_defaults
+from harness.workloads import make_workload
+
+_COUNTED = (
+    "batch",
+    "micro_batches",
+    "sequence_length",
+    "warmup_steps",
+    "timed_steps",
+    "parity_steps",
+)
+"""Axes whose value may be the name of a number."""
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Cells to run, and cells left out with status and reason."""
+
+    cells: tuple[Cell, ...]
+    left_out: tuple[LeftOut, ...]
+    once: frozenset[str] = frozenset()
+    """Ids of the cells that are launched once, for parity."""
+
+
+def expand(
+    matrix: Matrix,
+    host: Host,
+    *,
+    name: str = "",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    only_option: str = "--only",
+) -> Expanded:
+    """All cells of a matrix on a host. `only` and `skip`: strategies or patterns, see
+    bench/select.py; `only_option`: the option that `only` was given by, for errors.
+
+    Raises UsageError for an axis, value or pattern that means nothing.
+    """
+    rule = matrix.rule(host)
+    timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
+    once = checked.keys() - timed.keys()
+    cells_of_host = [*timed.values(), *(checked[cell] for cell in checked if cell in once)]
+    chosen = keep(cells_of_host, only, skip, only_option)
+    cells, left_out = [], []
+    for cell in chosen:
+        try:
+            admit_here(cell, host)
+            cells.append(_limited(cell, host))
+        except Refused as no:
+            left_out.append(LeftOut(cell, "refused", str(no)))
+        except Unavailable as no:
+            left_out.append(LeftOut(cell, "unavailable", str(no)))
+    return Expanded(tuple(cells), tuple(left_out), frozenset(once & {cell.id for cell in cells}))
+
+
+def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
+    """The cells of a matrix on this host with `axis=value` settings, also those that cannot run
+    here."""
+    expanded = expand(
+        read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
+    )
+    return [*expanded.cells, *(left.cell for left in expanded.left_out)]
+
+
+def _limited(cell: Cell, host: Host) -> Cell:
+    """A GPU cell that names no time limit gets one by what it is expected to take."""
+    if cell.device != "cuda" or "time_limit_seconds" in cell.model_fields_set:
+        return cell
+    return cell.model_copy(update={"time_limit_seconds": time_limit_seconds(cell, host.name)})
+
+
+Cells = dict[str, Cell]
+"""By id, in the matrix's order."""
+
+
+def _timed_and_checked(
+    matrix: Matrix, rule: Rule, host: Host, changes: Mapping[str, Any], name: str
+) -> tuple[Cells, Cells]:
+    """The cells of a matrix, and the twins in fp32 of those that name no precision."""
+    sizes = rule.over(matrix)
+    timed: Cells = {}
+    checked: Cells = {}
+    for index, entry in enumerate(matrix.cells):
+        where = f"matrix {name}, cells[{index}]"
+        for axes in _combinations({**sizes.defaults, "device": host.device, **entry, **changes}):
+            cell = _cell(axes, sizes, rule, host, where)
+            timed.setdefault(cell.id, cell)
+        if rule.parity and not {"precision", "device"} & {*entry, *changes}:
+            twin_sizes = rule.parity.over(sizes)
+            settled = {
+                "device": host.device,
+                **rule.parity.defaults,
+                "precision": "fp32",
+                **changes,
+            }
+            for axes in _combinations({**sizes.defaults, **entry, **settled}):
+                cell = _cell(axes, twin_sizes, rule, host, where)
+                checked.setdefault(cell.id, cell)
+    return timed, checked
+
+
+def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    lists = [value if isinstance(value, list) else [value] for value in axes.values()]
+    for values in itertools.product(*lists):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
+    """The cell of these axes; raises UsageError where one of them means nothing."""
+    named_numbers = {
+        axis: sizes.numbers[value]
+        for axis, value in axes.items()
+        if axis in _COUNTED and value in sizes.numbers
+    }
+    fields = {**axes, **named_numbers}
+    if fields.get("nodes") == "many":
+        fields["nodes"] = max(host.nodes, 2) if fields.get("links") else host.nodes
+    if fields.get("devices") == "many":
+        fields["devices"] = host.many * (
+            fields["nodes"] if isinstance(fields.get("nodes"), int) else 1
+        )
+    batch = fields.pop("batch", 8)
+    devices = fields.get("devices", 1)
+    named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
+    fields["workload"] = sizes.workloads.get(named, named) + plus + suffixes
+    if not (isinstance(batch, int) and isinstance(devices, int)):
+        raise UsageError(
+            f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}"
+        )
+    fields["global_batch"] = batch * devices if fields.get("regime") == "weak" else batch
+    parts = fields.get("micro_batches")
+    if parts == "many":
+        fields["micro_batches"] = 4 if host.device == "cpu" else max(4, 2 * devices)
+    elif parts == "fit":
+        del fields["micro_batches"]
+    if isinstance(fields.get("memory_limit_bytes"), str):
+        fields["memory_limit_bytes"] = parse_bytes(fields["memory_limit_bytes"])
+    if "parity_steps" not in fields:
+        warmup, timed = fields.get("warmup_steps", 3), fields.get("timed_steps", 10)
+        if isinstance(warmup, int) and isinstance(timed, int):
+            fields["parity_steps"] = max(1, min(20, warmup + timed))
+    try:
+        cell = Cell(**fields)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {first_error(error)}") from None
+    if parts == "fit" and rule.micro_batch_tokens:
+        cell = cell.model_copy(update={"micro_batches": _fewest(cell, rule.micro_batch_tokens)})
+    if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
+        cell = cell.model_copy(update={"data": "images"})
+    return with_defaults(cell)
+
+
+def _fewest(cell: Cell, tokens: int) -> int:
+    """The smallest number of micro-batches of at most so many tokens for a data-parallel rank."""
+    try:
+        samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
+    except Refused:
+        return 1  # the cell is left out, whatever its micro-batches
+    return next(
+        n
+        for n in range(1, samples + 1)
+        if samples % n == 0 and (samples // n * cell.sequence_length <= tokens or n == samples)
+    )

@@ -1,0 +1,214 @@
+"""Which runs and which cells the words of a command line mean: one definition for all commands.
+
+A run: its id, the first letters of it, `latest`, or `latest~1` for the one before. A cell: its id,
+a strategy, or a pattern (`ddp*x2*`) over labels or names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import yaml
+
+from harness.analysis.selection import RunSelection, find_run, two_sides
+from harness.record.plan import kept_plan
+from harness.record.store import Results, Store
+from harness.spec.cell import Cell
+from harness.spec.errors import NoRuns, UsageError
+
+__all__ = ["find_run"]
+
+REFERENCES = "reference"
+"""Folder of named baselines, below the results."""
+MOST_NAMED = 12
+"""Cells that an error names."""
+
+
+class Recorded(Protocol):
+    """What is recorded of a cell in any table."""
+
+    @property
+    def cell_id(self) -> str: ...
+    @property
+    def cell_name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def cell(self) -> str:
+        """JSON."""
+
+
+AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
+
+
+@dataclass(frozen=True)
+class RecordedCell:
+    """A cell of one run, as table `trials` has it."""
+
+    cell_id: str
+    cell_name: str
+    label: str
+    cell: str
+
+
+def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
+    """Ids of the runs that are meant, oldest first; without words the newest. Raises UsageError."""
+    if every and words:
+        raise UsageError(
+            "--all means every run of the folder: leave the names of runs out, or --all"
+        )
+    if words:
+        return sorted({find_run(store, word) for word in words})
+    run_ids = store.run_ids()
+    if not run_ids:
+        raise NoRuns(f"no runs in results folder {str(store.folder)!r}")
+    return run_ids if every else run_ids[-1:]
+
+
+def find_sides(
+    words: Sequence[str], baseline: str | None, results: Path
+) -> tuple[RunSelection, RunSelection]:
+    """The two runs or folders that a comparison is of; `baseline` is the first of them, and may be
+    a name in results/reference. Raises UsageError where they are not two."""
+    if baseline is not None:
+        named = results / REFERENCES / baseline
+        words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
+    if len(words) != 2:
+        raise UsageError(
+            f"a comparison is of two runs or folders, not of {len(words)}: python -m bench compare"
+            " A B, or --baseline A; the newest two runs are latest~1 latest"
+        )
+    return two_sides(words[0], words[1], results)
+
+
+def matches(cell: Cell, pattern: str) -> bool:
+    """Whether the pattern is the cell's strategy or id, or fits its label or name."""
+    return (
+        pattern in (cell.strategy, cell.id)
+        or fnmatch.fnmatchcase(cell.label, pattern)
+        or fnmatch.fnmatchcase(cell.name, pattern)
+    )
+
+
+def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]:
+    """All that the pattern matches."""
+    return [row for row in recorded if matches(Cell(**json.loads(row.cell)), pattern)]
+
+
+def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
+    """Those whose id is the word, else whose name, else whose label; else all that it matches as a
+    strategy or a pattern."""
+    for name in ("cell_id", "cell_name", "label"):
+        if exact := [row for row in recorded if getattr(row, name) == word]:
+            return exact
+    return matching(recorded, word)
+
+
+def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageError:
+    """The error of a word that means no recorded cell."""
+    labels = ", ".join(dict.fromkeys(row.label for row in recorded)) or "none"
+    return UsageError(
+        f"{word!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
+        f" {labels}"
+    )
+
+
+def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
+    """The tables (without steps) of this run, or of the newest that has the cell, and the cell's
+    id.
+
+    Raises UsageError where the word means none or several cells of a run.
+    """
+    looked_at: list[RecordedCell] = []
+    for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
+        tables = store.load([candidate], steps=False)
+        columns = ["cell_id", "cell_name", "label", "cell"]
+        rows = tables.trials.drop_duplicates("cell_id")[columns]
+        cells = [RecordedCell(*map(str, row)) for row in rows.itertuples(index=False)]
+        looked_at += cells
+        meant = closest(cells, word)
+        if len(meant) > 1:
+            named = ", ".join(f"{cell.cell_id} ({cell.cell_name})" for cell in meant[:MOST_NAMED])
+            more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
+            raise UsageError(
+                f"{word!r} means {len(meant)} cells of run {candidate}; name one by its id or name:"
+                f" {named}{more}"
+            )
+        if meant:
+            return tables, meant[0].cell_id
+    raise no_such_cell(word, f"run {run_id}" if run_id else repr(str(store.folder)), looked_at)
+
+
+def keep(
+    cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str], only_option: str = "--only"
+) -> list[Cell]:
+    """The cells that `only` matches (all without it) and `skip` does not; raises UsageError for a
+    pattern that matches none, and where none is left."""
+    for option, patterns in ((only_option, only), ("--skip", skip)):
+        for pattern in patterns:
+            if not any(matches(cell, pattern) for cell in cells):
+                raise UsageError(
+                    f"{option} {pattern!r} matches no cell of the matrix; its strategies are:"
+                    f" {_strategies(cells)}"
+                )
+    kept = [cell for cell in cells if not only or any(matches(cell, word) for word in only)]
+    kept = [cell for cell in kept if not any(matches(cell, word) for word in skip)]
+    if not kept:
+        options = f"{only_option} and --skip leave" if only else "--skip leaves"
+        raise UsageError(f"{options} no cell of the matrix")
+    return kept
+
+
+def planned_cell(store: Store, word: str) -> Cell | None:
+    """The cell of this id or name that the newest run with such a cell planned."""
+    for run_id in reversed(store.run_ids()):
+        plan = kept_plan(store, run_id)
+        for cell in (*plan.cells, *(left.cell for left in plan.left_out)):
+            if word in (cell.id, cell.name):
+                return cell
+    return None
+
+
+def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
+    """Those of a matrix's cells that the word matches, else the recorded cell of this id or name;
+    raises UsageError."""
+    if meant := [cell for cell in cells if matches(cell, word)]:
+        return meant
+    if recorded := planned_cell(store, word):
+        return [recorded]
+    raise UsageError(
+        f"{word!r} is no strategy, label, name or id of a cell of the matrix, nor an id or a name"
+        f" in {str(store.folder)!r}; matrix {matrix!r} has {_strategies(cells)}"
+    )
+
+
+def plainest(cells: Sequence[Cell]) -> Cell:
+    """Of several: without options before with, in fp32 before other precisions, on more devices
+    before one; then the first."""
+    return min(
+        cells,
+        key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
+    )
+
+
+def with_options(cell: Cell, text: str) -> Cell:
+    """The cell with these options (`name=value,...`) of its strategy instead of its own; raises
+    UsageError."""
+    from harness.strategy.registry import make_strategy
+
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if any(not name or not equals for name, equals, _ in pairs):
+        raise UsageError(f"options are written name=value, with commas between them, not {text!r}")
+    options = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    changed = cell.model_copy(update={"options": options})
+    make_strategy(changed)
+    return changed
+
+
+def _strategies(cells: Iterable[Cell]) -> str:
+    return ", ".join(sorted({cell.strategy for cell in cells}))
