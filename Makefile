@@ -1,9 +1,10 @@
 # Every target sets up what it needs. Variables: MATRIX, ARGS (more options for the run), PYTHON.
 MATRIX ?= full
 ARGS ?=
+WORKERS ?= 3
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-cluster lint bench screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -20,9 +21,12 @@ run: need
 ## make smoke   a first look in a minute
 smoke: need
 	$(PY) -m bench run --matrix smoke $(ARGS)
-## make test    all tests
+## make test    all tests, three at a time; those that measure time alone, at the end
 test: need
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+## make test-quick   between edits: unit tests, and one cell of each strategy
+test-quick: need
+	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m quick tests/unit tests/ranks/test_strategies.py $(ARGS)
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
 test-cluster: need
 	$(PY) -m pytest -rs tests/cluster $(ARGS)

@@ -3,6 +3,7 @@ environment variable."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import signal
@@ -21,12 +22,61 @@ from harness.strategy.registry import strategies
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """After the unit tests every strategy once, then each in depth: what most changes break is seen
-    first."""
-    items.sort(
-        key=lambda item: (item.path.parent.name != "unit", item.path.name != "test_strategies.py")
+FOLDERS = ("cluster", "unit", "gpu", "ranks", "browser")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: measures time, so nothing may run beside it")
+    config.addinivalue_line(
+        "markers", "quick: a unit test, or one cell of each strategy: make test-quick"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests, and says which of them stay together when several workers run them.
+
+    SLURM's come first, on one worker: they mostly wait. Then unit tests and every strategy once:
+    what most changes break is seen first. Tests that measure time come last, when nothing runs
+    beside them.
+    """
+
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        folder = item.path.parent.name
+        place = FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+        return bool(item.get_closest_marker("alone")), place, item.path.name != "test_strategies.py"
+
+    items.sort(key=order)
+    for item in items:
+        if item.path.parent.name == "unit":
+            item.add_marker(pytest.mark.quick)
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run on one worker; empty for those that any worker may take."""
+    if item.get_closest_marker("alone"):
+        return "alone"
+    if item.path.parent.name == "cluster":
+        return "cluster"
+    fixtures = getattr(item, "_fixtureinfo", None)
+    shared = fixtures.name2fixturedefs.values() if fixtures else ()
+    return str(item.path) if any(found[-1].scope == "module" for found in shared) else ""
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Among workers, a test that measures time waits until no other test runs, and then runs
+    alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    with open(folder / "running.lock", "w") as lock:
+        alone = item.get_closest_marker("alone") is not None
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,9 +89,12 @@ def stop_from_the_keyboard() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data and references of the tests are made by the tests."""
+    """Data and references of the tests are made by the tests, once for all workers."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
-    os.environ["PARALLELISM_BENCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    os.environ["PARALLELISM_BENCH_CACHE"] = str(folder)
     yield
     if before is None:
         del os.environ["PARALLELISM_BENCH_CACHE"]
@@ -106,6 +159,21 @@ def _helpers() -> set[int]:
     return found
 
 
+_AT_BEGIN = pytest.StashKey[set[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_AT_BEGIN] = _shared_memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a session that leaves files in shared memory."""
+    if left := _shared_memory() - session.config.stash[_AT_BEGIN]:
+        print(f"left behind in /dev/shm: {sorted(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def runs(process: psutil.Process) -> bool:
     """Not ended: what a killed run leaves is handed to this process, which has no reason to wait
     for it."""
@@ -117,7 +185,12 @@ def runs(process: psutil.Process) -> bool:
 
 def _shared_memory() -> set[str]:
     """Files that libraries keep in memory until somebody removes them; semaphores of the fork
-    server's children aside."""
+    server's children aside.
+
+    Among workers each would see the others' files: there they are looked at once, at the end.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return set()
     folder = Path("/dev/shm")
     return (
         {path.name for path in folder.iterdir() if not path.name.startswith("sem.")}

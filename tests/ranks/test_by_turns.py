@@ -25,6 +25,8 @@ from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Silent, cell
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def ring(plugin: object) -> Iterator[InterleavedLauncher]:

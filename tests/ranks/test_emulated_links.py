@@ -29,7 +29,7 @@ from harness.spec.link import Link
 from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+pytestmark = [pytest.mark.skipif(bool(lacking()), reason=lacking()), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

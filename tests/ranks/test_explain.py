@@ -73,6 +73,7 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
 DELAY = 0.1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("where", "component"),
     [
@@ -91,6 +92,7 @@ def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, compo
         assert max(found, key=lambda name: found[name]) == component
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("where", ["compute", "data"])
 def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
     """The other one waits for it: there the delay is communication."""
@@ -102,6 +104,7 @@ def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) ->
     assert row[f"{where}_seconds"][1] >= 0.95 * DELAY
 
 
+@pytest.mark.alone
 def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
     """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches
     more."""
@@ -111,6 +114,7 @@ def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
     assert mean(row["communication_seconds"]) < 0.1 * row["profiled_step_seconds"]
 
 
+@pytest.mark.alone
 def test_waits_that_the_profiler_cannot_see_are_named_by_the_strategy(launcher: Launcher) -> None:
     """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not
     nought."""

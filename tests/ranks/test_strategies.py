@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from bench.expand import expand
 from bench.host import Host
@@ -32,7 +33,7 @@ def cells_of_full() -> list[Cell]:
         "warmup_steps": 3,
         "time_limit_seconds": 60.0,
     }
-    found = {}
+    found: dict[str, Cell] = {}
     for one in cells:
         base, plus, suffixes = one.workload.partition("+")
         changes = (
@@ -45,7 +46,19 @@ def cells_of_full() -> list[Cell]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("one", cells_of_full(), ids=lambda c: c.name.replace(" ", "-"))
+def parameters() -> list[ParameterSet]:
+    """Each cell by its name; the first of each strategy is one of the quick ones."""
+    seen: set[str] = set()
+    parameters = []
+    for one in cells_of_full():
+        marks = [] if one.strategy in seen or one.expect != "ok" else [pytest.mark.quick]
+        if marks:
+            seen.add(one.strategy)
+        parameters.append(pytest.param(one, id=one.name.replace(" ", "-"), marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("one", parameters())
 def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> None:
     trial = run_cells(one).trials.iloc[0]
     if one.expect == "diverged":
