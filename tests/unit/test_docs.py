@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import harness
 from bench.cluster.site import Nightly, Notify, Site
 from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
@@ -21,6 +23,12 @@ from harness.run.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
 from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+MADE = {"slurm/site.yaml"}
+"""Files that a user makes."""
 
 
 def strategy_table() -> list[str]:
@@ -132,13 +140,51 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in [
-        ROOT / "README.md",
-        ROOT / "slurm" / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    ]:
+    for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_prose_is_at_most_100_columns_wide() -> None:
+    """Tables, code and what cannot be broken apart."""
+    for document in DOCUMENTS:
+        code = False
+        for number, line in enumerate(document.read_text().splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if code or line.startswith(("|", "![")) or " " not in line.strip(" -"):
+                continue
+            assert len(line) <= 100, f"{document.name}:{number} has {len(line)} columns"
+
+
+def python_files() -> list[Path]:
+    folders = ("bench", "harness", "reports", "scripts", "tests")
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_files_that_are_named_exist() -> None:
+    """In documents, docstrings and comments: files move."""
+    folders = "bench|docs|harness|reports|scripts|slurm|tests"
+    named = re.compile(rf"(?<![\w./<{{-])(?:{folders})/[\w./-]*\.(?:py\.j2|py|md|yaml|sh)\b")
+    for file in [*DOCUMENTS, *python_files()]:
+        text = file.read_text()
+        if file in DOCUMENTS:  # whose blocks may write a file that is not there yet
+            text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        for path in set(named.findall(text)) - MADE:
+            assert (ROOT / path).exists(), f"{file.relative_to(ROOT)} names {path}"
+
+
+def test_names_of_the_code_in_documents_exist() -> None:
+    """`harness.store.load` and the like."""
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":  # names former modules
+            continue
+        for name in re.findall(r"`((?:bench|harness|reports)(?:\.\w+)+)`", document.read_text()):
+            pkgutil.resolve_name(name)
+
+
+def test_the_changelog_lists_all_former_modules() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in harness.RENAMED if f"`{name}`" not in text] == []
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
