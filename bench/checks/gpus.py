@@ -10,9 +10,10 @@ from itertools import combinations
 from bench.checks.host import locked_memory_trouble, shared_memory_trouble
 from bench.checks.trouble import Trouble
 from harness.host.environment import unused_gpus
-from harness.host.gpu import Gpu, ask, nvml, visible_gpus
+from harness.host.gpu import Gpu, visible_gpus
 from harness.host.gpu_facts import GpuFacts, gpu_facts, gpu_topology
-from harness.host.gpu_state import GpuState, state_of
+from harness.host.gpu_state import GpuState, states_of
+from harness.host.nvml import nvml
 from harness.host.peaks import gpu_model
 
 GIB = 2**30
@@ -32,10 +33,8 @@ def gpu_troubles() -> list[Trouble]:
 
 def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
     with nvml() as library:
-        for device in devices if library is not None else ():
-            handle = ask(library, "nvmlDeviceGetHandleByUUID", device.uuid)
-            if handle is not None:
-                yield state_of(library, handle, device.index, device.uuid)
+        if library is not None:
+            yield from states_of(library, devices)
 
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:

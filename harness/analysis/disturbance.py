@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from harness.host.gpu_state import GpuRecord
+from harness.host.gpu_record import GpuRecord
 
 DISTURBED_CORES = 0.25
 """Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short

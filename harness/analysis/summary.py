@@ -25,7 +25,7 @@ from harness.analysis.stats import (
     efficiency,
     estimate,
 )
-from harness.host.gpu_state import GpuRecord
+from harness.host.gpu_record import GpuRecord
 from harness.record.status import NOT_LAUNCHED, WORST_FIRST
 from harness.spec.cell import BASELINE
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-from harness.host.gpu import Gpu, ask, nvml, visible_gpus
+from harness.host.gpu import Gpu, visible_gpus
+from harness.host.nvml import Handle, Nvml, nvml
 
 _ANCESTORS = {
     "INTERNAL": "one board",
@@ -22,12 +22,14 @@ _NVLINK_VERSIONS = ("1_0", "2_0", "2_2", "3_0", "3_1", "4_0", "5_0", "6_0")
 
 @dataclass(frozen=True)
 class GpuFacts(Gpu):
-    """Identity and settings of a GPU. None: it does not tell."""
+    """Identity and settings of a GPU. None: the GPU does not say."""
 
     ecc: bool | None
+    """Whether memory errors are corrected."""
     persistence: bool | None
+    """Whether the driver stays loaded while no process uses the GPU."""
     power_limit_watts: float | None
-    """The one enforced."""
+    """The limit that is enforced."""
     default_power_limit_watts: float | None
 
 
@@ -39,31 +41,29 @@ def gpu_facts() -> list[GpuFacts]:
         return [_facts(library, device) for device in visible_gpus()]
 
 
-def _handle(library: Any, device: Gpu) -> Any:
-    """Of the physical GPU, which has the settings of its slices too."""
-    return ask(library, "nvmlDeviceGetHandleByIndex", device.index)
+def _physical(library: Nvml, device: Gpu) -> Handle | None:
+    """The physical GPU, whose settings are those of its slices too."""
+    return library.handle("nvmlDeviceGetHandleByIndex", device.index)
 
 
-def _facts(library: Any, device: Gpu) -> GpuFacts:
-    handle = _handle(library, device)
-    ecc = ask(library, "nvmlDeviceGetEccMode", handle)
-    persistence = ask(library, "nvmlDeviceGetPersistenceMode", handle)
-    now = ask(library, "nvmlDeviceGetEnforcedPowerLimit", handle)
-    default = ask(library, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
+def _facts(library: Nvml, device: Gpu) -> GpuFacts:
+    gpu = _physical(library, device)
+    ecc = library.pair("nvmlDeviceGetEccMode", gpu)
+    persistence = library.number("nvmlDeviceGetPersistenceMode", gpu)
     return GpuFacts(
         **vars(device),
         ecc=None if ecc is None else bool(ecc[0]),
         persistence=None if persistence is None else bool(persistence),
-        power_limit_watts=None if now is None else now / 1000,
-        default_power_limit_watts=None if default is None else default / 1000,
+        power_limit_watts=library.thousandths("nvmlDeviceGetEnforcedPowerLimit", gpu),
+        default_power_limit_watts=library.thousandths(
+            "nvmlDeviceGetPowerManagementDefaultLimit", gpu
+        ),
     )
 
 
 def gpu_topology() -> list[list[str]]:
-    """How each pair of the visible GPUs is connected, in words.
-
-    By NVLink, else by the nearest thing that they share on the PCI bus.
-    """
+    """How each pair of the visible GPUs is connected, in words: by NVLink, else by the nearest
+    thing that they share on the PCI bus."""
     devices = visible_gpus()
     if not devices:
         return []
@@ -78,43 +78,41 @@ def gpu_topology() -> list[list[str]]:
 class _End:
     """A GPU and its active NVLinks."""
 
-    handle: Any
-    bus: str
+    gpu: Handle | None
+    bus_id: str
     version: str
+    """Of its NVLinks: `4.0`."""
     to_switch: int
-    to_buses: Counter[str]
-    """Links by bus id of the GPU at their end."""
+    """Links that end at an NVSwitch."""
+    to_gpus: Counter[str]
+    """Links by the bus id of the GPU at their other end."""
 
 
-def _end(library: Any, device: Gpu) -> _End:
-    handle = _handle(library, device)
-    names = {getattr(library, f"NVML_NVLINK_VERSION_{v}"): v for v in _NVLINK_VERSIONS}
-    version, to_switch, to_buses = "", 0, Counter[str]()
-    for link in range(library.NVML_NVLINK_MAX_LINKS):
-        if ask(library, "nvmlDeviceGetNvLinkState", handle, link) != library.NVML_FEATURE_ENABLED:
+def _end(library: Nvml, device: Gpu) -> _End:
+    gpu = _physical(library, device)
+    versions = {library.constant(f"NVML_NVLINK_VERSION_{v}"): v for v in _NVLINK_VERSIONS}
+    version, to_switch, to_gpus = "", 0, Counter[str]()
+    for link in range(library.constant("NVML_NVLINK_MAX_LINKS")):
+        state = library.number("nvmlDeviceGetNvLinkState", gpu, link)
+        if state != library.constant("NVML_FEATURE_ENABLED"):
             continue
-        number = ask(library, "nvmlDeviceGetNvLinkVersion", handle, link)
-        version = names.get(number, "").replace("_", ".")
-        kind = ask(library, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        if kind == library.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        number = library.number("nvmlDeviceGetNvLinkVersion", gpu, link)
+        version = "" if number is None else versions.get(number, "").replace("_", ".")
+        kind = library.number("nvmlDeviceGetNvLinkRemoteDeviceType", gpu, link)
+        if kind == library.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH"):
             to_switch += 1
-        elif (far := ask(library, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)) is not None:
-            to_buses[_bus(far.busId)] += 1
-    return _End(handle, _bus(device.pci_bus_id), version, to_switch, to_buses)
+        elif other := library.bus_id("nvmlDeviceGetNvLinkRemotePciInfo", gpu, link):
+            to_gpus[other.upper()] += 1  # bus ids are written in either case
+    return _End(gpu, device.pci_bus_id.upper(), version, to_switch, to_gpus)
 
 
-def _bus(value: str | bytes) -> str:
-    """Bus ids are written with either case."""
-    return (value.decode() if isinstance(value, bytes) else value).upper()
-
-
-def _between(library: Any, a: _End, b: _End) -> str:
-    direct, switched = a.to_buses[b.bus], min(a.to_switch, b.to_switch)
+def _between(library: Nvml, a: _End, b: _End) -> str:
+    direct, switched = a.to_gpus[b.bus_id], min(a.to_switch, b.to_switch)
     kind = f"NVLink {a.version}".strip()
     if direct:
         return f"{direct} x {kind}"
     if switched:
         return f"{switched} x {kind} through a switch"
-    level = ask(library, "nvmlDeviceGetTopologyCommonAncestor", a.handle, b.handle)
-    names = {getattr(library, f"NVML_TOPOLOGY_{name}"): words for name, words in _ANCESTORS.items()}
-    return names.get(level, "unknown")
+    level = library.number("nvmlDeviceGetTopologyCommonAncestor", a.gpu, b.gpu)
+    names = {library.constant(f"NVML_TOPOLOGY_{name}"): text for name, text in _ANCESTORS.items()}
+    return "unknown" if level is None else names.get(level, "unknown")

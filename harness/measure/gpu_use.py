@@ -1,14 +1,14 @@
-"""What NVML tells a rank of the GPUs that it drives, read between steps."""
+"""What NVML says of the GPUs that a rank drives, read between steps."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.host.gpu import ask
-from harness.host.gpu_state import GpuState, GpuUse, processes_on, state_of
+from harness.host.gpu_state import GpuState, GpuUse, state_of
+from harness.host.nvml import Handle, Nvml
 
 if TYPE_CHECKING:
     import torch
@@ -20,20 +20,21 @@ _LIMITERS = {
     "board limit": "NVML_PERF_POLICY_BOARD_LIMIT",
     "reliability": "NVML_PERF_POLICY_RELIABILITY",
 }
-"""Counters of nvmlDeviceGetViolationStatus. NVML's newer ones by reason are asked for by numbers
-that have changed between releases of its header, and would then count something else."""
+"""What limits the clocks, and NVML's name of the counter of nvmlDeviceGetViolationStatus. NVML has
+newer counters by reason, but the numbers by which they are asked for have changed between releases
+of its header: one release's number is another release's other counter."""
 
 
 class RankGpus:
-    """NVML's handles of a rank's own GPUs; none for a rank on the CPU.
+    """The GPUs that a rank drives, as NVML sees them; none for a rank on the CPU.
 
-    NVML stays started: the process ends soon.
+    NVML is not shut down: the process of a rank ends soon.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(device for device in devices if device.type == "cuda")
-        self.library: Any = None
-        self.handles: list[Any] = []
+        self.library: Nvml | None = None
+        self.handles: list[Handle] = []
         self.uuids: list[str] = []
         self._seconds = 0.0
         self._held: list[dict[str, float]] = []
@@ -45,21 +46,17 @@ class RankGpus:
     def _start(self) -> None:
         import torch
 
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception:  # no library, no driver: pynvml has a class for each
+        self.library = Nvml.start()
+        if self.library is None:
             return
         for device in self.devices:
             uuid = torch.cuda.get_device_properties(device).uuid
             for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
-                handle = ask(pynvml, "nvmlDeviceGetHandleByUUID", name)
+                handle = self.library.handle("nvmlDeviceGetHandleByUUID", name)
                 if handle is not None:
                     self.handles.append(handle)
                     self.uuids.append(name)
                     break
-        self.library = pynvml
         self._held = [{} for _ in self.handles]
 
     @property
@@ -68,20 +65,20 @@ class RankGpus:
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Energy of each GPU since its driver was loaded; None where one does not count.
+        """Joules that each GPU has taken since its driver was loaded, by UUID; None where one of
+        them does not count.
 
-        A slice has no counter of its own, and its GPU's counts what the other slices take.
+        A slice has no counter of its own, and its GPU's counter includes the other slices. The
+        second number is the value at which the counter starts again: these never do.
         """
-        if not self.complete:
+        if self.library is None or not self.complete:
             return None
         counters = {}
         for uuid, handle in zip(self.uuids, self.handles, strict=True):
-            millijoules = ask(self.library, "nvmlDeviceGetTotalEnergyConsumption", handle)
-            mig = ask(self.library, "nvmlDeviceGetMigMode", handle)
-            in_slices = mig is not None and mig[0] == self.library.NVML_DEVICE_MIG_ENABLE
-            if millijoules is None or in_slices:
+            joules = self.library.thousandths("nvmlDeviceGetTotalEnergyConsumption", handle)
+            if joules is None or self.library.is_divided(handle):
                 return None
-            counters[uuid] = (millijoules / 1e3, 0.0)
+            counters[uuid] = (joules, 0.0)
         return counters
 
     def start(self) -> None:
@@ -90,7 +87,7 @@ class RankGpus:
             self._begun = time.perf_counter(), [self._throttled(handle) for handle in self.handles]
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the stretch of timed steps."""
         if self._begun is None:
             return
         (began, before), self._begun = self._begun, None
@@ -102,22 +99,22 @@ class RankGpus:
         named = zip(self.handles, self.uuids, strict=True)
         self._states = tuple(self._state(handle, uuid) for handle, uuid in named)
 
-    def _state(self, handle: Any, uuid: str) -> GpuState:
-        index = ask(self.library, "nvmlDeviceGetIndex", handle)
-        return state_of(self.library, handle, -1 if index is None else int(index), uuid)
+    def _state(self, handle: Handle, uuid: str) -> GpuState:
+        assert self.library is not None
+        index = self.library.number("nvmlDeviceGetIndex", handle)
+        return state_of(self.library, handle, -1 if index is None else index, uuid)
 
-    def _throttled(self, handle: Any) -> dict[str, float]:
-        """Seconds since the driver was loaded by limiter, of those that this GPU counts."""
-        seconds = {}
-        for limiter, name in _LIMITERS.items():
-            policy = getattr(self.library, name)
-            answer = ask(self.library, "nvmlDeviceGetViolationStatus", handle, policy)
-            if answer is not None:
-                seconds[limiter] = answer.violationTime / 1e9
-        return seconds
+    def _throttled(self, handle: Handle) -> dict[str, float]:
+        """Seconds since the driver was loaded by limiter, of those limiters that the GPU counts."""
+        assert self.library is not None
+        counted = {
+            limiter: self.library.violation_seconds(handle, policy)
+            for limiter, policy in _LIMITERS.items()
+        }
+        return {limiter: seconds for limiter, seconds in counted.items() if seconds is not None}
 
     def use(self) -> GpuUse | None:
-        """What there is to tell, after the last stretch; None on the CPU."""
+        """What was seen until the end of the last stretch; None on the CPU."""
         if not self.devices:
             return None
         throttled: dict[str, float] = {}
@@ -135,18 +132,19 @@ class RankGpus:
         )
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:
-        """Of each GPU: this process's memory by NVML, and what torch's allocator has of it.
+        """Of each GPU, this process's memory in bytes by NVML, and what of it torch's allocator has
+        reserved.
 
-        None where NVML does not name this process: a container has process ids of its own.
+        None where NVML does not list this process: inside a container it has another process id.
         """
         import torch
 
-        if not self.complete:
+        if self.library is None or not self.complete:
             return None
         sizes = []
         for device, handle in zip(self.devices, self.handles, strict=True):
-            processes = processes_on(self.library, handle) or ()
-            size = next((one.memory_bytes for one in processes if one.pid == os.getpid()), None)
+            processes = self.library.processes(handle) or ()
+            size = next((p.memory_bytes for p in processes if p.pid == os.getpid()), None)
             if size is None:
                 return None
             sizes.append((size, torch.cuda.memory_reserved(device)))

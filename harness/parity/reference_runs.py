@@ -13,7 +13,8 @@ from pathlib import Path
 
 from harness.host.cache import cache_folder
 from harness.host.environment import version_of
-from harness.host.gpu import ask, nvml, visible_gpus
+from harness.host.gpu import visible_gpus
+from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -117,9 +118,9 @@ def gpu_kind() -> str:
         return ""
     device, cores = devices[0], None
     with nvml() as library:
-        if library is not None and not device.mig and hasattr(library, "nvmlDeviceGetNumGpuCores"):
-            handle = ask(library, "nvmlDeviceGetHandleByUUID", device.uuid)
-            cores = ask(library, "nvmlDeviceGetNumGpuCores", handle) if handle is not None else None
+        if library is not None and not device.mig and library.offers("nvmlDeviceGetNumGpuCores"):
+            handle = library.handle("nvmlDeviceGetHandleByUUID", device.uuid)
+            cores = library.number("nvmlDeviceGetNumGpuCores", handle) if handle else None
     return f"{device.name}, {'number of cores unknown' if cores is None else f'{cores} cores'}"
 
 

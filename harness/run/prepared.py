@@ -10,7 +10,8 @@ from typing import Any
 
 from harness.host.cuda import to_preload
 from harness.host.environment import device_type
-from harness.host.gpu_state import GpuState, as_json
+from harness.host.gpu_record import as_json
+from harness.host.gpu_state import GpuState
 from harness.launch.interleaved import Launch
 from harness.launch.outcome import Outcome
 from harness.parity.reference import Reference

@@ -16,7 +16,7 @@ from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses
 from harness.analysis.stats import over_cycles, percentile, slowest, trend
 from harness.host.cores import oversubscribed
-from harness.host.gpu_state import as_json, use_of
+from harness.host.gpu_record import as_json, use_of
 from harness.launch.outcome import Outcome
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance

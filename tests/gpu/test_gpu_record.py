@@ -14,7 +14,8 @@ from bench.cli import terminal as show
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import side
 from harness.analysis.summary import cells
-from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
+from harness.host.gpu_record import GIB, as_json
+from harness.host.gpu_state import GpuLook, GpuProcess, GpuState, GpuUse
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Results, Store, TrialKey

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from harness.analysis.disturbance import disturbances, disturbed
-from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
+from harness.host.gpu_record import GIB, GpuRecord, as_json
+from harness.host.gpu_state import GpuLook, GpuState, GpuUse, decoded
 from harness.measure.energy import Energy
 from harness.measure.gpu_use import RankGpus
 from harness.measure.memory import MemoryMeter
