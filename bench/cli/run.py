@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +12,6 @@ import typer
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    from harness.launch.launcher import LauncherProtocol
     from harness.record.plan import Plan
     from harness.record.store import Store
 
@@ -139,17 +134,18 @@ def run(
 
     Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]
     """
-    from bench.cli import terminal
+    from bench.cli import plan_table, terminal
+    from bench.cli.agents import AgentOptions, launchers
+    from bench.cli.progress import RunProgress
+    from bench.cli.run_plan import PlanOptions, kept_or_new_plan, parse_share
     from bench.host import host_of
     from harness.links.launcher import over_links
-    from harness.record.plan import kept_plan, resumable
+    from harness.record.plan import kept_plan
     from harness.record.store import Store
     from harness.run.runner import Runner
     from harness.spec.errors import UsageError
 
-    if (
-        with_parent
-    ):  # a batch step that was killed may leave this process, and the run goes on in another job
+    if with_parent:  # the run goes on in another job: this process must not outlive its own
         from harness.host.process import die_with_parent
 
         die_with_parent()
@@ -165,176 +161,54 @@ def run(
             "--host plans for another host, which cannot run here: it goes with --matrix and"
             " --dry-run"
         )
-    begun = bool(run_id) and run_id in store.run_ids()
-    if begun:
-        plan = kept_plan(store, run_id)
-    elif resume:
-        if only or skip or settings or trials or precision or by_turns:
-            said = "leave --only, --skip, --set, --trials, --precision and --by-turns out"
-            raise UsageError(f"--resume goes on with a run as it was planned: {said}")
-        plan = resumable(store, matrix or None)
-    elif matrix:
-        plan = _plan(matrix, only or [], skip or [], settings or [], trials, nodes, run_id, host)
-        if precision:
-            plan = dataclasses.replace(
-                plan, precision=_share(precision), time_budget_seconds=_seconds(time_budget)
-            )
-        if by_turns:
-            _require_few(plan)
-            plan = dataclasses.replace(plan, by_turns=True)
-    else:
-        raise UsageError(
-            "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
-        )
-
-    console, there = terminal.console(quiet=json_output), host_of(host, nodes)
-    runner = Runner(store, plan, share=_part(share))
-    todo = runner.open_trials()
-    seconds, references = terminal.plan(console, store, plan, todo, there.name)
+    options = PlanOptions(
+        matrix,
+        tuple(only or ()),
+        tuple(skip or ()),
+        tuple(settings or ()),
+        trials,
+        precision,
+        time_budget,
+        by_turns,
+        run_id,
+        host,
+        nodes,
+    )
+    plan, begun = kept_or_new_plan(store, options, resume)
+    console, planned_host, part = (
+        terminal.console(quiet=json_output),
+        host_of(host, nodes),
+        parse_share(share),
+    )
+    planned = Runner(store, plan, share=part)
+    seconds, references = plan_table.show(
+        console, store, plan, planned.open_trials(), planned_host.name
+    )
     if dry_run:
-        terminal.inputs(console, there.device)
+        plan_table.show_inputs(console, planned_host.device)
         if json_output:
-            print(
-                json.dumps(
-                    json.loads(plan.to_json())
-                    | {
-                        "expected_seconds": seconds,
-                        "references": dataclasses.asdict(references),
-                    }
-                )
-            )
+            expected = {
+                "expected_seconds": seconds,
+                "references": dataclasses.asdict(references),
+            }
+            print(json.dumps(json.loads(plan.to_json()) | expected))
         return
-    runner.make_room()
-    if not (
-        resume or begun or runner.begin()
-    ):  # another task of the array was first: its plan is the run's
-        runner.plan = plan = kept_plan(store, plan.run_id)
-        todo = runner.open_trials()
+    planned.make_room()
+    if not (begun or planned.begin()):
+        # Another task of the array was first: its plan is the run's.
+        plan = kept_plan(store, plan.run_id)
+        planned = Runner(store, plan, share=part)
+    agents = AgentOptions(nodes, meeting, interface, patience)
     with (
         terminal.stop_signals(),
-        _agents(nodes, meeting, interface, patience, console.print) as own,
-        over_links(runner.cells, own) as launcher,
-        terminal.Drawing(console, plan, seconds, len(todo)) as drawing,
+        launchers(agents, console.print) as own,
+        over_links(planned.cells, own) as launcher,
+        RunProgress(console, plan, seconds, len(planned.open_trials())) as progress,
     ):
-        runner.launcher = launcher
-        finished = runner.run(drawing) and (not explain or runner.explain(drawing))
+        runner = Runner(store, plan, launcher, share=part)
+        finished = runner.run(progress) and (not explain or runner.explain(progress))
     raise typer.Exit(
         _end(store, plan, finished, report and (not share or runner.all_recorded), json_output)
-    )
-
-
-@contextlib.contextmanager
-def _agents(
-    count: int, meeting: Path | None, interface: str, patience: float, say: Callable[[str], None]
-) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """The launcher of a run on one node, or over the agents of several, who come while the run
-    begins."""
-    from harness.launch.launcher import Launcher
-    from harness.nodes.coordinator import Nodes, NodesLauncher
-
-    if meeting is None:
-        yield Launcher
-        return
-    nodes = Nodes(count, meeting, interface or None)
-    try:
-        there = nodes.ready(count, patience)
-        nodes.check()
-        nodes.measure()
-        say(
-            f"nodes: {', '.join(node.name for node in there)}"
-            + ("" if len(there) == count else f"; {nodes.lacking(count)}")
-        )
-        yield functools.partial(NodesLauncher, nodes)
-    finally:
-        nodes.close()
-
-
-def _part(text: str) -> tuple[int, int]:
-    from harness.spec.errors import UsageError
-
-    found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
-    if not found or int(found[1]) >= int(found[2]):
-        raise UsageError(f"--share {text!r} is no share; the second of four is 1/4")
-    return int(found[1]), int(found[2])
-
-
-def _share(text: str) -> float:
-    from harness.spec.errors import UsageError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
-    if not found or not 0 < float(found[1]) < 100:
-        raise UsageError(
-            f"--precision {text!r} is not a share; give half the width of the interval over the"
-            " throughput, like 2%"
-        )
-    return float(found[1]) / 100
-
-
-def _seconds(text: str) -> float:
-    from harness.spec.errors import UsageError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
-    if not found or not float(found[1]):
-        raise UsageError(
-            f"--time-budget {text!r} is not a time; give a number with s, min or h, like 45min"
-        )
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
-
-
-def _require_few(plan: Plan) -> None:
-    """Raises UsageError for cells that cannot train by turns."""
-    from harness.host.environment import gpus
-    from harness.launch.interleaved import MOST_CELLS
-    from harness.run.fits import too_large_together
-    from harness.spec.errors import UsageError
-
-    if not 2 <= len(plan.cells) <= MOST_CELLS:
-        raise UsageError(
-            f"--by-turns is for 2 to {MOST_CELLS} cells, which are all in memory, not"
-            f" {len(plan.cells)}; choose them with --only"
-        )
-    for cell in plan.cells:
-        if cell.nodes > 1:
-            raise UsageError(
-                f"--by-turns is for cells of one node: leave {cell.name!r} out with --skip or"
-                " --only"
-            )
-    on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
-    if (
-        on_gpus
-        and (devices := gpus())
-        and (why := too_large_together(on_gpus, min(size for _, size in devices)))
-    ):
-        raise UsageError(f"--by-turns: {why} (--skip CELL, --set batch=N)")
-
-
-def _plan(
-    matrix: str,
-    only: list[str],
-    skip: list[str],
-    settings: list[str],
-    trials: int | None,
-    nodes: int,
-    run_id: str,
-    host: str,
-) -> Plan:
-    from bench.expand import expand
-    from bench.host import host_of
-    from bench.matrix import parse_changes, read_matrix
-    from harness.record.plan import Plan
-
-    read = read_matrix(matrix)
-    planned = host_of(host, nodes)
-    expanded = expand(
-        read, planned, name=matrix, only=only, skip=skip, changes=parse_changes(settings)
-    )
-    return Plan.new(
-        matrix,
-        expanded.cells,
-        trials or read.trials_on(planned),
-        expanded.left_out,
-        run_id,
-        expanded.once,
     )
 
 

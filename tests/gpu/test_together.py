@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run import _require_few
+from bench.cli.run_plan import require_few
 from harness.record.plan import Plan
 from harness.run.fits import device_bytes
 from harness.spec.cell import Cell
@@ -36,7 +36,7 @@ def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
     fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
     with pytest.raises(UsageError) as refused:
-        _require_few(plan)
+        require_few(plan)
     assert "--by-turns: all launches are in memory at once" in str(refused.value)
     assert "which has 24.0 GiB" in str(refused.value) or "which has 23." in str(refused.value)
     left_out = str(refused.value).partition("leave ")[2]
@@ -46,9 +46,9 @@ def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
 
 def test_what_fits_together_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, fake_nvml.h100_node())
-    _require_few(planned("single", "ddp", "zero_redundancy"))
+    require_few(planned("single", "ddp", "zero_redundancy"))
     on_cpu = planned("single", "ddp", device="cpu", workload="llama-micro")
-    _require_few(on_cpu)
+    require_few(on_cpu)
 
 
 def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated(

@@ -1,0 +1,50 @@
+"""The agents of the nodes that a run was given."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.launch.launcher import LauncherProtocol
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """The options of bench run that say where its nodes are, as they were given."""
+
+    nodes: int
+    meeting: Path | None
+    """File in which the agents find the run; None: it runs on this host alone."""
+    interface: str
+    patience: float
+    """Seconds to wait for the agents; the run then begins without some of them."""
+
+
+@contextlib.contextmanager
+def launchers(
+    options: AgentOptions, say: Callable[[str], None]
+) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
+    """What makes the launchers of a run, on this host or over the agents of its nodes, who come
+    while the run begins; `say` shows a line."""
+    from harness.launch.launcher import Launcher
+    from harness.nodes.coordinator import Nodes, NodesLauncher
+
+    if options.meeting is None:
+        yield Launcher
+        return
+    nodes = Nodes(options.nodes, options.meeting, options.interface or None)
+    try:
+        present = nodes.ready(options.nodes, options.patience)
+        nodes.check()
+        nodes.measure()
+        names = ", ".join(node.name for node in present)
+        lacking = "" if len(present) == options.nodes else f"; {nodes.lacking(options.nodes)}"
+        say(f"nodes: {names}{lacking}")
+        yield functools.partial(NodesLauncher, nodes)
+    finally:
+        nodes.close()

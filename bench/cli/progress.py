@@ -1,0 +1,103 @@
+"""The progress of a run on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from bench.cli.terminal import duration
+
+if TYPE_CHECKING:
+    from harness.record.plan import Plan
+    from harness.spec.cell import Cell
+
+
+class RunProgress:
+    """A progress bar on a terminal, a line per trial elsewhere.
+
+    Draws only when told something, at most twice a second.
+    """
+
+    def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
+        self.out, self.seconds, self.total, self.done = out, seconds, total, 0
+        every = planned.schedule()
+        self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
+        self.began = time.monotonic()
+        self.current: Cell | None = None
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self.bar = (
+            Progress(*columns, console=out, auto_refresh=False)
+            if out.is_terminal and not out.quiet
+            else None
+        )
+        self.task = self.bar.add_task("starting", total=total, note="") if self.bar else None
+
+    def __enter__(self) -> RunProgress:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def _draw(self, description: str | None = None, note: str = "") -> None:
+        if self.bar and self.task is not None:
+            shown = None if description is None else escape(description)
+            self.bar.update(self.task, completed=self.done, description=shown, note=note)
+            self.bar.refresh()
+
+    def preparing(self, what: str) -> None:
+        self._draw(what)
+        if not self.bar:
+            self.out.print(escape(what))
+
+    def round_added(self, cells: Sequence[Cell]) -> None:
+        self.total += len(cells)
+        self.left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, total=self.total)
+        self.preparing(f"one more round: {len(cells)} cells have a wider interval than asked for")
+
+    def trial_started(self, cell: Cell, trial: int, position: int) -> None:
+        self.current = cell
+        self._draw(cell.name, f"{duration(self.left)} left")
+
+    def step(self, step: int, seconds: float) -> None:
+        if self.current:
+            self._draw(
+                None,
+                f"step {step + 1}/{self.current.total_steps} {seconds * 1e3:.0f} ms,"
+                f" {duration(self.left)} left",
+            )
+
+    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
+        self.done += 1
+        self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
+        elapsed = time.monotonic() - self.began
+        if self.done >= 5:  # by then what was measured tells more than what was expected
+            self.left = elapsed / self.done * (self.total - self.done)
+        good = row["status"] == "ok" or row.get("expected")
+        if not good:
+            self.out.print(
+                f"[red]{row['status']}[/red] {escape(cell.name)}: {escape(row['reason'])}"
+            )
+        elif not self.bar:
+            rate = (
+                f"{row['samples_per_second']:.1f} samples/s"
+                if row.get("samples_per_second")
+                else row["status"]
+            )
+            text = f"{cell.name}: {rate}, parity {row.get('parity_verdict')}"
+            self.out.print(escape(f"[{self.done}/{self.total}] {text}, {duration(self.left)} left"))
+        self._draw(None, f"{duration(self.left)} left")
