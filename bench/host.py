@@ -48,7 +48,7 @@ class Host:
 
 def host_of(text: str, nodes: int) -> Host:
     """This host, or the one that `8 x h100-80gb` names; raises UsageError with the known GPUs."""
-    from harness.host.peaks import gpu_models
+    from harness.host.gpu_models import gpu_models
 
     if not text:
         return Host.here(nodes)

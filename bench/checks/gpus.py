@@ -12,9 +12,9 @@ from bench.checks.trouble import Trouble
 from harness.host.environment import unused_gpus
 from harness.host.gpu import Gpu, visible_gpus
 from harness.host.gpu_facts import GpuFacts, gpu_facts, gpu_topology
+from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuState, states_of
 from harness.host.nvml import nvml
-from harness.host.peaks import gpu_model
 
 GIB = 2**30
 HOT_CELSIUS = 83

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.host.peaks import gpu_model, peak_flops_per_second
+from harness.host.gpu_models import gpu_model, peak_flops_per_second
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from harness.analysis.losses import mean_losses
 from harness.analysis.summary import too_wide
 from harness.host.environment import environment, gpus
+from harness.host.gpu_models import peak_flops_per_second
 from harness.host.gpu_state import GpuLook
-from harness.host.peaks import peak_flops_per_second
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.host.peaks import peak_flops_per_second
+from harness.host.gpu_models import peak_flops_per_second
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_names_before_and_after_the_makers_prefix_are_the_same_product() -> None
 
 
 def test_the_table_is_plausible_and_its_names_are_unique() -> None:
-    from harness.host.peaks import gpu_model, gpu_models
+    from harness.host.gpu_models import gpu_model, gpu_models
 
     models = gpu_models()
     assert len({model.product_name for model in models.values()}) == len(models) >= 28

@@ -16,7 +16,7 @@ import harness
 from bench.cluster.site import Nightly, Notify, Site
 from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
-from harness.host.peaks import gpu_models
+from harness.host.gpu_models import gpu_models
 from harness.record.schema import TABLES
 from harness.record.table import meanings
 from harness.run.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE

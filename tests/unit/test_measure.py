@@ -13,7 +13,7 @@ from harness.analysis.disturbance import disturbed
 from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses
 from harness.analysis.stats import efficiency, over_cycles, percentile, slowest, trend
-from harness.host.peaks import peak_flops_per_second
+from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
 from harness.measure.energy import Energy, package_joules

@@ -1,0 +1,120 @@
+"""What data sheets promise of each GPU: peaks of arithmetic, memory and NVLink. The figures and
+their sources are in gpu_models.yaml."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+MEBIBYTE = 2**20
+TERA = 1e12
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One product.
+
+    None: its maker's documents do not state the figure, or contradict each other.
+    """
+
+    product_name: str
+    """Exactly as NVML reports it, without a leading `NVIDIA `."""
+    host_name: str
+    """Short name for the command line."""
+    memory_bytes: int
+    """As NVML reports it."""
+    fp32_flops_per_second: float | None
+    """Dense, without tensor cores (so without TF32)."""
+    bf16_flops_per_second: float | None
+    """Dense (no sparsity), tensor cores, sums in fp32; None before Ampere, which has no bf16 tensor
+    cores."""
+    fp16_flops_per_second: float | None
+    """Dense (no sparsity), tensor cores, sums in fp32."""
+    memory_bytes_per_second: float | None
+    nvlink_bytes_per_second: float | None
+    """Of one GPU, both directions together; None where NVLink is an optional bridge, or is not
+    there."""
+    source: str
+
+    def peak_flops_per_second(self, precision: str) -> float | None:
+        """The dense peak of matrix multiplications in `fp32`, `bf16` or `fp16`."""
+        peaks = {
+            "fp32": self.fp32_flops_per_second,
+            "bf16": self.bf16_flops_per_second,
+            "fp16": self.fp16_flops_per_second,
+        }
+        return peaks[precision]
+
+
+class _Row(BaseModel):
+    """A model in gpu_models.yaml, in the units that stand there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    host: str
+    memory: int
+    fp32: float | None = None
+    half: float | None = None
+    bf16: bool = True
+    bandwidth: float | None = None
+    nvlink: float | None = None
+    source: str
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    sources: dict[str, str]
+    models: list[_Row]
+
+
+@functools.cache
+def gpu_models() -> dict[str, GpuModel]:
+    """All products of the table by their short names, such as `h100-80gb`."""
+    text = Path(__file__).with_name("gpu_models.yaml").read_text(encoding="utf-8")
+    table = _Table.model_validate(yaml.safe_load(text))
+    return {row.host: _model(row, table.sources[row.source]) for row in table.models}
+
+
+def _model(row: _Row, source: str) -> GpuModel:
+    half = row.half and row.half * TERA
+    return GpuModel(
+        product_name=row.name,
+        host_name=row.host,
+        memory_bytes=row.memory * MEBIBYTE,
+        fp32_flops_per_second=row.fp32 and row.fp32 * TERA,
+        bf16_flops_per_second=half if row.bf16 else None,
+        fp16_flops_per_second=half,
+        memory_bytes_per_second=row.bandwidth and row.bandwidth * GIGA,
+        nvlink_bytes_per_second=row.nvlink and row.nvlink * GIGA,
+        source=source,
+    )
+
+
+@functools.cache
+def _by_product_name() -> dict[str, GpuModel]:
+    return {model.product_name: model for model in gpu_models().values()}
+
+
+def gpu_model(device_name: str | None) -> GpuModel | None:
+    """The product of this NVML name; None for a name that is not in the table.
+
+    Only whole names count: an `L40` is not an `L4`, and a slice of a GPU (MIG, vGPU) has other
+    peaks than the GPU.
+    """
+    if not device_name:
+        return None
+    return _by_product_name().get(device_name.removeprefix("NVIDIA "))
+
+
+def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
+    """The data sheet's dense peak of one device; None for a device that is not in the table, as
+    every CPU is."""
+    model = gpu_model(device_name)
+    return model.peak_flops_per_second(precision) if model else None
