@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import typer
 
-from bench.cli.compare import compare
-from bench.cli.doctor import doctor
-from bench.cli.export import export
-from bench.cli.history import history
-from bench.cli.list_cmd import listing
-from bench.cli.maxsize import maxsize
-from bench.cli.profile import profile
-from bench.cli.publish import publish
 from bench.cli.remedies import with_remedy
-from bench.cli.report import report
-from bench.cli.run import run
-from bench.cli.show import cell
-from bench.cli.status import status
-from bench.cli.submit import submit
 from harness.spec.errors import UsageError
+
+COMMANDS = {
+    "run": "run:run",
+    "list": "list_cmd:listing",
+    "doctor": "doctor:doctor",
+    "report": "report:report",
+    "show": "show:cell",
+    "maxsize": "maxsize:maxsize",
+    "export": "export:export",
+    "publish": "publish:publish",
+    "profile": "profile:profile",
+    "compare": "compare:compare",
+    "history": "history:history",
+    "submit": "submit:submit",
+    "status": "status:status",
+}
+"""The file of each command in this folder, and its function; help lists them in this order."""
 
 app = typer.Typer(
     name="bench",
@@ -34,19 +39,9 @@ app = typer.Typer(
         " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
     ),
 )
-app.command("run")(run)
-app.command("list")(listing)
-app.command("doctor")(doctor)
-app.command("report")(report)
-app.command("show")(cell)
-app.command("maxsize")(maxsize)
-app.command("export")(export)
-app.command("publish")(publish)
-app.command("profile")(profile)
-app.command("compare")(compare)
-app.command("history")(history)
-app.command("submit")(submit)
-app.command("status")(status)
+for command, place in COMMANDS.items():
+    module, _, function = place.partition(":")
+    app.command(command)(getattr(import_module(f"bench.cli.{module}"), function))
 
 
 def main() -> None:

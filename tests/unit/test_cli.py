@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from bench.cli import COMMANDS, app
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = str(ROOT / "tests" / "golden" / "v2")
@@ -163,11 +166,11 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     assert bench("doctor").returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "list", "doctor", "report", "show", "publish", "compare", "history"]
-)
-def test_help_has_an_example(command: str) -> None:
-    assert "python -m bench" in bench(command, "--help").stdout
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example_in_its_help_and_is_in_the_readme(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert f"Example: python -m bench {command} " in " ".join(shown.split())
+    assert f"python -m bench {command}" in (ROOT / "README.md").read_text()
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -215,7 +215,3 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> Non
     assert "matrix 'smoke' has ddp, fsdp2" in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help_has_an_example() -> None:
-    assert "python -m bench export" in CliRunner().invoke(app, ["export", "--help"]).stdout

@@ -433,7 +433,3 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help_has_an_example() -> None:
-    assert "python -m bench maxsize" in bench("maxsize", "--help").stdout
