@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+IGNORED = shutil.ignore_patterns("__pycache__", "html")
 BLOCK = re.compile(
     r"(?:`(?P<path>[\w./-]+)`:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -70,8 +71,8 @@ def blocks(text: str) -> list[Block]:
 def checkout(folder: Path) -> Path:
     """A copy of this checkout's code, tests and documents, to be changed at will."""
     copy = folder / "checkout"
-    for name in ("bench", "harness", "reports", "tests", "docs"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("bench", "harness", "reports", "results/reference", "tests", "docs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=IGNORED)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
         shutil.copy(ROOT / name, copy / name)
     return copy
