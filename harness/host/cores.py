@@ -10,8 +10,7 @@ from harness.spec.cell import Cell
 
 
 def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
-    """These hardware threads (the kernel's CPU numbers), grouped by the core that they belong
-    to."""
+    """These hardware threads, by the kernel's CPU numbers, grouped by physical core."""
     groups: dict[str, list[int]] = {}
     for thread in sorted(threads):
         path = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
@@ -27,10 +26,11 @@ def allowed_cores() -> list[int]:
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each local process: its devices' own (a server has one's), round and round where
-    there are more than cores.
+    """The CPU cores that each local process is pinned to: the cores of its devices. A parameter
+    server gets as many as one device.
 
-    `processes`: ranks of the whole trial; `local`: those of them that this node starts.
+    `processes`: ranks of the whole trial; `local`: those of them that this node starts. Where the
+    devices need more cores than there are, cores are given out several times.
     """
     if cell.device == "cuda":
         return _near_gpus(cell, local)
@@ -43,8 +43,8 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each local process of a GPU cell: its GPUs' shares; a server, which drives no GPU,
-    may use all cores.
+    """Cores of each local process of a GPU cell: the shares of its GPUs. A parameter server, which
+    drives no GPU, may use all cores.
 
     The cores of a rank also run the threads of autograd, of NCCL, of a library (Horovod, CPU Adam,
     disk access) and of the harness, which prepares batches. On one core, or on cores of the other
@@ -64,7 +64,7 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _shares(gpus: int) -> list[tuple[int, ...]]:
-    """The share of each of the first so many GPUs in the cores that this process may use."""
+    """Of the cores that this process may use, the share of each of the first `gpus` GPUs."""
     from harness.host.gpu import nearby_cores
 
     return share_cores(
@@ -73,8 +73,8 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
 
 
 def few_cores(count: int, gpus: int) -> set[int]:
-    """So many cores of each GPU's share, with all their hardware threads: to see what more of them
-    are worth."""
+    """`count` cores of each GPU's share, with all their hardware threads: to measure how much more
+    cores help."""
     return {
         thread
         for share in _shares(gpus)
@@ -89,9 +89,9 @@ def share_cores(
     """Each GPU's share of the cores, as hardware threads: GPUs near the same cores divide these
     evenly among themselves.
 
-    `cores`: the hardware threads of each core. `near`: of each GPU the hardware threads near it;
-    where they are unknown, or none of them is among `cores`, it takes part in dividing all. GPUs
-    take turns where there are fewer cores than GPUs.
+    `cores`: the hardware threads of each core. `near`: the hardware threads near each GPU; where
+    they are unknown, or none of them is among `cores`, all cores count as near. Where there are
+    fewer cores than GPUs, several GPUs get the same core.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -107,13 +107,13 @@ def share_cores(
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Intra-op threads of a rank that is pinned to these hardware threads: one for each core of a
-    GPU's rank."""
+    """Intra-op threads of a rank that is pinned to these hardware threads: `threads_per_device` of
+    a CPU cell, one for each core of a GPU cell."""
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
 def core_ranges(cores: Iterable[int]) -> str:
-    """Core numbers as the kernel writes them: `0-3,8`."""
+    """Core numbers in the kernel's notation: `0-3,8`."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
@@ -124,10 +124,10 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, processes: int = 0, cores: int | None = None) -> bool:
-    """Whether its devices, or its processes where servers make them more, have more threads than
-    there are cores.
+    """Whether the cell's ranks have more threads than there are cores.
 
-    `cores`: of all nodes together; without it every node is taken to have as many as this host.
+    `processes`: number of ranks where it is larger than that of devices, because of parameter
+    servers. `cores`: of all nodes together; None: every node has as many as this host.
     """
     return cell.threads_per_device * max(cell.devices, processes) > (
         cell.nodes * len(allowed_cores()) if cores is None else cores

@@ -1,5 +1,7 @@
-"""What the fork server may import for all ranks: a rank that is forked from a process that uses
-CUDA cannot use it itself."""
+"""Which packages the fork server may import for all ranks.
+
+A rank that is forked from a process that has initialised CUDA cannot use CUDA itself.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ import bitsandbytes.
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
     """Those of these packages that the fork server may import; a rank imports the others itself.
 
-    With GPUs nothing is imported before the fork that is not known to leave CUDA alone: a plug-in
-    may require anything.
+    With GPUs only packages that are known to leave CUDA alone are imported before the fork: a
+    plug-in may require any package.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
@@ -38,9 +40,8 @@ def cuda_is_initialized() -> bool:
     """Whether this process has initialised CUDA, by torch or by any other library that calls the
     driver.
 
-    The driver's `cuDeviceGetCount` answers an error, and does nothing else, before `cuInit` was
-    called. A driver that is not loaded has not been initialised; RTLD_NOLOAD keeps the question
-    from loading it.
+    The driver's `cuDeviceGetCount` only returns an error before `cuInit` was called. A driver that
+    is not loaded has not been initialised; RTLD_NOLOAD keeps this check from loading it.
     """
     import torch
 

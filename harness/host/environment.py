@@ -1,6 +1,6 @@
 """What a measurement was taken on: versions, hardware, commit.
 
-An allow-list, never the whole environment.
+Only what is listed here is recorded, never all environment variables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIBRARIES = (
 )
 """Whose versions are recorded, beside those of the packages that strategies require."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-"""First driver for Linux that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
+"""Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -45,11 +45,13 @@ SLURM = {
     "nodes": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-"""What of SLURM's variables is recorded of a job."""
+"""The environment variables of a SLURM job that are recorded, by the name they are recorded under.
+"""
 
 
 @functools.cache
 def version_of(package: str) -> str | None:
+    """The installed version; None where the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -70,33 +72,30 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str | None:
-    """Why GPUs that are here cannot be used, in a sentence; None where they can, or there are
-    none."""
+    """Why this host's GPUs cannot be used, in a sentence; None where they can be, or where there
+    are none."""
     from harness.host.gpu import driver, visible_gpus
 
     if not (devices := visible_gpus()):
         return None
     import torch
 
-    torch_words, needed = f"torch {torch.__version__}", torch.version.cuda
+    build, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
-        return (
-            f"{torch_words} is built without CUDA; install a build for CUDA to use"
-            f" {devices[0].name}"
-        )
+        return f"{build} is built without CUDA; install a build for CUDA to use {devices[0].name}"
     major, installed = int(needed.split(".")[0]), driver()
     if installed.cuda and installed.cuda[0] < major:
         least = f"driver {_DRIVERS[major]} or newer" if major in _DRIVERS else "a newer driver"
         newest = ".".join(map(str, installed.cuda))
         return (
-            f"driver {installed.version} runs CUDA up to {newest}, {torch_words} needs CUDA"
+            f"driver {installed.version} runs CUDA up to {newest}, {build} needs CUDA"
             f" {needed}; install {least}, or a torch that is built for CUDA {installed.cuda[0]}"
         )
     for device in devices:
         if device.capability and not _has_code_for(device.capability, torch.cuda.get_arch_list()):
             version = ".".join(map(str, device.capability))
             return (
-                f"{torch_words} has no code for compute capability {version} of GPU {device.index}"
+                f"{build} has no code for compute capability {version} of GPU {device.index}"
                 f" ({device.name}); install a torch that has, or hide this GPU by"
                 " CUDA_VISIBLE_DEVICES"
             )
@@ -104,13 +103,17 @@ def unused_gpus() -> str | None:
 
 
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether a build runs there: machine code of the same major version and no newer minor one, or
-    PTX of any older."""
+    """Whether a build of torch runs on a GPU of this compute capability.
+
+    It does with machine code (sm_*) for the same major version and the same or an older minor one,
+    or with PTX (compute_*) for the same or an older version (CUDA C++ Programming Guide, section on
+    compute capability). `built`: torch.cuda.get_arch_list(); empty: unknown, taken to run.
+    """
     own = 10 * capability[0] + capability[1]
     for name in built:
         kind, _, number = name.partition("_")
         code = int("".join(c for c in number if c.isdigit()) or 0)
-        exact = number.endswith("a")  # of one architecture, without any promise for later ones
+        exact = number.endswith("a")  # architecture-specific code, which runs on no other version
         if kind == "sm" and code // 10 == own // 10 and (code == own if exact else code <= own):
             return True
         if kind == "compute" and not exact and code <= own:
@@ -119,6 +122,7 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def cpu_model() -> str | None:
+    """The processor's name; None where the system does not say."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -128,12 +132,13 @@ def cpu_model() -> str | None:
 
 
 def git_commit() -> str | None:
-    """Commit of the suite's own checkout, with + where files that git tracks were changed."""
+    """Commit of the suite's own checkout, with `+` where files that git tracks were changed; None
+    where the suite does not lie in a checkout of its own."""
     checkout = Path(__file__).parents[2]
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(checkout), *words],
+            ["git", "-C", str(checkout), *arguments],
             capture_output=True,
             text=True,
             check=True,
@@ -156,7 +161,7 @@ def allocation() -> dict[str, str]:
 
 
 def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
-    """CPUs of each NUMA node, as the kernel writes them: ["0-15", "16-31"]."""
+    """CPUs of each NUMA node in the kernel's notation: ["0-15", "16-31"]."""
     lists = (sys / "devices/system/node").glob("node[0-9]*/cpulist")
     return [
         file.read_text().strip()
@@ -165,7 +170,7 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, Any]:
-    """What a run's row says of the GPUs that are here, used or not."""
+    """A run's columns about this host's GPUs, used or not; empty without GPUs."""
     from harness.host.gpu import driver
     from harness.host.gpu_facts import gpu_facts, gpu_topology
 
@@ -176,7 +181,7 @@ def _gpu_columns() -> dict[str, Any]:
     installed = driver()
     built = torch.backends.cuda.is_built()
     return {
-        "gpu_facts": json.dumps([dataclasses.asdict(one) for one in gpu_facts()]),
+        "gpu_facts": json.dumps([dataclasses.asdict(facts) for facts in gpu_facts()]),
         "gpu_topology": json.dumps(gpu_topology()),
         "gpus_unused": unused_gpus(),
         "driver_version": installed.version,
@@ -188,15 +193,17 @@ def _gpu_columns() -> dict[str, Any]:
 
 
 def cudnn_version() -> str | None:
-    """cuDNN that torch loads, as 9.12.0; asking for it does not initialise CUDA."""
+    """Version of the cuDNN that torch loads, such as `9.12.0`; None without cuDNN.
+
+    Does not initialise CUDA. The number is major x 10000 (before version 9: x 1000) + minor x 100 +
+    patch (cudnn_version.h).
+    """
     import torch
 
     number = torch.backends.cudnn.version()
     if number is None:
         return None
-    major, rest = divmod(
-        number, 10000 if number >= 90000 else 1000
-    )  # cudnnGetVersion, cudnn_version.h
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
@@ -205,9 +212,10 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
 
     `more_libraries`: packages whose version is recorded beside LIBRARIES, where they are installed.
     """
-    libraries = (*LIBRARIES, *more_libraries)
     from harness.host.cores import allowed_cores
 
+    libraries = (*LIBRARIES, *more_libraries)
+    job = allocation()
     used = gpus() if device_type() == "cuda" else ()
     return {
         "host": platform.node(),
@@ -223,6 +231,6 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
         **_gpu_columns(),
         "numa": json.dumps(numa_nodes()),
         "git_commit": git_commit(),
-        "allocation": json.dumps(found_job) if (found_job := allocation()) else None,
+        "allocation": json.dumps(job) if job else None,
         "suite_version": version_of("parallelism-bench") or "0",
     }

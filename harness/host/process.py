@@ -1,6 +1,7 @@
-"""What ties processes together, so that none is left.
+"""Ties the lives of processes together, so that none is left behind.
 
-Imports nothing that starts a thread: who has one may not make namespaces.
+Imports nothing that starts a thread: harness/links uses it before it makes namespaces, which the
+kernel allows only to a process with one thread.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import signal
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the one that started it is gone, however it went."""
+    """Makes the kernel kill this process when its parent ends, in whichever way."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become this process's children, where they can be found."""
+    """Makes descendants whose parent dies children of this process, which can then find them."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

@@ -1,8 +1,9 @@
 """Libraries that set-up could not build here, and why: written by scripts/native.sh, read by plans.
 
-python -m harness.host.unbuilt LIBRARY                             # prints the file that keeps the
-reason python -m harness.host.unbuilt LIBRARY VERSION LOG FOLDER MEND     # keeps it, and prints the
-log's first error
+python -m harness.host.unbuilt LIBRARY
+    prints the file in which the reason is kept
+python -m harness.host.unbuilt LIBRARY VERSION LOG FOLDER REMEDY
+    keeps the reason there, and prints the log's first error
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# What says why, best first: a compiler's or linker's line, CMake's, Python's, pip's own.
+# Lines of a log that say why a build failed, the most telling first: of a compiler or linker, of
+# CMake, of Python, of pip.
 _ERRORS = (
     re.compile(
         r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?:"
@@ -35,9 +37,9 @@ class Unbuilt:
     error: str
     """The first error of the log."""
     mend: str
-    """What would help."""
+    """What would help, as a clause: `use another compiler`."""
     log: str
-    """File with all that the build printed."""
+    """Path of the file with the build's output."""
 
     @property
     def reason(self) -> str:
@@ -45,52 +47,46 @@ class Unbuilt:
         return f"{failure}; {self.mend}, then `make setup` tries again; log: {self.log}"
 
 
-def place(library: str) -> Path:
-    """Where the reason is kept: with the environment that lacks the library."""
+def reason_file(library: str) -> Path:
+    """The file that keeps the reason, inside the Python environment that lacks the library."""
     return Path(sys.prefix) / "share" / "parallelism-bench" / "unbuilt" / f"{library}.json"
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Why set-up could not build a library here; None where it did not fail, or did not try."""
+    """Why set-up could not build a library here; None where it did not fail or did not try."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Unbuilt(**json.loads(place(library).read_text()))
+        return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None
 
 
 def first_error(log: str, folder: str = "") -> str:
-    """The line of a build's log that says best what went wrong; paths are told from the build's
+    """The line of a build's log that says best what went wrong, with paths relative to the build's
     folder."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in _ERRORS:
         for index, line in enumerate(lines):
             if pattern.search(line):
-                more = (
-                    f" {lines[index + 1]}"
-                    if line.startswith("CMake Error") and lines[index + 1 :]
-                    else ""
-                )
-                return (
-                    re.sub(rf"{re.escape(folder)}/(?:[^/\s]+-[\d.]+/)?", "", line + more)
-                    if folder
-                    else line + more
-                )
+                if line.startswith("CMake Error") and lines[index + 1 :]:
+                    line = f"{line} {lines[index + 1]}"
+                prefix = rf"{re.escape(folder)}/(?:[^/\s]+-[\d.]+/)?"
+                return re.sub(prefix, "", line) if folder else line
     return lines[-1] if lines else "its log is empty"
 
 
 def keep(library: str, version: str, log: Path, folder: str, mend: str) -> Unbuilt:
-    """Keeps why a library could not be built in `folder`."""
+    """Keeps the reason why a library could not be built in `folder`."""
     error = first_error(log.read_text(errors="replace"), folder)
     failure = Unbuilt(library=library, version=version, error=error, mend=mend, log=str(log))
-    place(library).parent.mkdir(parents=True, exist_ok=True)
-    place(library).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+    reason_file(library).parent.mkdir(parents=True, exist_ok=True)
+    reason_file(library).write_text(json.dumps(asdict(failure), indent=1) + "\n")
     return failure
 
 
-def main(library: str, *words: str) -> None:
-    if not words:
-        print(place(library))
+def main(library: str, *details: str) -> None:
+    if not details:
+        print(reason_file(library))
         return
-    version, log, folder, mend = words
+    version, log, folder, mend = details
     print(keep(library, version, Path(log), folder, mend).error)
 
 

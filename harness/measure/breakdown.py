@@ -1,8 +1,9 @@
 """Where did a step's time go?
 
-A step on the thread that trains is cut wherever an event begins or ends, and each piece belongs to
-one component. Overlapped communication is communication in flight during pieces of other
-components: it is told beside them and not part of the sum.
+The step, on the thread that trains, is cut wherever an event begins or ends, and each piece belongs
+to one component, so that the components sum to the step. Overlapped communication is communication
+in flight during pieces of other components; it is reported beside the components and is not part of
+the sum.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Literal
 from harness.record.profile import COMPONENTS
 
 STRAGGLES = 0.15
-"""Share by which a rank's own time must exceed the median of the others' to be called a straggler.
+"""Share by which a straggler's own time exceeds the median of the other ranks' own times, at least.
 """
 
 
 Kind = Literal[
-    "operator",  # computes
-    "flight",  # a collective between its start and its end, on whichever thread
-    "transfer",  # the same of a point-to-point message
+    "operator",  # an operator computes on the CPU
+    "flight",  # a collective from its start to its end, on any thread
+    "transfer",  # a point-to-point message from its start to its end, on any thread
     "launch",  # the call that starts communication
-    "hook",  # what runs when a gradient is ready, and what backward does after its last operator
+    "hook",  # functions called when a gradient is ready, or at the end of backward
     "wait",  # the training thread waits for communication
-    "optimizer",
+    "optimizer",  # the optimizer's step
     "data",
     "bubble",
     "offload",
@@ -54,9 +55,9 @@ _DEVICE = {
 
 @dataclass(frozen=True)
 class Event:
-    """What the profiler saw, in seconds of one clock.
+    """A stretch of time that the profiler recorded; `begin` and `end` are seconds of one clock.
 
-    Events of a kind on a thread are nested or apart.
+    Events of one kind on one thread are nested or disjoint.
     """
 
     kind: Kind
@@ -66,10 +67,11 @@ class Event:
 
 
 Piece = tuple[float, float, tuple[str, ...]]
+"""Begin, end, and the kinds of the events that it lies in, from the outermost to the innermost."""
 
 
 def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
-    """(begin, end, kinds from the outermost to the innermost) of one thread, without holes."""
+    """The pieces of [begin, end], without gaps, by the events of one thread."""
     inside = sorted(
         (e for e in events if e.end > begin and e.begin < end), key=lambda e: (e.begin, -e.end)
     )
@@ -90,9 +92,8 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
             open_events.pop()
         until(event.begin)
         open_events.append(event)
-        if (
-            len(open_events) > 1 and event.end > open_events[-2].end
-        ):  # clocks differ by a tick: the inner one ends with the outer
+        if len(open_events) > 1 and event.end > open_events[-2].end:
+            # Rounding of the clock may put the end of an inner event behind that of its outer one.
             open_events[-1] = Event(event.kind, event.thread, event.begin, open_events[-2].end)
     while open_events:
         until(open_events[-1].end)
@@ -103,7 +104,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Busy:
-    """Times in which something of a kind goes on, as disjoint intervals in order."""
+    """The times covered by events of a kind, as disjoint intervals in order."""
 
     begins: list[float]
     ends: list[float]
@@ -129,14 +130,14 @@ def breakdown(
     events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool
 ) -> dict[str, float]:
     """Seconds of each component of the step [begin, end] on `thread`, and beside them `overlapped`
-    and `operators`.
+    and `operators`, the seconds in which an operator ran.
 
-    The innermost event decides. Where nothing computes, the time belongs to what the thread waits
-    for; to communication where a collective is in flight, or where a gradient's hooks run; else to
-    the interpreter and the dispatcher, which belong to what they prepare: the optimizer inside its
-    step, else compute. `operators` is the part in which an operator ran. Under a pipeline, waiting
-    for a point-to-point message is the bubble. A device's kernels come before what its host does.
-    `alone`: there is no other rank.
+    A device's kernels decide before the events of its host, and of the host's events the innermost
+    one. Where no operator runs, the time belongs to what the thread waits for; to communication
+    where a collective is in flight or a gradient's hooks run; else it is the time of the
+    interpreter and the dispatcher, which counts as the optimizer's inside its step and as compute
+    elsewhere. `pipeline`: waiting for a point-to-point message is the bubble. `alone`: there is no
+    other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
@@ -191,7 +192,7 @@ def breakdown(
 
 
 def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
-    """What the training thread does, from the events it is in; the innermost decides."""
+    """The component of a piece, from the kinds of the events that the training thread is in."""
     if "data" in kinds:
         return "data"
     updating = "optimizer" in kinds
@@ -210,18 +211,18 @@ def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
 
 
 def own_seconds(step: dict[str, float]) -> float:
-    """What a rank spent without waiting for others."""
+    """Seconds of a step, given by component, that a rank did not spend waiting for others."""
     return sum(
         step[component] for component in COMPONENTS if component not in ("communication", "bubble")
     )
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """The rank that is the slowest in every step, and by what share; None where there is none, or
-    not by more than STRAGGLES.
+    """The rank that is the slowest in every step, and by what share it exceeds the median of the
+    other ranks (median over the steps); None where there is no such rank, or the share is at most
+    STRAGGLES.
 
-    `steps`: own seconds of each rank, for each step. The share is over the median of the other
-    ranks, median of the steps.
+    `steps`: for each step the own seconds of each rank.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from harness.measure.patched import replaced
+from harness.measure.patched import Method, replaced
 
 
 def busy_fraction(
     step: Callable[[], None],
-    compute: Sequence[tuple[Any, str]],
+    compute: Sequence[tuple[object, str]],
     synchronize: Callable[[], None],
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Share of the wall time of `repeats` steps that this rank spent inside the named methods.
+    """Share of the wall time of `repeats` steps that this rank spent inside the methods `compute`,
+    given as owner and name.
 
-    The methods are wrapped for this pass only. The device is synchronised around each call, so the
-    pass is slower than a timed step on a GPU; fractions are taken within it.
+    The methods are wrapped for these steps only. The device is synchronised around each call, so
+    on a GPU the steps are slower than timed ones; only their ratio is used.
     """
     busy = 0.0
 
-    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def timed(method: Method) -> Method:
+        def call(*args: object, **kwargs: object) -> object:
             nonlocal busy
             synchronize()
             begin = now()
@@ -39,7 +39,7 @@ def busy_fraction(
 
     with contextlib.ExitStack() as stack:
         for owner, name in compute:
-            stack.enter_context(replaced(owner, name, wrapped))
+            stack.enter_context(replaced(owner, name, timed))
         begin = now()
         for _ in range(repeats):
             step()
@@ -49,9 +49,10 @@ def busy_fraction(
 
 
 def bubble_fraction(busy: Iterable[float]) -> float:
-    """1 - mean busy share over the ranks.
+    """1 - mean busy share of the ranks.
 
-    Theory for GPipe and 1F1B: (p-1)/(m+p-1) (GPipe, arXiv 1811.06965).
+    For GPipe and 1F1B with p stages and m micro-batches theory says (p-1)/(m+p-1) (GPipe, arXiv
+    1811.06965, section 2.3).
     """
     shares = list(busy)
     return max(0.0, 1.0 - sum(shares) / len(shares))

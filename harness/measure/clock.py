@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+B = TypeVar("B")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -13,20 +16,20 @@ class StepTime:
     """Times of one step on one rank, in seconds."""
 
     data_seconds: float
-    """Getting the batch and moving it to the device."""
+    """Making the batch and moving it to the device."""
     step_seconds: float
-    """The whole step, data included, between two device synchronisations."""
+    """The whole step, data included, from one synchronisation of the device to the next."""
 
 
 def timed_step(
-    fetch: Callable[[], Any],
-    step: Callable[[Any], Any],
+    fetch: Callable[[], B],
+    step: Callable[[B], R],
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
-) -> tuple[Any, StepTime]:
-    """Runs one step; returns what the step returned and its times.
+) -> tuple[R, StepTime]:
+    """Runs one step on the batch that `fetch` returns; returns what `step` returned, and the times.
 
-    Nothing else happens between the two readings.
+    Nothing else happens between the first and the last reading of the clock `now`, in seconds.
     """
     synchronize()
     begin = now()

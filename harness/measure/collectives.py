@@ -1,38 +1,40 @@
-"""Which collectives did a step call, and how many bytes do they move: by theory, and by the
-backend's own algorithm?"""
+"""Which collectives did a step call, and how many bytes does a rank send for them: at least, and by
+the backend's algorithm?"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A collective: `tensor_bytes` is the whole tensor's, gathered or before it is scattered; of
-    all parts where it is a list."""
+    """A collective, or a point-to-point message."""
 
     operation: str
     tensor_bytes: int
+    """Bytes of the whole tensor: after it is gathered, before it is scattered; of all parts
+    together where it is a list of tensors."""
     group_size: int
+    """Number of ranks that take part."""
 
 
 def _once(n: int) -> float:
-    """What a rank must send, over the tensor: all but one of N ranks pass each byte on once."""
+    """Each byte is sent once by all but one of n ranks."""
     return (n - 1) / n
 
 
 def _twice(n: int) -> float:
+    """Each byte is sent twice by all but one of n ranks."""
     return 2 * (n - 1) / n
 
 
-# Sent by a rank over the tensor's bytes, mean of the ranks: an all-reduce is a reduce-scatter and
-# an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054, section 7.1, which leaves (N-1)/N out).
 THEORY: dict[str, Callable[[int], float]] = {
     "all_reduce": _twice,
     "reduce_scatter": _once,
@@ -45,22 +47,25 @@ THEORY: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-# The same as torch's gloo backend does it: it reduces all to scatter, and reduces by a
-# reduce-scatter and a gather to the root.
+"""Group size -> bytes that a rank must send, mean of the ranks, over the bytes of the tensor. An
+all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054, section
+7.1, which neglects the factor (n-1)/n)."""
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-# A ring, as NCCL, MPI for large messages and Horovod's Gloo have it.
+"""The same for torch's gloo backend, which scatters after a whole all-reduce, and reduces by a
+reduce-scatter and a gather to the root."""
 RING = THEORY
+"""The same for a ring, which NCCL, MPI (for large messages) and Horovod's Gloo use."""
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """What a rank must send for these (call, count per step), by theory."""
+    """Bytes that a rank must send per step for these calls, given with their count per step."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
 
 
 def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
-    """What the backend's algorithm sends for them, headers aside."""
+    """Bytes that a rank sends per step by the backend's algorithm, without headers."""
     factors = GLOO if backend == "gloo" else RING
     return sum(
         count * call.tensor_bytes * factors[call.operation](call.group_size)
@@ -68,8 +73,8 @@ def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
     )
 
 
-# Operator of torch's namespaces c10d and _c10d_functional -> (operation, argument that holds the
-# whole tensor).
+# Name of an operator in torch's namespaces c10d and _c10d_functional -> operation, and position of
+# the argument that holds the whole tensor.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -102,20 +107,24 @@ _OPERATORS = {
 }
 
 
-def counting(calls: Counter[Call], seen: list[int]) -> TorchDispatchMode:
-    """A mode that adds every collective called under it, C++ wrappers' included, to `calls`, and
-    every operator to `seen[0]`."""
+def counting(calls: Counter[Call], operators: list[int]) -> TorchDispatchMode:
+    """A mode under which every collective is counted in `calls`, also those called from C++, and
+    every operator in `operators[0]`."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if any(t is DTensor for t in types):  # its parts' operators come one by one
+            self,
+            func: OpOverload,
+            types: Iterable[type],
+            args: Sequence[object] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
+            if any(t is DTensor for t in types):  # the operators on its parts follow one by one
                 return NotImplemented
-            seen[0] += 1
+            operators[0] += 1
             result = func(*args, **(kwargs or {}))
             plain = not isinstance(func, torch._ops.HigherOrderOperator)
             if (
@@ -129,19 +138,19 @@ def counting(calls: Counter[Call], seen: list[int]) -> TorchDispatchMode:
     return Counting()  # type: ignore[no-untyped-call]
 
 
-def _call(name: str, args: Any) -> Call | None:
+def _call(name: str, args: Sequence[object]) -> Call | None:
     if name not in _OPERATORS:
         return None
     operation, place = _OPERATORS[name]
     size = _group_size(args)
     functional = isinstance(args[-1], str)
-    a_part = operation in ("gather", "scatter") or (functional and operation == "all_gather")
-    return Call(operation, tensor_bytes(args[place]) * (size if a_part else 1), size)
+    is_part = operation in ("gather", "scatter") or (functional and operation == "all_gather")
+    return Call(operation, tensor_bytes(args[place]) * (size if is_part else 1), size)
 
 
-def _group_size(args: Any) -> int:
-    """Of the process group among the arguments: an object, or its name where the operator is
-    functional."""
+def _group_size(args: Sequence[object]) -> int:
+    """Size of the process group among the arguments: an object, or its name where the operator is a
+    functional one."""
     import torch.distributed as dist
     from torch._C import ScriptObject
 
@@ -155,10 +164,11 @@ def _group_size(args: Any) -> int:
     return dist.get_world_size()
 
 
-def tensor_bytes(what: Any) -> int:
-    """Of a tensor or of nested lists of them."""
+def tensor_bytes(tensors: object) -> int:
+    """Bytes of a tensor, or of nested lists of tensors."""
     import torch
 
-    if isinstance(what, torch.Tensor):
-        return what.numel() * what.element_size()
-    return sum(tensor_bytes(one) for one in what)
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    assert isinstance(tensors, Iterable)
+    return sum(tensor_bytes(part) for part in tensors)

@@ -11,10 +11,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.analysis.stats import slowest
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 SIZES = tuple(4**k * 1024 for k in range(1, 9))
-"""4 KiB to 64 MiB."""
+"""Of messages in bytes: 4 KiB to 64 MiB."""
 RANKS = 2
 WARMUP = 3
 MOST_REPEATS, LEAST_REPEATS, BYTES_PER_SIZE = 50, 7, 2**26
@@ -36,7 +36,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Fit:
-    """Time of a message as latency_seconds + bytes / bandwidth."""
+    """The time of a message as latency + bytes / bandwidth."""
 
     latency_seconds: float
     bandwidth_bytes_per_second: float | None
@@ -51,40 +51,40 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Least squares of the relative error, both terms at least 0 (Lawson and Hanson, Solving Least
-    Squares Problems, 1974: NNLS).
+    """Least squares of the relative error, latency and 1 / bandwidth at least 0 (Lawson and Hanson,
+    Solving Least Squares Problems, 1974: NNLS).
 
-    Relative, so that small messages say as much as large ones: latency would drown in the noise of
-    64 MiB.
+    `sizes`: bytes; `seconds`: of a message of each size. The error is relative so that small
+    messages weigh as much as large ones, whose noise is larger than the latency.
     """
     import numpy as np
     from scipy.optimize import nnls
 
     x, t = np.asarray(sizes, float), np.asarray(seconds, float)
-    largest = x.max()  # columns of one magnitude
+    largest = x.max()  # sizes relative to the largest one: both columns have similar magnitudes
     (latency, per_largest), _ = nnls(np.stack([1 / t, x / largest / t], axis=1), np.ones(len(t)))
     bandwidth = float(largest / per_largest) if per_largest > 0 else None
-    found = Fit(float(latency), bandwidth, 0.0)
-    worst = max(
-        abs(found.seconds(size) - measured) / measured
+    line = Fit(float(latency), bandwidth, 0.0)
+    deviations = [
+        abs(line.seconds(size) - measured) / measured
         for size, measured in zip(sizes, seconds, strict=True)
-    )
-    return Fit(float(latency), bandwidth, float(worst))
+    ]
+    return replace(line, largest_deviation=float(max(deviations)))
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """One operation over one backend."""
+    """The times of one operation over one backend, and the line fitted to them."""
 
     backend: str
     operation: str
     sizes: tuple[int, ...]
-    """Bytes."""
+    """Of the messages, in bytes."""
     seconds: tuple[float, ...]
-    """Median of each size."""
+    """Median time of each size."""
     fit: Fit
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "backend": self.backend,
             "operation": self.operation,
@@ -93,23 +93,23 @@ class LinkFit:
             "bandwidth_bytes_per_second": self.fit.bandwidth_bytes_per_second,
             "largest_deviation": self.fit.largest_deviation,
             "messages": [
-                {"bytes": size, "seconds": took}
-                for size, took in zip(self.sizes, self.seconds, strict=True)
+                {"bytes": size, "seconds": seconds}
+                for size, seconds in zip(self.sizes, self.seconds, strict=True)
             ],
         }
 
 
 def repeats(size: int) -> int:
-    """More of small messages, whose times spread more."""
+    """Repetitions for a message of this many bytes: more of small ones, whose times vary more."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, BYTES_PER_SIZE // size))
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times of all operations between two ranks of this host: `gloo` between cores, `nccl` between
-    GPUs 0 and 1.
+    """Times of all operations between two ranks on this host: with `gloo` between two cores, with
+    `nccl` between GPUs 0 and 1.
 
-    Raises RuntimeError with the first rank's reason where they could not be measured. Leaves no
-    process.
+    `sizes`: of messages in bytes. Raises RuntimeError with the reason of the first rank that fails.
+    Leaves no process behind.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -121,19 +121,19 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
         by_rank = [
             json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(RANKS)
         ]
-    found = []
+    fits = []
     for operation in by_rank[0]:
-        took = tuple(
+        medians = tuple(
             statistics.median(slowest([rank[operation][i] for rank in by_rank]))
             for i in range(len(sizes))
         )
-        found.append(LinkFit(backend, operation, tuple(sizes), took, fit(sizes, took)))
-    return found
+        fits.append(LinkFit(backend, operation, tuple(sizes), medians, fit(sizes, medians)))
+    return fits
 
 
 def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
-    """One rank: every operation at every size; leaves by _exit, as a rank of a trial does (see
-    harness/worker/worker.py)."""
+    """One rank: times every operation at every size and writes the times to `scratch`. Ends by
+    os._exit, as a rank of a trial does (see harness/worker/worker.py)."""
     import torch
     import torch.distributed as dist
 
@@ -160,66 +160,66 @@ def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
     )
     times: dict[str, list[list[float]]] = {}
     for size in sizes:
-        for name, (run, halves) in _operations(rank, size, device).items():
-            took = timed(run, repeats(size), synchronize)
-            times.setdefault(name, []).append([seconds / halves for seconds in took])
+        for name, (run, messages) in _operations(rank, size, device).items():
+            repetitions = timed(run, repeats(size), synchronize)
+            times.setdefault(name, []).append([seconds / messages for seconds in repetitions])
     (Path(scratch) / f"{rank}.json").write_text(json.dumps(times))
     dist.barrier()
     os._exit(0)
 
 
 def timed(
-    run: Callable[[], Any],
+    run: Callable[[], object],
     count: int,
-    synchronize: Callable[[], Any],
+    synchronize: Callable[[], object],
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each repetition after the warm-up."""
-    took = []
+    """Seconds of each of `count` repetitions of `run`, after WARMUP that do not count."""
+    repetitions = []
     for _ in range(WARMUP + count):
         synchronize()
         begin = now()
         run()
         synchronize()
-        took.append(now() - begin)
-    return took[WARMUP:]
+        repetitions.append(now() - begin)
+    return repetitions[WARMUP:]
 
 
 def _operations(
     rank: int, size: int, device: torch.device
-) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Each operation on a message of `size` bytes, tried once for its result; and by how many
-    messages its time is divided."""
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each operation on messages of `size` bytes, and the number of messages it sends one after the
+    other. The result of each is checked once; raises RuntimeError where it is wrong."""
     import torch
     import torch.distributed as dist
 
-    mine = torch.full((size // 4,), float(rank + 1), device=device)
-    work, other = mine.clone(), torch.empty_like(mine)
-    gathered = [torch.empty_like(mine) for _ in range(RANKS)]
+    own = torch.full((size // 4,), float(rank + 1), device=device)
+    work, other = own.clone(), torch.empty_like(own)
+    gathered = [torch.empty_like(own) for _ in range(RANKS)]
 
     def there_and_back() -> None:
         if rank == 0:
-            dist.send(mine, 1)
+            dist.send(own, 1)
             dist.recv(other, 1)
         else:
             dist.recv(other, 0)
-            dist.send(mine, 0)
+            dist.send(own, 0)
 
     dist.all_reduce(work)
-    dist.all_gather(gathered, mine)
+    dist.all_gather(gathered, own)
     there_and_back()
-    right = (
+    is_right = (
         (work == 3).all()
         and all((part == place + 1).all() for place, part in enumerate(gathered))
         and (other == 2 - rank).all()
     )
-    if not right:
+    if not is_right:
         raise RuntimeError(
-            f"rank {rank} got other numbers than were sent, in messages of {size} bytes"
+            f"rank {rank} received other numbers than were sent, in messages of {size} bytes"
         )
-    work.zero_()  # sums of sums would overflow
+    work.zero_()  # otherwise the repeated sums would overflow
     return {
         "all_reduce": (lambda: dist.all_reduce(work), 1),
-        "all_gather": (lambda: dist.all_gather(gathered, mine), 1),
+        "all_gather": (lambda: dist.all_gather(gathered, own), 1),
         "point_to_point": (there_and_back, 2),
     }

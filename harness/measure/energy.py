@@ -12,8 +12,8 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
-    """Energy counter of each CPU package by RAPL and the value at which it starts again, in joules;
-    None where the host has none."""
+    """Joules by CPU package, from the RAPL counters of Intel and AMD processors: the counter, and
+    the value at which it starts again from 0; None where the host has no counters."""
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
@@ -28,13 +28,13 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules over several stretches of steps.
-
-    Of all GPUs that a rank drives, or, by rank 0 alone, of the host's CPU packages.
-    """
+    """Joules over several stretches of steps: of the GPUs that a rank drives, or of the host's CPU
+    packages, which rank 0 counts for all."""
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
+    """Counters by device: joules, and the value at which the counter starts again."""
     joules: float | None = 0.0
+    """None: unknown."""
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What else did the machine do?"""
+"""How busy was the machine, beside the training?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW_SECONDS = 0.03
-"""Three ticks of each core: enough to see one that is busy, too short to be felt."""
+"""Three ticks of the kernel's clock on each core: enough to see a busy core, and hardly any
+delay."""
 
 
 FRESH_SECONDS = 0.2
-"""How long the look after a trial counts as the look before the next: longer than writing a record
-takes."""
+"""For how long the share measured after a trial also counts as the share before the next one:
+longer than writing a record takes.
+"""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Seconds since boot that all cores together were busy (time stolen by a hypervisor included)
-    and idle; None where unknown."""
+    """Seconds since boot that all cores together were busy (including time that a hypervisor gave
+    to others) and idle; None where unknown.
+    """
     try:
         user, nice, system, idle, iowait, irq, softirq, steal = (
             int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]
@@ -34,7 +37,7 @@ def idle_share(
     sleep: Callable[[float], None] = time.sleep,
     read: Callable[[], tuple[float, float] | None] = cpu_seconds,
 ) -> float | None:
-    """Share of the cores' time that is idle, looked at for WINDOW_SECONDS; None where unknown."""
+    """Share of the cores' time that is idle during the next WINDOW_SECONDS; None where unknown."""
     before = read()
     sleep(WINDOW_SECONDS)
     after = read()
@@ -46,8 +49,8 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """The share of idle cores between trials: the look after one is also the look before the next
-    where that begins at once."""
+    """The idle share before and after each trial; the one after a trial is also the one before the
+    next trial where that begins at once."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -70,8 +73,11 @@ class Load:
     steps."""
 
     seconds: float = 0.0
+    """Length of the stretches."""
     own: float = 0.0
+    """CPU seconds of this rank."""
     busy: float | None = 0.0
+    """CPU seconds of all processes together; None: unknown."""
     _start: tuple[float, float, float | None] | None = None
 
     def _read(self) -> tuple[float, float, float | None]:
@@ -96,7 +102,8 @@ class Load:
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:
-    """Cores that others than the ranks kept busy during the timed steps; None where unknown."""
+    """How many cores, on average, processes other than the ranks kept busy during the timed steps;
+    None where unknown. `ranks`: all ranks of one machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
     return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)

@@ -19,7 +19,7 @@ CUDA_METHOD = "torch.cuda.max_memory_allocated; reserved by max_memory_reserved"
 
 
 def _status() -> dict[str, int]:
-    """Bytes by field of /proc/self/status (fields that end in kB)."""
+    """Bytes by field of /proc/self/status, of the fields that are given in kB."""
     fields: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -29,8 +29,9 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Bytes mapped as stacks of threads: anonymous, writable, of the size that a new thread's has;
-    a fork's cached ones included."""
+    """Bytes mapped as stacks of threads, also of those that glibc keeps for later threads:
+    anonymous writable mappings of the size that a new thread's stack has.
+    """
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
         size = 2 * 2**20
@@ -45,28 +46,27 @@ def _stacks() -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one rank in bytes; None where the host cannot say."""
+    """Peak memory of one rank in bytes; None: unknown."""
 
     allocated: int | None
     """On the device where it is largest."""
     reserved: int | None
-    """The same of what the CUDA caching allocator held."""
+    """What the CUDA caching allocator held at most, on the device where that is largest."""
     method: str
+    """How it was measured, in words."""
     host: int | None = None
-    """Beside a GPU's: resident host memory that is no file, above the baseline after imports.
-
-    Pinned pages are in it as far as the kernel counts them as resident.
-    """
+    """Of a GPU's rank: resident host memory without pages of files, above the baseline after
+    imports. It contains pinned pages as far as the kernel counts them as resident."""
 
 
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: Linux keeps the high water of all resident memory (VmHWM), which counts pages of libraries
-    too. Those only grow, so high water - file pages - shared pages at the end is the anonymous
-    memory at the peak (or a little less); the anonymous memory at construction, after imports, is
-    taken off. It costs nothing while steps run. CUDA: the caching allocator's own counters, of each
-    device that this process drives; and the host's memory beside them, where offloaded states lie.
+    CPU: the kernel keeps the highest resident memory (VmHWM), which includes pages of files. As the
+    pages of files only grow, VmHWM minus the file and shared pages at the end is the anonymous
+    memory at the peak, or a little less; the anonymous memory at construction, after imports, is
+    subtracted. Steps are not slowed down. CUDA: the caching allocator's own counters, of each
+    device that this process drives, and the memory of the host, to which states may be offloaded.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`devices`: all that this process drives, where they are several; the limit is each
-        one's."""
+        """`limit`: in bytes; on GPUs it is each device's. `devices`: all that this process drives,
+        where they are several."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit
@@ -89,13 +89,13 @@ class MemoryMeter:
             import torch
 
             if limit is not None:
-                for one in self.devices:
-                    total = torch.cuda.get_device_properties(one).total_memory
-                    self.fractions[one] = min(1.0, limit / total)
-                    torch.cuda.set_per_process_memory_fraction(self.fractions[one], one)
+                for gpu in self.devices:
+                    total = torch.cuda.get_device_properties(gpu).total_memory
+                    self.fractions[gpu] = min(1.0, limit / total)
+                    torch.cuda.set_per_process_memory_fraction(self.fractions[gpu], gpu)
             gc.collect()
             self._trim()
-            self.host_baseline = _no_file(_status())
+            self.host_baseline = _without_files(_status())
             self.usable = self._reset_host()
             return
         gc.collect()
@@ -113,35 +113,36 @@ class MemoryMeter:
 
     @staticmethod
     def _give_pages_back() -> None:
-        """Every tensor of 128 KiB or more gets pages of its own, which go back when it is freed.
+        """Gives every tensor of 128 KiB or more pages of its own, which the kernel gets back when
+        the tensor is freed.
 
-        glibc raises that bound up to 32 MiB by itself, and what is freed below it stays with the
-        process between what is not: an FSDP2 rank then needs 902 MB where 592 MB suffice, and the
-        limit would measure the heap's holes.
+        By itself glibc raises this threshold up to 32 MiB and keeps smaller blocks, freed or not,
+        in its heap. The limit would then measure the fragmentation of the heap: an FSDP2 rank needs
+        902 MB where 592 MB suffice.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Takes a limit on CPU memory away again: a rank that ran into it needs some to say so, and
-        some to get here."""
+        """Removes a limit on CPU memory: a rank that ran into it needs some memory to report it.
+        `reserve` is what it needs to get here."""
         self.reserve = None
         if self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Without the limit: for what the harness does beside the training."""
+        """Without the limit, for what the harness does beside the training."""
         if self.fractions:
             import torch
 
-            for one in self.fractions:
-                torch.cuda.set_per_process_memory_fraction(1.0, one)
+            for gpu in self.fractions:
+                torch.cuda.set_per_process_memory_fraction(1.0, gpu)
             yield
             torch.cuda.empty_cache()
-            for one, fraction in self.fractions.items():
-                torch.cuda.set_per_process_memory_fraction(fraction, one)
+            for gpu, fraction in self.fractions.items():
+                torch.cuda.set_per_process_memory_fraction(fraction, gpu)
         elif self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
             yield
@@ -154,36 +155,36 @@ class MemoryMeter:
     def in_use(self) -> int:
         """Bytes that count against the limit now, on the fullest device.
 
-        CPU: mapped beyond the imports', resident or not.
+        CPU: bytes mapped since the imports, resident or not.
         """
         if self.device.type == "cuda":
             import torch
 
-            return max(torch.cuda.memory_allocated(one) for one in self.devices)
+            return max(torch.cuda.memory_allocated(gpu) for gpu in self.devices)
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Bytes of in_use that are the stacks of threads begun since, mapped whole though hardly
-        touched."""
+        """Bytes of in_use that are stacks of threads started since the imports: mapped as a whole,
+        though mostly not resident."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Gives freed heap back to the kernel, so that what set-up used does not count as the
-        steps' memory."""
+        """Gives freed heap memory back to the kernel, so that what set-up used and freed does not
+        count as memory of the steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
 
     def reset(self) -> bool:
-        """Forgets the high water so far; False where the kernel does not allow it."""
+        """Forgets the peak so far; False where the kernel does not allow it."""
         if self.device.type == "cuda":
             import torch
 
-            for one in self.devices:
-                torch.cuda.reset_peak_memory_stats(one)
+            for gpu in self.devices:
+                torch.cuda.reset_peak_memory_stats(gpu)
         return self._reset_host()
 
     def _reset_host(self) -> bool:
@@ -206,8 +207,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             import torch
 
-            allocated = max(torch.cuda.max_memory_allocated(one) for one in self.devices)
-            reserved = max(torch.cuda.max_memory_reserved(one) for one in self.devices)
+            allocated = max(torch.cuda.max_memory_allocated(gpu) for gpu in self.devices)
+            reserved = max(torch.cuda.max_memory_reserved(gpu) for gpu in self.devices)
             return Peak(allocated, reserved, self.method, self._host_peak())
         if not self.usable:
             return Peak(None, None, "unknown: the kernel does not reset VmHWM")
@@ -216,12 +217,14 @@ class MemoryMeter:
         return Peak(max(0, anonymous - self.baseline), None, self.method)
 
 
-def _no_file(status: dict[str, int]) -> int:
-    """Resident bytes that are no pages of files."""
+def _without_files(status: dict[str, int]) -> int:
+    """Resident bytes without pages of files."""
     return status["RssAnon"] + status["RssShmem"]
 
 
 def imbalance(peaks: list[int]) -> float | None:
-    """Largest over mean peak of the ranks; 1.0 is perfectly even."""
+    """Largest peak of the ranks over their mean; 1.0: all are equal; None without ranks, or where
+    all are 0.
+    """
     mean = sum(peaks) / len(peaks) if peaks else 0
     return max(peaks) / mean if mean else None

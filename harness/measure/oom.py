@@ -1,4 +1,4 @@
-"""A rank ran out of memory: during what, and what did it hold?"""
+"""A rank ran out of memory: in which phase of a step, and what did it hold?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import contextlib
 import gc
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.measure.states import KINDS, retained, state_bytes
+from harness.measure.states import KINDS, local_part, retained, state_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from harness.measure.memory import MemoryMeter
     from harness.spec.training import Retained
     from harness.strategy.job import TrainState
@@ -22,7 +25,7 @@ _BACKWARD = ("backward", "_engine_run_backward")
 
 
 def phase(error: BaseException) -> str:
-    """What the rank was doing, by the functions that the exception came through."""
+    """Which of PHASES the rank was in, by the functions in the exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:
@@ -37,60 +40,55 @@ def phase(error: BaseException) -> str:
 
 def shortage(
     error: BaseException, meter: MemoryMeter, train_state: TrainState | None
-) -> dict[str, Any]:
-    """The phase, and the bytes that were held then by kind, for a rank's answer.
+) -> dict[str, object]:
+    """The phase as `failed_in`, and as `holding` the bytes that were held then, by kind.
 
     `other`: tensors that Python can see beside the states (gathered parameters, flat copies,
-    activations kept by a module), with the three largest groups by name; `stacks`: of threads begun
-    since; the rest of `in_use` is what it cannot see: activations kept by autograd, buffers of C++.
+    activations kept by a module), and as `largest` their three largest groups; `stacks`: stacks of
+    threads that were started since the imports. The rest of `in_use` is what Python cannot see:
+    activations kept by autograd, buffers of C++.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
-    found: list[Retained] = []
-    with contextlib.suppress(
-        Exception
-    ):  # a library that is half-way through something may not be able to show all it holds
-        for one in retained(train_state) if train_state else ():
-            found.append(one)
-    kept = state_bytes(found, meter.device.type)
-    holding: dict[str, Any] = {kind: kept[kind] for kind in KINDS} | {
-        "buffers": kept["library_buffers"]
-    }
+    states: list[Retained] = []
+    # A library that was interrupted may not be able to name all it holds: what it names counts.
     with contextlib.suppress(Exception):
-        holding |= _others(found, meter.device.type)
+        states.extend(retained(train_state) if train_state else ())
+    kinds, buffers = state_bytes(states, meter.device.type)
+    holding: dict[str, object] = {**{kind: kinds[kind] for kind in KINDS}, "buffers": buffers}
+    with contextlib.suppress(Exception):
+        holding |= _others(states, meter.device.type)
     return {"failed_in": phase(error), "holding": {**holding, "stacks": stacks, "in_use": in_use}}
 
 
-def _others(known: list[Retained], device_type: str) -> dict[str, Any]:
-    """Bytes of all tensors of this process that are not among the known; parameters count as such
-    where nothing is known yet."""
+def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
+    """Bytes of all tensors of this process that are not among the states. Where no states are
+    known, those that are nn.Parameter count as `parameters`."""
     import torch
 
-    def place(tensor: Any) -> tuple[int, int]:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-
-    seen = {place(what)[0] for _, _, what in known if isinstance(what, torch.Tensor)}
+    seen = {_storage(tensor)[0] for _, _, tensor in states if isinstance(tensor, torch.Tensor)}
     groups: Counter[str] = Counter()
     parameters = 0
-    alive = [
-        o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)
-    ]  # isinstance asks objects that warn when asked
-    for tensor in sorted(
-        alive, key=lambda one: not isinstance(one, torch.nn.Parameter)
-    ):  # before views of them
-        with contextlib.suppress(
-            Exception
-        ):  # fake, meta and half-made ones have no storage to speak of
+    # isinstance would read the attribute __class__, which makes some libraries' objects warn.
+    alive: list[Tensor] = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    alive.sort(key=lambda tensor: not isinstance(tensor, torch.nn.Parameter))  # before their views
+    for tensor in alive:
+        # Fake, meta and partly built tensors have no storage, and raise.
+        with contextlib.suppress(Exception):
             if tensor.device.type != device_type:
                 continue
-            where, size = place(tensor)
-            if not size or where in seen:
+            address, size = _storage(tensor)
+            if not size or address in seen:
                 continue
-            seen.add(where)
-            if not known and isinstance(tensor, torch.nn.Parameter):
+            seen.add(address)
+            if not states and isinstance(tensor, torch.nn.Parameter):
                 parameters += size
             else:
                 groups[f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"] += size
-    said: dict[str, Any] = {"other": sum(groups.values()), "largest": dict(groups.most_common(3))}
-    return said if known else {**said, "parameters": parameters}
+    others = {"other": sum(groups.values()), "largest": dict(groups.most_common(3))}
+    return others if states else {**others, "parameters": parameters}
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of the storage of the part that this rank holds."""
+    storage = local_part(tensor).untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

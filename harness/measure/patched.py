@@ -1,25 +1,28 @@
-"""A method wrapped for the time of a measurement, and left as it was."""
+"""A method wrapped for the time of a measurement, and then restored."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
+
+Method: TypeAlias = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def replaced(
-    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """`owner.name` wrapped by `make` for as long as the context lasts."""
+def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
+    """`owner.name` is wrapped by `wrap` for as long as the context lasts.
+
+    `owner`: a class, an instance or a module.
+    """
     own = vars(owner) if hasattr(owner, "__dict__") else {}
-    missing = name not in own
+    inherited = name not in own
     before = getattr(owner, name)
-    setattr(owner, name, make(before))
+    setattr(owner, name, wrap(before))
     try:
         yield
     finally:
-        if missing:
+        if inherited:
             delattr(owner, name)
         else:
             setattr(owner, name, before)

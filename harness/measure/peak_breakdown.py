@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 from harness.measure.states import retained
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch._ops import OpOverload
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from harness.strategy.job import TrainState
 
 
 STEPS = 2
-"""The first finds what was there before and lives in C++."""
+"""The first step finds the memory that was there before and is only known to C++."""
+
+
+class PeakBreakdown(TypedDict):
+    """Bytes by kind at the moment of a step when the rank's tensors take most memory."""
+
+    parameters: int
+    """Also gathered ones, while a module holds them."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Tensors that forward makes."""
+    library: int
+    """Buffers that the strategy names, and buffers of C++: those that operators write to, and
+    `unseen`."""
+    other: int
+    """Tensors that backward makes and frees."""
+    peak: int
+    """The sum of these."""
+    unseen: dict[str, int]
+    """Buffers that the strategy names by their size only, and that no operator writes to."""
 
 
 def peak_split(
     train_state: TrainState, device_type: str, step: Callable[[], object]
-) -> dict[str, Any]:
-    """Bytes by kind when the rank's tensors are most, by torch's MemTracker over a step; `peak`:
-    their sum. Takes STEPS steps.
-
-    `parameters` has gathered ones too, while a module holds them; `activations` is what forward
-    makes, `other` what backward makes and frees. `library` counts what the strategy shows as such,
-    and buffers of C++: those that operators write to, and `unseen`, by name, where none does.
-    """
+) -> PeakBreakdown:
+    """What fills the memory of devices of this type at a step's peak, by torch's MemTracker. Runs
+    `step` STEPS times."""
     import torch
     from torch.distributed._tools.mem_tracker import _MemRefType
 
@@ -39,31 +55,20 @@ def peak_split(
     }
     written: list[Tensor] = []
     for _ in range(STEPS):
-        shown = list(retained(train_state))
-        found: list[Tensor] = []
-        tracker = _tracker(found)
+        states = list(retained(train_state))
+        newly_written: list[Tensor] = []
+        tracker = _tracker(newly_written)
         tracker.track_external(train_state.model, *train_state.optimizers, *written)
-        for kind, _, tensor in reversed(shown):  # a storage counts for the first that shows it
+        for kind, _, tensor in reversed(states):  # a storage counts for the first that names it
             if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type:
                 tracker._update_and_maybe_create_winfos(tensor, kinds[kind])
         with tracker:
             step()
-        written += found
-    unseen = {name: what for _, name, what in shown if isinstance(what, int) and what}
-    unseen_bytes = max(
-        0, sum(unseen.values()) - sum(tensor.untyped_storage().nbytes() for tensor in written)
-    )
-    peak = next(
-        (
-            snap
-            for device, snap in tracker.get_tracker_snapshot("peak").items()
-            if device.type == device_type
-        ),
-        {},
-    )
-    sizes: dict[str, int] = {
-        str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()
-    }
+        written += newly_written
+    unseen = {name: size for _, name, size in states if isinstance(size, int) and size}
+    written_bytes = sum(tensor.untyped_storage().nbytes() for tensor in written)
+    unseen_bytes = max(0, sum(unseen.values()) - written_bytes)
+    sizes = _peak(tracker, device_type)
     return {
         "parameters": sizes.get("Parameter", 0),
         "gradients": sizes.get("Gradient", 0),
@@ -76,44 +81,55 @@ def peak_split(
     }
 
 
-def _tracker(found: list[Tensor]) -> MemTracker:
-    """torch's tracker, which adds to `found` what operators write to that it has never seen: memory
-    from before.
+def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
+    """Bytes at the peak by MemTracker's names of kinds; empty where no device is of this type."""
+    for device, snapshot in tracker.get_tracker_snapshot("peak").items():
+        if device.type == device_type:
+            return {str(getattr(kind, "value", kind)): int(n) for kind, n in snapshot.items()}
+    return {}
 
-    Without its statistics of modules, which a module that is called twice in a step (micro-batches)
-    confuses.
+
+def _tracker(written: list[Tensor]) -> MemTracker:
+    """torch's tracker, which also appends to `written` the tensors that operators write to and that
+    it has not seen before: memory from before the step.
+
+    It keeps no statistics by module: a module that is called twice in a step, as with
+    micro-batches, would confuse them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
     from torch.distributed.tensor import DTensor
 
     class Tracker(MemTracker):
-        def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
+        def _pre_fw_hook(self, module: nn.Module, inputs: object) -> None:
             try:
                 self._track_module_params_and_buffers(module, install_grad_hooks=True)
-            except RuntimeError:  # views of a flat parameter have no hooks of their own
+            except RuntimeError:  # views of a flat parameter can have no hooks of their own
                 self._track_module_params_and_buffers(module, install_grad_hooks=False)
 
-        def _post_fw_hook(self, module: Any, inputs: Any, outputs: Any) -> None: ...
-        def _pre_bw_hook(self, module: Any, args: Any) -> None: ...
-        def _post_bw_hook(self, module: Any, args: Any) -> None: ...
+        def _post_fw_hook(self, module: nn.Module, inputs: object, outputs: object) -> None: ...
+        def _pre_bw_hook(self, module: nn.Module, args: object) -> None: ...
+        def _post_bw_hook(self, module: nn.Module, args: object) -> None: ...
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+            self,
+            func: OpOverload,
+            types: Iterable[type],
+            args: Sequence[object] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
             if not any(t is DTensor for t in types):
-                self._written(func, args, kwargs or {})
+                self._note_written(func, args, kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-        def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        def _note_written(
+            self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+        ) -> None:
             if isinstance(func, torch._ops.HigherOrderOperator) or not func._schema.is_mutable:
                 return
             for place, argument in enumerate(func._schema.arguments):
-                tensor = (
-                    kwargs.get(argument.name)
-                    if argument.kwarg_only or place >= len(args)
-                    else args[place]
-                )
+                by_name = argument.kwarg_only or place >= len(args)
+                tensor = kwargs.get(argument.name) if by_name else args[place]
                 changed = argument.alias_info is not None and argument.alias_info.is_write
                 if (
                     changed
@@ -121,6 +137,6 @@ def _tracker(found: list[Tensor]) -> MemTracker:
                     and tensor.untyped_storage() not in self._WINFO
                 ):
                     self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
-                    found.append(tensor)
+                    written.append(tensor)
 
     return Tracker()

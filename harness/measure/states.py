@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, get_args
+
+from harness.spec.training import StateKind
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from harness.spec.training import Retained
     from harness.strategy.job import TrainState
 
-KINDS = ("parameters", "gradients", "optimizer", "library")
+KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def retained(train_state: TrainState) -> Iterator[Retained]:
-    """Everything the strategy shows, else what model and optimizers hold; then the library's own
-    buffers."""
+    """What a rank keeps between steps: the states that the strategy names, else those found in
+    model and optimizers; then the library's buffers that the strategy names."""
     if train_state.states:
         yield from train_state.states()
     else:
@@ -25,8 +28,8 @@ def retained(train_state: TrainState) -> Iterator[Retained]:
         yield from train_state.library()
 
 
-def retained_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Retained]:
-    """Parameters, gradients, buffers and optimizer state that a walk finds."""
+def retained_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Retained]:
+    """Parameters, gradients and buffers of a model, and the tensors of the optimizers' states."""
     for name, parameter in model.named_parameters():
         yield "parameters", name, parameter
         if parameter.grad is not None:
@@ -43,31 +46,42 @@ def retained_by(model: Any, optimizers: Iterable[Any]) -> Iterator[Retained]:
                 )
 
 
-def state_bytes(tensors: Iterable[Retained], device_type: str) -> dict[str, Any]:
-    """Bytes of distinct storages by kind; the library's by name; `host`: those in host memory when
-    the device is not the host.
+def state_bytes(
+    tensors: Iterable[Retained], device_type: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind, and those of kind `library` by name.
 
-    A storage counts once, for the first kind that shows it: list the true owner of a view first.
+    A further kind, `host`, counts what is not on a device of this type. A storage counts once, for
+    the first tensor of it: list the owner of a storage before views of it.
     """
-    total = dict.fromkeys((*KINDS, "host"), 0)
+    kinds: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
     library: dict[str, int] = {}
     seen: set[tuple[str, int]] = set()
-    for kind, name, what in tensors:
-        size, where = _bytes(what, seen)
-        if where not in (None, device_type):
-            total["host"] += size
+    for kind, name, tensor in tensors:
+        size, on_device = _bytes(tensor, seen)
+        if on_device not in (None, device_type):
+            kinds["host"] += size
             continue
-        total[kind] += size
+        kinds[kind] += size
         if kind == "library" and size:
             library[name] = library.get(name, 0) + size
-    return {**total, "library_buffers": library}
+    return kinds, library
 
 
-def _bytes(what: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
-    """Bytes of a storage that was not seen before, and the type of the device it lies on."""
-    if isinstance(what, int):
-        return what, None
-    local: Any = what.to_local() if hasattr(what, "to_local") else what
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
+    """Bytes of the tensor's storage, 0 where it was seen before, and the type of its device.
+
+    A library may name the bytes only, of which the device is unknown.
+    """
+    if isinstance(tensor, int):
+        return tensor, None
+    local = local_part(tensor)
     storage = local.untyped_storage()
     key = (str(storage.device), storage.data_ptr())
     if key in seen or not storage.nbytes():

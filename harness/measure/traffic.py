@@ -9,17 +9,16 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-# Offset of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers, in struct tcp_info of
-# linux/tcp.h (Linux 4.19 and newer).
 _BYTES_SENT = 200
+"""Offset in bytes of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers, in struct tcp_info
+of linux/tcp.h (Linux 4.19 and newer)."""
 
 
 def tcp_bytes_sent() -> int | None:
-    """Payload bytes that this process's open TCP connections have sent; None where Linux does not
-    say.
+    """Payload bytes that this process's open TCP connections have sent; None on older kernels.
 
-    What the kernel sent again is not counted twice: on a busy machine it repeats what was not
-    acknowledged in time, which says nothing about the strategy.
+    Retransmissions do not count: on a busy machine the kernel repeats what was not acknowledged in
+    time, and that is no property of the strategy.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -41,8 +40,8 @@ def tcp_bytes_sent() -> int | None:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Bytes that this process caused to be read from and written to block devices (the page cache
-    is not one); None where unknown."""
+    """Bytes that this process made the kernel read from and write to block devices, without what
+    the page cache served; None where unknown."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -57,12 +56,13 @@ def folder_bytes(folder: Path) -> int:
 
 @dataclass
 class Traffic:
-    """Counts over several stretches of steps; each reading is taken between steps, so it costs the
-    steps nothing."""
+    """Bytes over several stretches of steps; None: unknown. The counters are read between steps, so
+    that reading them takes no time of a step."""
 
     over_tcp: bool
-    """Whether the ranks speak over TCP (gloo, MPI); NCCL's bytes are not visible here."""
+    """Whether the ranks communicate over TCP (gloo, MPI); what NCCL sends is not visible here."""
     sent: int | None = 0
+    """Over TCP."""
     disk_read: int | None = 0
     disk_written: int | None = 0
     steps: int = 0
@@ -77,7 +77,7 @@ class Traffic:
     def stop(self, steps: int) -> None:
         """Ends a stretch of this many steps.
 
-        A count that went back (a connection was closed) makes it unknown.
+        A counter that fell, because a connection was closed, makes its total unknown.
         """
         if self._start is None:
             return

@@ -16,7 +16,7 @@ from harness.measure.energy import Energy
 from harness.measure.gpu_use import RankGpus
 from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
-from harness.measure.states import KINDS, retained, state_bytes
+from harness.measure.states import retained, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
@@ -167,14 +167,11 @@ class Loop:
         train_state, workload = self.job.train_state, self.job.workload
         assert train_state is not None
         self.dtypes = dtypes_of(train_state)
-        kept = state_bytes(
+        kinds, buffers = state_bytes(
             itertools.chain(retained(train_state), workload.retained(train_state.model)),
             self.job.device.type,
         )
-        self.states = {
-            "state_bytes": {kind: kept[kind] for kind in (*KINDS, "host")},
-            "library_buffers": kept["library_buffers"],
-        }
+        self.states = {"state_bytes": kinds, "library_buffers": buffers}
         with self.meter.unlimited():
             if self.spec.reference_output:
                 initial = workload.build(self.job.cell.seed, self.job.device)

@@ -124,6 +124,7 @@ def test_numbers_that_were_not_sent_are_noticed(monkeypatch: pytest.MonkeyPatch)
     for name in ("all_reduce", "all_gather", "send", "recv"):
         monkeypatch.setattr(dist, name, lambda *_: None)
     with pytest.raises(
-        RuntimeError, match="rank 0 got other numbers than were sent, in messages of 4096 bytes"
+        RuntimeError,
+        match="rank 0 received other numbers than were sent, in messages of 4096 bytes",
     ):
         links._operations(0, 4096, torch.device("cpu"))

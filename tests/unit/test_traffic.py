@@ -25,7 +25,7 @@ def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
     """A flat buffer of 10 floats, two parameters that are views of it, and a bucket known by its
     size only."""
     flat = torch.zeros(10)
-    kept = state_bytes(
+    kinds, buffers = state_bytes(
         [
             ("parameters", "a", flat[:4]),
             ("parameters", "b", flat[4:]),
@@ -36,22 +36,22 @@ def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
         ],
         "cpu",
     )
-    assert kept == {
+    assert kinds == {
         "parameters": 40,
         "gradients": 0,
         "optimizer": 6,
         "library": 120,
         "host": 0,
-        "library_buffers": {"bucket": 120},
     }
+    assert buffers == {"bucket": 120}
 
 
 def test_what_lies_on_another_device_is_told_apart() -> None:
-    kept = state_bytes(
+    kinds, _ = state_bytes(
         [("optimizer", "m", torch.zeros(3)), ("parameters", "p", torch.zeros(2, device="meta"))],
         "meta",
     )
-    assert (kept["host"], kept["optimizer"]) == (12, 0)
+    assert (kinds["host"], kinds["optimizer"]) == (12, 0)
 
 
 def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
@@ -61,10 +61,10 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    kept = state_bytes(retained_by(model, [optimizer]), "cpu")
-    assert (kept["parameters"], kept["gradients"]) == (12 * 4, 12 * 4)
-    assert kept["optimizer"] == 2 * 12 * 4 + 4 * 4
-    assert kept["library_buffers"]["model buffer 1.running_mean"] == 8
+    kinds, buffers = state_bytes(retained_by(model, [optimizer]), "cpu")
+    assert (kinds["parameters"], kinds["gradients"]) == (12 * 4, 12 * 4)
+    assert kinds["optimizer"] == 2 * 12 * 4 + 4 * 4
+    assert buffers["model buffer 1.running_mean"] == 8
 
 
 def test_formulas_by_hand() -> None:
