@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -58,22 +58,36 @@ class Outcome:
     verdict: CheckOutcome
     reason: str
     seconds: float
-    shown: dict[str, Any] = field(default_factory=dict)
+    shown: dict[str, object] = field(default_factory=dict)
     """What the command printed for machines."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What the file says of the host, fit for JSON."""
+
+    environment: dict[str, object] = field(default_factory=dict)
+    gpus: list[dict[str, object]] = field(default_factory=list)
+    topology: list[list[str]] = field(default_factory=list)
+    """How GPU i reaches GPU j."""
+    troubles: list[dict[str, object]] = field(default_factory=list)
+    """What would falsify a measurement here."""
+    initialises_cuda: dict[str, bool | None] = field(default_factory=dict)
+    """Whether importing a package initialises CUDA; None: it cannot be imported."""
 
 
 @dataclass
 class Report:
     """The file that is sent back."""
 
-    host: dict[str, Any] = field(default_factory=dict)
+    host: HostFacts | None = None
     outcomes: list[Outcome] = field(default_factory=list)
 
     @classmethod
     def read(cls, file: Path) -> Report:
         values = json.loads(file.read_text())
-        outcomes = [Outcome(**one) for one in values["outcomes"]]
-        return cls(values["host"], outcomes)
+        outcomes = [Outcome(**outcome) for outcome in values["outcomes"]]
+        return cls(HostFacts(**values["host"]) if values["host"] else None, outcomes)
 
     def write(self, file: Path) -> None:
         temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -83,11 +97,11 @@ class Report:
     @property
     def settled(self) -> set[str]:
         """Names of the steps that need not run again."""
-        return {one.name for one in self.outcomes if one.verdict != "not checked"}
+        return {outcome.name for outcome in self.outcomes if outcome.verdict != "not checked"}
 
 
 def read_steps(file: Path = HOME) -> list[Step]:
-    return [Step(**one) for one in yaml.safe_load(file.read_text())]
+    return [Step(**step) for step in yaml.safe_load(file.read_text())]
 
 
 def run_steps(
@@ -113,7 +127,8 @@ def run_steps(
             )
         else:
             outcome = run_step(step, results, seconds)
-        report.outcomes = [one for one in report.outcomes if one.name != step.name] + [outcome]
+        others = [other for other in report.outcomes if other.name != step.name]
+        report.outcomes = [*others, outcome]
         report.write(file)
         tell(outcome)
 
@@ -148,35 +163,50 @@ def run_step(step: Step, results: Path, seconds: float) -> Outcome:
     return _outcome(step, *judge(step, shown), passed, shown)
 
 
-def judge(step: Step, shown: dict[str, Any]) -> tuple[CheckOutcome, str]:
-    """What a command's JSON says of the claim."""
-    cells = shown.get("cells") or shown.get("strategies") or [shown]
-    ran = [cell for cell in cells if cell.get("status") not in NOT_LAUNCHED]
-    if not ran:
-        reasons = {str(cell.get("reason")) for cell in cells}
-        return "not checked", "; ".join(sorted(reasons)) or "no cell ran"
-    wrong = [cell for cell in ran if not _as_claimed(step, cell)]
-    if wrong:
-        named = (
-            f"{_name(cell)}: {cell.get('status')}, parity {cell.get('parity_verdict')},"
-            f" {cell.get('reason')}"
-            for cell in wrong
+@dataclass(frozen=True)
+class ShownCell:
+    """What a command's JSON says of one cell."""
+
+    name: str
+    status: str
+    parity: str | None
+    reason: str
+
+    @classmethod
+    def read(cls, cell: Mapping[str, object]) -> ShownCell:
+        parity = cell.get("parity_verdict")
+        return cls(
+            str(cell.get("cell_name") or cell.get("label") or cell.get("cell_id")),
+            str(cell.get("status")),
+            None if parity is None else str(parity),
+            str(cell.get("reason")),
         )
-        return "refuted", "; ".join(named)
+
+
+def judge(step: Step, shown: Mapping[str, object]) -> tuple[CheckOutcome, str]:
+    """What a command's JSON says of the claim."""
+    listed = shown.get("cells") or shown.get("strategies") or [shown]
+    assert isinstance(listed, list)
+    cells = [ShownCell.read(cell) for cell in listed]
+    ran = [cell for cell in cells if cell.status not in NOT_LAUNCHED]
+    if not ran:
+        return "not checked", "; ".join(sorted({cell.reason for cell in cells})) or "no cell ran"
+    wrong = [
+        f"{cell.name}: {cell.status}, parity {cell.parity}, {cell.reason}"
+        for cell in ran
+        if not _as_claimed(step, cell)
+    ]
+    if wrong:
+        return "refuted", "; ".join(wrong)
     return "confirmed", f"{len(ran)} of {len(cells)} cells: {step.status}"
 
 
-def _as_claimed(step: Step, cell: dict[str, Any]) -> bool:
+def _as_claimed(step: Step, cell: ShownCell) -> bool:
     if step.words[0] == "maxsize":
-        return cell.get("status") in ("found", "all fit")
-    parity = cell.get("parity_verdict")
-    return cell.get("status") == step.status and (
-        step.status != "ok" or parity is None or parity in GOOD_PARITY
+        return cell.status in ("found", "all fit")
+    return cell.status == step.status and (
+        step.status != "ok" or cell.parity is None or cell.parity in GOOD_PARITY
     )
-
-
-def _name(cell: dict[str, Any]) -> str:
-    return str(cell.get("cell_name") or cell.get("label") or cell.get("cell_id"))
 
 
 def _outcome(
@@ -184,12 +214,12 @@ def _outcome(
     verdict: CheckOutcome,
     reason: str,
     seconds: float,
-    shown: dict[str, Any] | None = None,
+    shown: dict[str, object] | None = None,
 ) -> Outcome:
     return Outcome(step.name, step.claim, verdict, reason, round(seconds, 1), shown or {})
 
 
-def _last_object(text: str) -> dict[str, Any]:
+def _last_object(text: str) -> dict[str, object]:
     """The JSON object that a command ends with; empty without one."""
     for line in reversed(text.strip().splitlines()):
         with contextlib.suppress(ValueError):
@@ -233,20 +263,20 @@ def _killed(process: subprocess.Popen[str]) -> tuple[str, str]:
     return process.communicate()
 
 
-def host_facts() -> dict[str, Any]:
+def host_facts() -> HostFacts:
     """Versions, topology, what doctor finds, and which imports initialise CUDA."""
     from bench.checks import troubles
     from harness.host.environment import environment
     from harness.host.gpu_facts import gpu_facts, gpu_topology
     from harness.strategy.registry import required_packages
 
-    return {
-        "environment": environment(required_packages()),
-        "gpus": [asdict(one) for one in gpu_facts()],
-        "topology": gpu_topology(),
-        "troubles": [asdict(one) for one in troubles()],
-        "initialises_cuda": imports_that_initialise(_imported()),
-    }
+    return HostFacts(
+        dict(environment(required_packages())),
+        [asdict(gpu) for gpu in gpu_facts()],
+        gpu_topology(),
+        [asdict(trouble) for trouble in troubles()],
+        imports_that_initialise(_imported()),
+    )
 
 
 def _imported() -> list[str]:
@@ -260,12 +290,12 @@ def _imported() -> list[str]:
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
     """Whether importing each of them initialises CUDA, each asked in a fresh process; None: it
     cannot be imported."""
-    found: dict[str, bool | None] = {}
+    initialises: dict[str, bool | None] = {}
     for name in names:
         code = (
             f"import importlib, torch; importlib.import_module({name!r});"
             " print(torch.cuda.is_initialized())"
         )
         status, out, _ = command([sys.executable, "-c", code], 60.0)
-        found[name] = out.strip().endswith("True") if status == 0 else None
-    return found
+        initialises[name] = out.strip().endswith("True") if status == 0 else None
+    return initialises

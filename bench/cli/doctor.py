@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,7 +56,7 @@ def doctor(
 
         check(out_file, resume, 60 * budget_minutes, steps)
         return
-    found: dict[str, Any] = {
+    parts: dict[str, dict[str, str]] = {
         "devices": _devices(),
         "libraries": _libraries(),
         "compiled_ops": _compiled_ops(),
@@ -69,21 +69,12 @@ def doctor(
     troubled = troubles()
     measured, failed = _measured_links() if links else ([], {})
     if json_output:
-        told = (
-            {
-                "measured_links": [link.as_json() for link in measured],
-                "links_method": METHOD,
-                "links_failed": failed,
-            }
-            if links
-            else {}
-        )
-        print(
-            json.dumps(
-                found | told | {"troubles": [dataclasses.asdict(trouble) for trouble in troubled]},
-                indent=2,
-            )
-        )
+        shown: dict[str, object] = {**parts}
+        if links:
+            shown["measured_links"] = [link.as_json() for link in measured]
+            shown |= {"links_method": METHOD, "links_failed": failed}
+        shown["troubles"] = [dataclasses.asdict(trouble) for trouble in troubled]
+        print(json.dumps(shown, indent=2))
         if failed:
             raise typer.Exit(1)
         return
@@ -92,10 +83,10 @@ def doctor(
     from rich.table import Table
 
     out = Console(highlight=False)
-    for part, rows in found.items():
+    for part, rows in parts.items():
         table = Table(title=part.replace("_", " "), title_justify="left", show_header=False)
-        for name, said in rows.items():
-            table.add_row(escape(name), escape(str(said)))
+        for name, text in rows.items():
+            table.add_row(escape(name), escape(text))
         out.print(table)
     show_troubles(out, troubled)
     for backend in dict.fromkeys(link.backend for link in measured):
@@ -128,15 +119,15 @@ def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
     from harness.host.environment import device_type, gpus
     from harness.measure.comm_benchmark import RANKS, measure_links
 
-    found, failed = [], {}
+    fits, failed = [], {}
     for backend in (
         ("gloo", "nccl") if device_type() == "cuda" and len(gpus()) >= RANKS else ("gloo",)
     ):
         try:
-            found += measure_links(backend)
+            fits += measure_links(backend)
         except RuntimeError as error:
             failed[backend] = str(error)
-    return found, failed
+    return fits, failed
 
 
 def _show_links(out: Console, backend: str, links: list[LinkFit]) -> None:
@@ -204,7 +195,7 @@ def _compiled_ops() -> dict[str, str]:
         "gloo": "in torch" if built.is_gloo_available() else "missing: torch was built without it",
         "nccl": "in torch" if built.is_nccl_available() else "missing: needs a CUDA build of torch",
         "mpi": "in torch" if built.is_mpi_available() else "not in this torch",
-        **{part: said for cls in installed for part, said in cls.compiled().items()},
+        **{part: state for cls in installed for part, state in cls.compiled().items()},
     }
 
 
@@ -241,30 +232,33 @@ def _strategies() -> dict[str, str]:
 
     rows = {}
     for name, cls in strategies().items():
-        said = "ready"
+        state = "ready"
         for devices in (2, 1, 4, 8):
             for workload, precision in (
                 ("llama-mini", "fp32"),
                 ("llama-mini", "bf16"),
                 ("resnet-micro", "fp32"),
             ):
-                axes: dict[str, Any] = {
-                    "strategy": name,
-                    "workload": workload,
-                    "precision": precision,
-                    "devices": devices,
-                }
-                cell = Cell(**axes, device=device_type(), warmup_steps=3)  # type: ignore[arg-type]
+                cell = Cell.model_validate(
+                    {
+                        "strategy": name,
+                        "workload": workload,
+                        "precision": precision,
+                        "devices": devices,
+                        "device": device_type(),
+                        "warmup_steps": 3,
+                    }
+                )
                 try:
                     validate(cell, make_workload(workload))
                     stand_in = cls().stand_in(cell)
-                    said = f"ready; stand-in: {stand_in}" if stand_in else "ready"
+                    state = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                     break
                 except Unavailable as no:
-                    said = f"unavailable: {no}"
+                    state = f"unavailable: {no}"
                 except (Refused, UsageError) as no:
-                    said = f"refused: {no}"
-            if said.startswith("ready"):
+                    state = f"refused: {no}"
+            if state.startswith("ready"):
                 break
-        rows[name] = said
+        rows[name] = state
     return rows

@@ -35,13 +35,13 @@ def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | Non
         out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
 
-    if not report.host:
+    if report.host is None:
         out.print(
             "versions, topology, what would falsify a measurement, which imports initialise CUDA"
         )
         report.host = check.host_facts()
         report.write(file)
-        for name in (name for name, does in report.host["initialises_cuda"].items() if does):
+        for name in (name for name, does in report.host.initialises_cuda.items() if does):
             out.print(
                 f"importing {escape(name)} initialises CUDA: it must not be imported before ranks"
                 " are forked"

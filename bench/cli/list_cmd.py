@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Literal
 
 import typer
+
+
+@dataclass(frozen=True)
+class StrategyEntry:
+    """A strategy, as it is listed."""
+
+    name: str
+    description: str
+    options: dict[str, str]
+    """Default and meaning by name."""
+    requires: list[str]
+    """Packages, beside torch."""
+
+
+@dataclass(frozen=True)
+class WorkloadEntry:
+    """A workload, a suffix or a kind of name."""
+
+    name: str
+    kind: str
+    vocabulary: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class MatrixEntry:
+    """A matrix of the suite."""
+
+    name: str
+    description: str
+    trials: int
+    file: str
+
+
+Entry = StrategyEntry | WorkloadEntry | MatrixEntry
 
 
 def listing(
@@ -18,85 +55,62 @@ def listing(
 
     Example: [bold]python -m bench list strategies[/bold]
     """
-    rows = {"strategies": _strategies, "workloads": _workloads, "matrices": _matrices}[what]()
+    entries = {"strategies": _strategies, "workloads": _workloads, "matrices": _matrices}[what]()
     if json_output:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_lines=what == "strategies", title=None)
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
+    for column in fields(entries[0]):
+        table.add_column(column.name, overflow="fold")
+    for entry in entries:
+        table.add_row(*(_text(value) for value in vars(entry).values()))
     Console().print(table)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     from rich.markup import escape
 
     if isinstance(value, dict):
-        return escape("\n".join(f"{name}: {said}" for name, said in value.items()))
-    return escape(
-        ", ".join(value)
-        if isinstance(value, list)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+        return escape("\n".join(f"{name}: {meaning}" for name, meaning in value.items()))
+    if isinstance(value, list):
+        return escape(", ".join(value))
+    return escape(f"{value:,}" if isinstance(value, int) else str(value))
 
 
-def _strategies() -> list[dict[str, Any]]:
+def _strategies() -> Sequence[Entry]:
     from harness.strategy.registry import strategies
 
-    rows: list[dict[str, Any]] = []
+    entries = []
     for name, cls in strategies().items():
-        options = {}
-        for option, field in cls.model_fields.items():
-            options[option] = f"{json.dumps(field.default)}. {field.description or ''}".strip()
-        said = (cls.__doc__ or "").strip().splitlines()[0]
-        rows.append(
-            {"name": name, "description": said, "options": options, "requires": list(cls.requires)}
-        )
-    return rows
+        options = {
+            option: f"{json.dumps(field.default)}. {field.description or ''}".strip()
+            for option, field in cls.model_fields.items()
+        }
+        description = (cls.__doc__ or "").strip().splitlines()[0]
+        entries.append(StrategyEntry(name, description, options, list(cls.requires)))
+    return entries
 
 
-def _workloads() -> list[dict[str, Any]]:
+def _workloads() -> Sequence[Entry]:
     from harness.workloads import make_workload, workload_names
     from harness.workloads.suffixes import SUFFIXES
 
-    rows: list[dict[str, Any]] = []
-    for name in workload_names():
-        workload = make_workload(name)
-        rows.append(
-            {
-                "name": name,
-                "kind": workload.kind,
-                "vocabulary": workload.vocabulary,
-                "blocks": workload.blocks,
-            }
-        )
-    rows.append(
-        {"name": "hf:PATH_OR_ID", "kind": "causal or classification", "vocabulary": 0, "blocks": 0}
-    )
-    rows += [
-        {"name": f"...+{suffix}", "kind": said, "vocabulary": 0, "blocks": 0}
-        for suffix, said in SUFFIXES.items()
+    made = [make_workload(name) for name in workload_names()]
+    return [
+        *(WorkloadEntry(w.name, w.kind, w.vocabulary, w.blocks) for w in made),
+        WorkloadEntry("hf:PATH_OR_ID", "causal or classification"),
+        *(WorkloadEntry(f"...+{suffix}", meaning) for suffix, meaning in SUFFIXES.items()),
     ]
-    return rows
 
 
-def _matrices() -> list[dict[str, Any]]:
+def _matrices() -> Sequence[Entry]:
     from bench.matrix import HOME, matrix_names, read_matrix
 
-    found = [(name, read_matrix(name)) for name in matrix_names()]
+    matrices = [(name, read_matrix(name)) for name in matrix_names()]
     return [
-        {
-            "name": name,
-            "description": m.description,
-            "trials": m.trials,
-            "file": str(HOME / f"{name}.yaml"),
-        }
-        for name, m in found
+        MatrixEntry(name, matrix.description, matrix.trials, str(HOME / f"{name}.yaml"))
+        for name, matrix in matrices
     ]

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from bench.cluster.slurm import JobState
+    from harness.record.store import Store
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is that has begun."""
+
+    run_id: str
+    matrix: str
+    cells: int
+    trials: int
+    """Planned ones."""
+    recorded: int
+    """Trials that ended and need not run again."""
+    left_out: int
+    statuses: dict[str, int]
+    """Trials by status."""
+    newest: str | None
+    """The trial that was launched last, in words."""
+    newest_at: str | None
+    """When that was, as ISO 8601."""
 
 
 def status(
@@ -30,93 +56,96 @@ def status(
     from bench.cluster.slurm import states
     from bench.cluster.submitted import submissions
     from harness.record.store import Store
-    from harness.spec.errors import UsageError
+    from harness.spec.errors import NoRuns, UsageError
 
     store = Store(results)
-    known = submissions(results)
-    jobs = [told for told in known if name in (told["job"], told["run_id"])]
-    run_id = next((told["run_id"] for told in jobs if told["run_id"]), "")
+    run_ids, submitted = store.run_ids(), submissions(results)
+    jobs = [job for job in submitted if name in (job.job, job.run_id)]
+    run_id = next((job.run_id for job in jobs if job.run_id), "")
     if not run_id and name:
-        run_id = name if name in store.run_ids() else _run_of_job(store, name)
+        run_id = name if name in run_ids else _run_of_job(store, name)
     elif not run_id:
-        run_id = (store.run_ids() or [""])[-1]
-        jobs = [told for told in known if told["run_id"] == run_id]
+        run_id = run_ids[-1] if run_ids else ""
+        jobs = [job for job in submitted if job.run_id == run_id]
     if not run_id and not jobs:
-        raise UsageError(
-            f"no job or run {name!r} in {str(results)!r}"
-            if name
-            else f"no runs in {str(results)!r}"
-        )
-    found = _progress(store, run_id) | {
-        "jobs": [vars(one) for told in jobs for one in states(told["job"])],
-        "submitted": jobs,
-    }
+        if name:
+            raise UsageError(f"no job or run {name!r} in {str(results)!r}")
+        raise NoRuns(f"no runs in results folder {str(results)!r}")
+    progress = _progress(store, run_id) if run_id in run_ids else None
+    states_of_jobs = [state for job in jobs for state in states(job.job)]
     if json_output:
-        print(json.dumps(found))
+        begun = {"run_id": run_id, "begun": progress is not None}
+        print(
+            json.dumps(
+                begun
+                | (asdict(progress) if progress else {})
+                | {
+                    "jobs": [asdict(state) for state in states_of_jobs],
+                    "submitted": [asdict(job) for job in jobs],
+                }
+            )
+        )
     else:
-        _show(found)
+        _show(run_id, progress, states_of_jobs, forgotten=bool(jobs) and not states_of_jobs)
 
 
-def _run_of_job(store: Any, job: str) -> str:
-    """A run that names the job as the one it was started in."""
+def _run_of_job(store: Store, job: str) -> str:
+    """A run that names the job as the one it was started in; empty without one."""
     for run_id in reversed(store.run_ids()):
-        text = store.run_row(run_id)["allocation"]
-        if text and json.loads(text).get("job") == job:
-            return str(run_id)
+        allocation = store.run_row(run_id)["allocation"]
+        if allocation and json.loads(allocation).get("job") == job:
+            return run_id
     return ""
 
 
-def _progress(store: Any, run_id: str) -> dict[str, Any]:
-    """Trials planned, recorded by status, and the newest of them."""
+def _progress(store: Store, run_id: str) -> RunProgress:
     from harness.record.plan import kept_plan
 
-    if run_id not in store.run_ids():
-        return {"run_id": run_id, "begun": False}
     plan = kept_plan(store, run_id)
     trials = store.load([run_id], steps=False).trials
     launched = trials[trials["position"] >= 0].sort_values("started_at")
     last = launched.groupby(["cell_id", "trial"]).tail(1)
-    done = last[last["status"] != "interrupted"]
     newest = launched.iloc[-1] if len(launched) else None
-    return {
-        "run_id": run_id,
-        "begun": True,
-        "matrix": plan.matrix,
-        "cells": len(plan.cells),
-        "trials": len(plan.schedule()),
-        "recorded": len(done),
-        "left_out": len(plan.left_out),
-        "statuses": {str(k): int(v) for k, v in last["status"].value_counts().items()},
-        "newest": (
+    return RunProgress(
+        run_id,
+        plan.matrix,
+        len(plan.cells),
+        len(plan.schedule()),
+        int((last["status"] != "interrupted").sum()),
+        len(plan.left_out),
+        {str(status): int(count) for status, count in last["status"].value_counts().items()},
+        (
             None
             if newest is None
             else f"{newest['cell_name']} trial {newest['trial']}: {newest['status']}"
         ),
-        "newest_at": None if newest is None else newest["started_at"].isoformat(),
-    }
+        None if newest is None else newest["started_at"].isoformat(),
+    )
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(
+    run_id: str, progress: RunProgress | None, jobs: Sequence[JobState], forgotten: bool
+) -> None:
+    """`forgotten`: whether SLURM does not know the run's jobs any more."""
     from rich.markup import escape
 
     from bench.cli import terminal
 
     console = terminal.console()
-    if not found["begun"]:
-        console.print(f"run {found['run_id'] or '(not named yet)'} has not begun")
+    if progress is None:
+        console.print(f"run {run_id or '(not named yet)'} has not begun")
     else:
-        said = (
-            ", ".join(f"{count} {status}" for status, count in found["statuses"].items())
-            or "nothing recorded yet"
+        counts = ", ".join(f"{count} {status}" for status, count in progress.statuses.items())
+        console.print(
+            f"run {run_id} of matrix {escape(progress.matrix)}: {progress.recorded} of"
+            f" {progress.trials} trials ({counts or 'nothing recorded yet'})"
         )
-        far = f"{found['recorded']} of {found['trials']} trials"
-        console.print(f"run {found['run_id']} of matrix {escape(found['matrix'])}: {far} ({said})")
-        if found["newest"]:
-            console.print(f"newest: {escape(found['newest'])}")
-    for job in found["jobs"]:
-        where = f" on {job['nodes']}" if job["nodes"] else ""
-        why = f" ({job['reason']})" if job["reason"] else ""
-        again = f", begun anew {job['restarts']} times" if job["restarts"] else ""
-        console.print(f"job {job['job_id']}: {job['state']}{why}{where}, {job['elapsed']}{again}")
-    if found["submitted"] and not found["jobs"]:
+        if progress.newest:
+            console.print(f"newest: {escape(progress.newest)}")
+    for job in jobs:
+        where = f" on {job.nodes}" if job.nodes else ""
+        reason = f" ({job.reason})" if job.reason else ""
+        again = f", begun anew {job.restarts} times" if job.restarts else ""
+        console.print(f"job {job.job_id}: {job.state}{reason}{where}, {job.elapsed}{again}")
+    if forgotten:
         console.print("SLURM does not know its jobs any more")

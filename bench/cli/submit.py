@@ -64,6 +64,7 @@ def submit(
     from bench.cluster.script import Job, batch_script
     from bench.cluster.site import read_site
     from bench.cluster.slurm import submit as sbatch
+    from bench.cluster.submitted import Submission, keep_submission
     from harness.record.plan import new_run_id
     from harness.spec.errors import UsageError
 
@@ -99,11 +100,10 @@ def submit(
     job.folder.chmod(0o700)
     (job.folder / "job.sh").write_text(script)
     job_id = sbatch(script)
-    told = {"job": job_id, "run_id": name, "matrix": matrix, "nodes": here.nodes, "tasks": array}
-    with open(job.folder / "submitted.jsonl", "a") as kept:
-        kept.write(json.dumps(told) + "\n")
+    submission = Submission(job_id, name, matrix, here.nodes, array)
+    keep_submission(submission, job.folder)
     if json_output:
-        print(json.dumps(told))
+        print(submission.as_json())
     else:
         print(
             f"submitted job {job_id}: {f'run {name}' if name else 'a night'} of matrix {matrix};"

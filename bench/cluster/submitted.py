@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 
-def submissions(results: Path) -> list[dict[str, Any]]:
-    """Oldest first: job, run_id, matrix, nodes, tasks."""
+@dataclass(frozen=True)
+class Submission:
+    """A job that was submitted, as a line of submitted.jsonl has it."""
+
+    job: str
+    run_id: str
+    """Empty: the job names its run itself, once it has begun."""
+    matrix: str
+    nodes: int
+    tasks: int
+    """Tasks of an array that share the run's cells; 0: no array."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def keep_submission(submission: Submission, folder: Path) -> None:
+    """Adds a line to the folder of the run's jobs."""
+    with open(folder / "submitted.jsonl", "a") as file:
+        file.write(submission.as_json() + "\n")
+
+
+def submissions(results: Path) -> list[Submission]:
+    """All of a results folder, oldest first."""
     files = sorted((results / "slurm").glob("*/submitted.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [
+        Submission(**json.loads(line)) for file in files for line in file.read_text().splitlines()
+    ]

@@ -61,9 +61,8 @@ def test_steps_run_go_on_and_are_judged(
 ) -> None:
     """A real cell on the CPU, one that fails, one that is out of time: none ends the others, and
     --resume does what is open."""
-    monkeypatch.setattr(
-        check, "host_facts", lambda: {"initialises_cuda": {"bad": True, "good": False}}
-    )
+    facts = check.HostFacts(initialises_cuda={"bad": True, "good": False})
+    monkeypatch.setattr(check, "host_facts", lambda: facts)
     small = [
         "--only",
         "single",
