@@ -1,4 +1,5 @@
-"""What the unsplit model is: parameter names, their number, FLOPs; counted once and kept."""
+"""Facts of a workload's unsplit model: names and numbers of its parameters, FLOPs; counted once and
+cached in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
 from unittest import mock
 
 from harness.host.cache import cache_folder
@@ -27,13 +27,16 @@ class ModelFacts:
     trainable: tuple[str, ...]
     """Names of the parameters that are trained; a tied one appears once."""
     parameters: int
+    """Number of all parameters."""
     flops_per_sample: int
+    """Of forward and backward."""
     sizes: tuple[int, ...]
     """Elements of each trainable parameter, in the order of `trainable`."""
     parameter_bytes: int = 0
-    """Of all parameters as they are stored; fp32 where nothing else is said."""
+    """Of all parameters as they are stored; 0: they are stored in fp32."""
     trained_bytes: int = 0
-    """Of the trainable ones, and so of their gradients and of each AdamW moment."""
+    """Of the trainable parameters, which is also the size of their gradients and of each AdamW
+    moment; 0: they are stored in fp32."""
     buffer_bytes: int = 0
     """Of what the layers keep beside their parameters: buffers, scales of quantised weights."""
 
@@ -48,16 +51,16 @@ class ModelFacts:
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """The facts, from the cache where another run has counted them for the same model and library
-    versions."""
-    if grown := _from_smaller(workload, sequence_length):
-        return grown
+    """The facts, from a file where an earlier run has counted them for the same model and library
+    versions; raises RuntimeError where counting in a process of its own fails."""
+    if facts := _from_smaller(workload, sequence_length):
+        return facts
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
-    said = f"3 {workload.name} {workload.config} {sequence_length} {versions}"
+    identity = f"3 {workload.name} {workload.config} {sequence_length} {versions}"
     folder = cache_folder() / "facts"
-    file = folder / f"{hashlib.blake2s(said.encode(), digest_size=8).hexdigest()}.json"
+    file = folder / f"{hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()}.json"
     if file.exists() and not workload.pretrained:
         return _read(file.read_text())
     apart = (
@@ -74,16 +77,15 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def _read(text: str) -> ModelFacts:
-    known: dict[str, Any] = json.loads(text)
-    return ModelFacts(**(known | {name: tuple(known[name]) for name in ("trainable", "sizes")}))
+    fields = json.loads(text)
+    return ModelFacts(**(fields | {name: tuple(fields[name]) for name in ("trainable", "sizes")}))
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Counts in a process that sees no GPU: a library that asks for one on import would leave a
-    context on GPU 0.
+    """Counts in a process that sees no GPU.
 
-    The process that plans a run lives as long as the run, and its context would take memory from
-    every trial.
+    A library that initialises CUDA on import makes a context on GPU 0. In the process that plans a
+    run, which lives as long as the run, that context would take memory from every trial.
     """
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
@@ -107,11 +109,11 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """The facts of a model that grows block by block, from its relatives of one and two blocks: a
-    walk takes 50 ms a block."""
-    base, by, blocks = workload.name.rpartition("x")
+    """The facts of a model named FAMILY-HIDDENxBLOCKS, computed from those of one and two blocks:
+    building a model takes 50 ms per block. None for other names."""
+    base, separator, blocks = workload.name.rpartition("x")
     if not (
-        by
+        separator
         and blocks.isdecimal()
         and workload.split
         and workload.family
@@ -146,13 +148,14 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     transformers.utils.logging.set_verbosity_error()
     with (
         FakeTensorMode(),
+        # Tensors without data cannot be moved to another device.
         mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),
-    ):  # it cannot move what has no data
+    ):
         model = workload.countable().build(seed=0, saved_weights=False)
         flops = model_flops(
             model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))
         )
-        stored, beside = workload.stored_bytes(model)
+        parameter_bytes, buffer_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     return ModelFacts(
@@ -160,11 +163,12 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
         parameters=sum(p.numel() for p in named.values()),
         flops_per_sample=flops,
         sizes=tuple(p.numel() for p in trained.values()),
-        parameter_bytes=stored,
+        parameter_bytes=parameter_bytes,
         trained_bytes=sum(p.numel() * p.element_size() for p in trained.values()),
-        buffer_bytes=beside,
+        buffer_bytes=buffer_bytes,
     )
 
 
 def parameters_of(cell: Cell) -> int:
+    """Number of parameters of the model that a cell trains."""
     return model_facts(make_workload(cell.workload), cell.sequence_length).parameters

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts parameters, and inputs on their way in; buffers only where BatchNorm wants one dtype
-    for all it holds."""
+    """Casts the parameters in place, and from now on the inputs of the model, to `dtype`.
+
+    `keep_batch_norm`: BatchNorm layers stay as they are; otherwise their buffers are cast too, as
+    they need one dtype for parameters and buffers. Other buffers are not cast.
+    """
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
