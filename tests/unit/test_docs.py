@@ -6,13 +6,17 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from typer.core import TyperGroup
 
 import harness
+from bench.cli import app
 from bench.cluster.site import Nightly, Notify, Site
 from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
@@ -191,6 +195,18 @@ def test_names_of_the_code_in_documents_exist() -> None:
 def test_the_changelog_lists_all_former_modules() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert [name for name in harness.RENAMED if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_documents_have_options_that_exist(document: Path) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    text = document.read_text()
+    added = {Path(block.path).stem for block in pages.blocks(text)}
+    for words in re.findall(r"python -m bench ([a-z]+.*?)(?:`|$)", text, re.M):
+        name, *arguments = shlex.split(words.split(" #")[0].split(" &")[0])
+        if name not in added:
+            group.commands[name].make_context(name, arguments, resilient_parsing=True)
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
