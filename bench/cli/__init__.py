@@ -15,7 +15,7 @@ COMMANDS = {
     "list": "list_cmd:listing",
     "doctor": "doctor:doctor",
     "report": "report:report",
-    "show": "show:cell",
+    "show": "show:show",
     "maxsize": "maxsize:maxsize",
     "export": "export:export",
     "publish": "publish:publish",

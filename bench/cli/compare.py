@@ -20,8 +20,8 @@ def compare(
         typer.Argument(
             metavar="[A] [B]",
             help=(
-                "Runs (id, its first letters, latest, latest~1) or results folders: each cell's"
-                " newest."
+                "Runs (id, its first letters, latest, latest~1) or results folders, of which each"
+                " cell's newest run counts."
             ),
         ),
     ] = None,
@@ -33,7 +33,7 @@ def compare(
         tuple[str, str] | None,
         typer.Option(
             "--cells",
-            help="Two labels, or patterns over them: compares cells of one run by its rounds.",
+            help="Two cells of one run, as labels or patterns: compares them round by round.",
         ),
     ] = None,
     results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(

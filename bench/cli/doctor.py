@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 def doctor(
     links: Annotated[
         bool,
-        typer.Option("--links", help="Measure messages between two ranks: latency and bandwidth."),
+        typer.Option(
+            "--links", help="Measure latency and bandwidth of messages between two ranks."
+        ),
     ] = False,
     gpu_check: Annotated[
         bool,
         typer.Option(
-            "--gpu-check", help="Runs the first ten minutes on a GPU (see docs/gpu-check.md)."
+            "--gpu-check",
+            help="Check the suite on this host's GPUs in ten minutes (see docs/gpu-check.md).",
         ),
     ] = False,
     out_file: Annotated[
         Path,
-        typer.Option("--out", help="With --gpu-check: the file that is written."),
+        typer.Option("--out", help="With --gpu-check: file to write."),
     ] = Path("gpu-check.json"),
     resume: Annotated[
         bool,
@@ -38,13 +41,15 @@ def doctor(
     ] = False,
     budget_minutes: Annotated[
         float,
-        typer.Option("--minutes", min=0, help="With --gpu-check: time for all steps."),
+        typer.Option("--minutes", min=0, help="With --gpu-check: minutes for all steps."),
     ] = 10.0,
     steps: Annotated[
         Path | None,
         typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object.")
+    ] = False,
 ) -> None:
     """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
     falsify a measurement.

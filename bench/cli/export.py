@@ -17,17 +17,23 @@ def export(
             metavar="CELL", help="A strategy, a pattern over labels or names, or the id of a cell."
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="torchrun, slurm, accelerate or deepspeed.")],
+    to: Annotated[
+        str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
+    ],
     matrix: Annotated[
-        str, typer.Option("--matrix", "-m", help="The matrix whose cells are meant.")
+        str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
     ] = "full",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="axis=value for all its cells; may be repeated."),
+        typer.Option(
+            "--set", help="axis=value for the matrix's cells, such as devices=4; may be repeated."
+        ),
     ] = None,
     results: Annotated[
         Path,
-        typer.Option("--results", help="Folder of results, whose cells are found by their ids."),
+        typer.Option(
+            "--results", help="Folder of results; CELL may be the id or name of a cell in it."
+        ),
     ] = Path("results"),
     out: Annotated[
         Path | None,

@@ -22,17 +22,19 @@ def history(
     cell: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CELL]", help="A pattern over labels or names, or the id of a cell."
+            metavar="[CELL]",
+            help="A strategy, a pattern over labels or names, or the id of a cell.",
         ),
     ] = None,
     figure: Annotated[
-        Literal["throughput", "memory"], typer.Option("--figure", help="What is followed.")
+        Literal["throughput", "memory"], typer.Option("--figure", help="Which figure is followed.")
     ] = "throughput",
     results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
         "results"
     ),
     json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: every run of every cell that is meant.")
+        bool,
+        typer.Option("--json", help="For machines: one JSON object with every run of each cell."),
     ] = False,
 ) -> None:
     """Shows a cell's figure over all runs on equal hardware and where it changed; without CELL, or

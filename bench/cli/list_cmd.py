@@ -49,7 +49,9 @@ def listing(
     what: Annotated[
         Literal["strategies", "workloads", "matrices"], typer.Argument(help="What to list.")
     ],
-    json_output: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON list.")
+    ] = False,
 ) -> None:
     """Lists strategies with their options, workloads, or matrices.
 

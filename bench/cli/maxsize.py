@@ -25,30 +25,46 @@ HOME = Path(__file__).parents[1] / "maxsize.yaml"
 def maxsize(
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Memory per rank beyond its imports (GPU: in all); 1GiB."),
+        typer.Option(
+            "--budget",
+            help="Memory of a rank beyond its imports, on a GPU in all; by default 1GiB.",
+        ),
     ] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", help="Strategy or pattern to search; may be repeated."),
+        typer.Option(
+            "--strategy", help="Only these strategies or patterns over labels; may be repeated."
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Devices of the strategies that use several."),
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Devices of the strategies that use several; 2 on a CPU, all GPUs up to 8.",
+        ),
     ] = None,
     hidden: Annotated[
         int | None,
-        typer.Option("--hidden", min=64, help="Hidden size; by default one of small blocks."),
+        typer.Option(
+            "--hidden",
+            min=64,
+            help="Hidden size of the models; by default so small that blocks are fine steps.",
+        ),
     ] = None,
     cells: Annotated[
         Path,
         typer.Option(
-            "--cells", help="YAML file that says which strategies, and their order in theory."
+            "--cells",
+            help="YAML file with the strategies and the order that theory expects of them.",
         ),
     ] = HOME,
     results: Annotated[
         Path, typer.Option("--results", help="Folder that results are added to.")
     ] = Path("results"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest search.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest search, as it was planned.")
+    ] = False,
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
     ] = True,

@@ -21,21 +21,25 @@ def profile(
         typer.Argument(
             metavar="CELL",
             help=(
-                "The id or name of a cell of the results, or a strategy[:option=value,...] of a"
-                " matrix."
+                "Id or name of a recorded cell, or a strategy of the matrix, also with options:"
+                " ddp:static_graph=true."
             ),
         ),
     ],
     matrix: Annotated[
-        str, typer.Option("--matrix", "-m", help="The matrix whose cells are meant.")
+        str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
     ] = "full",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="axis=value for all its cells; may be repeated."),
+        typer.Option(
+            "--set", help="axis=value for the matrix's cells, such as devices=2; may be repeated."
+        ),
     ] = None,
     results: Annotated[
         Path,
-        typer.Option("--results", help="Folder of results, whose cells are found by id or name."),
+        typer.Option(
+            "--results", help="Folder of results; CELL may be the id or name of a cell in it."
+        ),
     ] = Path("results"),
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")

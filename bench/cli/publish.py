@@ -12,7 +12,10 @@ import typer
 def publish(
     target: Annotated[
         Literal["tensorboard", "mlflow", "prometheus"],
-        typer.Argument(metavar="TARGET", help="Tool that is to read them."),
+        typer.Argument(
+            metavar="TARGET",
+            help="Tool that is to read the results.",
+        ),
     ],
     folder: Annotated[
         Path,

@@ -20,37 +20,44 @@ def run(
     matrix: Annotated[
         str,
         typer.Option(
-            "--matrix", "-m", help="Name of a matrix (see `list matrices`) or a YAML file."
+            "--matrix",
+            "-m",
+            help="Name of a matrix (see: python -m bench list matrices) or a YAML file.",
         ),
     ] = "",
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="Strategy or pattern to keep; may be repeated."),
+        typer.Option(
+            "--only",
+            help="Only these cells: strategy, id or pattern such as 'ddp*x2*'; may be repeated.",
+        ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", help="Strategy or pattern to leave out; may be repeated."),
+        typer.Option("--skip", help="Without these cells, named as for --only; may be repeated."),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="axis=value for all cells; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="axis=value for all cells, such as batch=16; may be repeated."),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="Launches of each cell.")
+        int | None,
+        typer.Option("--trials", min=1, help="Launches of each cell; by default the matrix says."),
     ] = None,
     precision: Annotated[
         str,
         typer.Option(
             "--precision",
             help=(
-                "Adds rounds until each interval is this narrow: 2% is half its width over the"
-                " throughput."
+                "Adds rounds until the interval of each cell's throughput is at most so wide: 2%"
+                " means plus or minus 2 %."
             ),
         ),
     ] = "",
     time_budget: Annotated[
         str,
         typer.Option(
-            "--time-budget", help="With --precision: no round is added after 45min, 2h, ..."
+            "--time-budget", help="With --precision: adds no round after this time, such as 45min."
         ),
     ] = "1h",
     by_turns: Annotated[
@@ -58,8 +65,8 @@ def run(
         typer.Option(
             "--by-turns",
             help=(
-                "The launches of a round train at once, one of them at a time: tells small"
-                " differences."
+                "The launches of a round are up at once and train in turn, a few steps each: tells"
+                " small differences apart."
             ),
         ),
     ] = False,
@@ -67,22 +74,25 @@ def run(
         Path, typer.Option("--results", help="Folder that results are added to.")
     ] = Path("results"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest unfinished run.")
+        bool, typer.Option("--resume", help="Go on with the newest run, as it was planned.")
     ] = False,
     run_id: Annotated[
         str,
         typer.Option(
-            "--run", help="Name of the run: begins it, or goes on with it where it has begun."
+            "--run", help="Name of the run: starts it, or goes on with it if it has begun."
         ),
     ] = "",
     share: Annotated[
         str,
         typer.Option(
             "--share",
-            help="I/N: of the run's cells only every N-th, from number I on, counted from 0.",
+            help="I/N: only every N-th of the run's cells, from number I on, counted from 0.",
         ),
     ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show the cells and the time they need, and run nothing."),
+    ] = False,
     host: Annotated[
         str,
         typer.Option("--host", help="With --dry-run: plan for another host, like '8 x h100-80gb'."),
@@ -90,7 +100,8 @@ def run(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="At the end, one more launch of each cell: where time and memory go."
+            "--explain",
+            help="At the end launch each cell once more, to record where time and memory go.",
         ),
     ] = False,
     nodes: Annotated[
@@ -103,7 +114,7 @@ def run(
         Path | None,
         typer.Option(
             "--meeting",
-            help="File, in a folder that all nodes share, in which agents find this run.",
+            help="File through which the agents find this run, in a folder that all nodes share.",
         ),
     ] = None,
     interface: Annotated[
@@ -114,7 +125,7 @@ def run(
         typer.Option(
             "--patience",
             min=0,
-            help="Seconds to wait for the agents; the run then begins without some of them.",
+            help="Seconds to wait for the agents; then the run starts without the missing ones.",
         ),
     ] = 120.0,
     with_parent: Annotated[

@@ -14,13 +14,18 @@ from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
+Detail = dict[str, Any]
+"""A cell, or a part of what is recorded of it, as reports/cell_detail.py has it: fit for JSON."""
 BAR = 20
+"""Characters of the longest bar."""
 STEPS = 32
+"""Most blocks of a chart of steps."""
 
 
-def cell(
+def show(
     which: Annotated[
         str,
         typer.Argument(
@@ -30,7 +35,8 @@ def cell(
     run: Annotated[
         str | None,
         typer.Option(
-            "--run", help="Run: id, its first letters, latest; by default the newest with the cell."
+            "--run",
+            help="Run: id, first letters, latest, latest~1; by default the newest with the cell.",
         ),
     ] = None,
     results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
@@ -50,60 +56,62 @@ def cell(
     from reports.cell_detail import in_full
 
     store = Store(results)
-    found, cell_id = find_recorded_cell(store, which, find_run(store, run) if run else None)
-    told = in_full(found, store.steps_of(str(found.runs["run_id"].iloc[0]), cell_id), cell_id)
+    tables, cell_id = find_recorded_cell(store, which, find_run(store, run) if run else None)
+    detail = in_full(tables, store.steps_of(str(tables.runs["run_id"].iloc[0]), cell_id), cell_id)
     if json_output:
-        print(json.dumps(told, allow_nan=False))
+        print(json.dumps(detail, allow_nan=False))
         return
     from bench.cli import terminal
 
-    draw(terminal.console(), told)
+    draw(terminal.console(), detail)
 
 
-def draw(out: Console, told: dict[str, Any]) -> None:
+def draw(out: Console, detail: Detail) -> None:
     """The cell in words, tables and charts."""
+    cell = detail["cell"]
+    out.print(f"[bold]{clean(cell['cell_name'])}[/bold]  {cell['cell_id']}")
+    out.print(
+        f"run {clean(cell['run_id'])}, {detail['started_at'][:16].replace('T', ' ')} UTC;"
+        f" {clean(detail['hardware'])}"
+    )
+    if cell["status"] != "ok":
+        colour = "yellow" if cell["expected"] or cell["status"] in NOT_LAUNCHED else "red"
+        out.print(
+            f"[{colour}]{cell['status']}{' (as expected)' if cell['expected'] else ''}[/{colour}]:"
+            f" {clean(cell['reason'])}"
+        )
+    for caution in detail["cautions"]:
+        out.print(f"[yellow]{caution['word']}[/yellow]: {clean(caution['meaning'])}")
+    _throughput(out, detail)
+    _ranks(out, detail)
+    _memory(out, detail)
+    _time(out, detail)
+    _parity(out, cell)
+    if detail["log_tail"]:
+        out.print("[bold]end of the log[/bold]")
+        for line in detail["log_tail"].splitlines()[-8:]:
+            out.print(f"  {clean(line)}")
+
+
+def clean(text: object) -> str:
+    """Recorded text on one line, without what a terminal would obey."""
     from rich.markup import escape
 
     from reports.text import printable
 
-    def said(text: Any) -> str:
-        return escape(" ".join(printable(str(text)).split()))
-
-    one = told["cell"]
-    out.print(f"[bold]{said(one['cell_name'])}[/bold]  {one['cell_id']}")
-    out.print(
-        f"run {said(one['run_id'])}, {told['started_at'][:16].replace('T', ' ')} UTC;"
-        f" {said(told['hardware'])}"
-    )
-    if one["status"] != "ok":
-        colour = "yellow" if one["expected"] or one["status"] in NOT_LAUNCHED else "red"
-        out.print(
-            f"[{colour}]{one['status']}{' (as expected)' if one['expected'] else ''}[/{colour}]:"
-            f" {said(one['reason'])}"
-        )
-    for caution in told["cautions"]:
-        out.print(f"[yellow]{caution['word']}[/yellow]: {said(caution['meaning'])}")
-    _throughput(out, told, said)
-    _ranks(out, told)
-    _memory(out, told)
-    _time(out, told)
-    _parity(out, one, said)
-    if told["log_tail"]:
-        out.print("[bold]end of the log[/bold]")
-        for line in told["log_tail"].splitlines()[-8:]:
-            out.print(f"  {said(line)}")
+    return escape(" ".join(printable(str(text)).split()))
 
 
-def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
+def _throughput(out: Console, detail: Detail) -> None:
     from reports.text import DASH, MIB, number, scaled
 
-    one, place = told["cell"], told["ranking"]
-    speeds = [trial["samples_per_second"] for trial in told["trials"]]
+    cell, place = detail["cell"], detail["ranking"]
+    speeds = [trial["samples_per_second"] for trial in detail["trials"]]
     most = max((speed for speed in speeds if speed), default=0.0)
     table = _table(
         "trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB"
     )
-    for trial, speed in zip(told["trials"], speeds, strict=True):
+    for trial, speed in zip(detail["trials"], speeds, strict=True):
         name = str(trial["trial"]) + (
             f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else ""
         )
@@ -121,8 +129,8 @@ def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
         )
     out.print("[bold]throughput[/bold]")
     out.print(table)
-    if one["samples_per_second"] is not None:
-        low, high = one["samples_per_second_low"], one["samples_per_second_high"]
+    if cell["samples_per_second"] is not None:
+        low, high = cell["samples_per_second_low"], cell["samples_per_second_high"]
         interval = (
             "1 trial: no interval"
             if low is None
@@ -130,17 +138,17 @@ def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
         )
         tokens = (
             ""
-            if one["tokens_per_second"] is None
-            else f", {number(one['tokens_per_second'])} tokens/s"
+            if cell["tokens_per_second"] is None
+            else f", {number(cell['tokens_per_second'])} tokens/s"
         )
-        out.print(f"  median {number(one['samples_per_second'])} samples/s{tokens}, {interval}")
+        out.print(f"  median {number(cell['samples_per_second'])} samples/s{tokens}, {interval}")
     if place:
         alike = (
             f", cannot be told apart from place {place['place'] - 1}"
             if place["same_as_above"]
             else ""
         )
-        out.print(f"  place {place['place']} of {place['of']}{alike}: {said(place['setting'])}")
+        out.print(f"  place {place['place']} of {place['of']}{alike}: {clean(place['setting'])}")
         if place["ratio_to_fastest"] is not None:
             ends = (
                 ""
@@ -149,18 +157,18 @@ def _throughput(out: Console, told: dict[str, Any], said: Any) -> None:
             )
             out.print(
                 f"  {number(place['ratio_to_fastest'])} x the fastest{ends},"
-                f" {said(place['fastest'])}: {place['verdict']}"
+                f" {clean(place['fastest'])}: {place['verdict']}"
             )
 
 
-def _ranks(out: Console, told: dict[str, Any]) -> None:
+def _ranks(out: Console, detail: Detail) -> None:
     from reports.text import MIB, scaled
 
-    if len(told["ranks"]) < 2:
+    if len(detail["ranks"]) < 2:
         return
-    most = max((rank["peak_memory_bytes"] or 0 for rank in told["ranks"]), default=0)
+    most = max((rank["peak_memory_bytes"] or 0 for rank in detail["ranks"]), default=0)
     table = _table("rank", "step p50 ms", "peak MiB", "")
-    for rank in told["ranks"]:
+    for rank in detail["ranks"]:
         peak = rank["peak_memory_bytes"]
         table.add_row(
             str(rank["rank"]),
@@ -172,10 +180,10 @@ def _ranks(out: Console, told: dict[str, Any]) -> None:
     out.print(table)
 
 
-def _memory(out: Console, told: dict[str, Any]) -> None:
+def _memory(out: Console, detail: Detail) -> None:
     from reports.text import MIB, scaled, signed
 
-    memory = told["memory"]
+    memory = detail["memory"]
     if memory is None:
         return
     most = max(memory["peak_memory_bytes"] or 0, memory["state_bytes"])
@@ -205,12 +213,12 @@ def _memory(out: Console, told: dict[str, Any]) -> None:
     out.print(table)
 
 
-def _time(out: Console, told: dict[str, Any]) -> None:
+def _time(out: Console, detail: Detail) -> None:
     from harness.record.profile import COMPONENTS
     from reports.profile import WORDS
     from reports.text import percent, scaled
 
-    time = told["time"]
+    time = detail["time"]
     out.print("[bold]where the time goes[/bold]")
     if time is None:
         out.print(
@@ -238,33 +246,33 @@ def _time(out: Console, told: dict[str, Any]) -> None:
     )
 
 
-def _parity(out: Console, one: dict[str, Any], said: Any) -> None:
+def _parity(out: Console, cell: Detail) -> None:
     from reports.text import deviation
 
-    if one["parity_verdict"] is None:
+    if cell["parity_verdict"] is None:
         return
     colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(
-        one["parity_verdict"], "yellow"
+        cell["parity_verdict"], "yellow"
     )
-    reason = f": {said(one['parity_reason'])}" if one["parity_reason"] else ""
-    out.print(f"[bold]parity[/bold]  [{colour}]{one['parity_verdict']}[/{colour}]{reason}")
+    reason = f": {clean(cell['parity_reason'])}" if cell["parity_reason"] else ""
+    out.print(f"[bold]parity[/bold]  [{colour}]{cell['parity_verdict']}[/{colour}]{reason}")
     loss = (
-        f"{deviation(one['parity_max_loss_deviation'])} of"
-        f" {deviation(one['parity_loss_tolerance'])} allowed"
+        f"{deviation(cell['parity_max_loss_deviation'])} of"
+        f" {deviation(cell['parity_loss_tolerance'])} allowed"
     )
     update = (
-        f"{deviation(one['parity_max_update_deviation'])} of"
-        f" {deviation(one['parity_update_tolerance'])} allowed"
+        f"{deviation(cell['parity_max_update_deviation'])} of"
+        f" {deviation(cell['parity_update_tolerance'])} allowed"
     )
     out.print(
-        f"  over {one['parity_steps']} steps: largest deviation in loss {loss}, in parameters"
+        f"  over {cell['parity_steps']} steps: largest deviation in loss {loss}, in parameters"
         f" {update}"
     )
-    if losses := [loss for loss in one["losses"] or [] if loss is not None]:
+    if losses := [loss for loss in cell["losses"] or [] if loss is not None]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 
 
-def _table(*columns: str) -> Any:
+def _table(*columns: str) -> Table:
     """A table that folds where the terminal is narrower; the first column and charts stand to the
     left, numbers to the right."""
     from rich.table import Table

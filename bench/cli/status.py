@@ -39,7 +39,7 @@ def status(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[JOB|RUN]", help="SLURM job or run; the newest run where none is given."
+            metavar="[JOB|RUN]", help="SLURM job or id of a run; by default the newest run."
         ),
     ] = "",
     results: Annotated[Path, typer.Option("--results", help="Folder that the run is in.")] = Path(

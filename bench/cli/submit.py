@@ -12,7 +12,12 @@ import typer
 
 def submit(
     matrix: Annotated[
-        str, typer.Option("--matrix", "-m", help="Name of a matrix or a YAML file.")
+        str,
+        typer.Option(
+            "--matrix",
+            "-m",
+            help="Name of a matrix (see: python -m bench list matrices) or a YAML file.",
+        ),
     ] = "",
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job.")] = None,
     gpus: Annotated[
@@ -28,25 +33,42 @@ def submit(
     ] = None,
     array: Annotated[
         int,
-        typer.Option("--array", min=0, help="So many jobs at a time share the cells of the run."),
+        typer.Option(
+            "--array", min=0, help="Submit this many jobs, which share the cells of the run."
+        ),
     ] = 0,
-    run_id: Annotated[str, typer.Option("--run", help="Go on with this run.")] = "",
+    run_id: Annotated[
+        str, typer.Option("--run", help="Id of a run that the job goes on with.")
+    ] = "",
     nightly: Annotated[
-        bool, typer.Option("--nightly", help="The nightly job: run, report, compare, tell.")
+        bool,
+        typer.Option(
+            "--nightly",
+            help="Submit the nightly job: run, report, compare, notify (see slurm/README.md).",
+        ),
     ] = False,
     site: Annotated[
         Path | None,
         typer.Option(
-            "--site", help="Site file; default: $PARALLELISM_BENCH_SITE, slurm/site.yaml."
+            "--site", help="Site file; default: $PARALLELISM_BENCH_SITE, else slurm/site.yaml."
         ),
     ] = None,
     results: Annotated[
-        Path, typer.Option("--results", help="Folder, on a file system that all nodes share.")
+        Path,
+        typer.Option("--results", help="Folder that results are added to; all nodes must see it."),
     ] = Path("results"),
-    only: Annotated[list[str] | None, typer.Option("--only", help="As in bench run.")] = None,
-    skip: Annotated[list[str] | None, typer.Option("--skip", help="As in bench run.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="As in bench run.")] = None,
-    trials: Annotated[int | None, typer.Option("--trials", min=1, help="As in bench run.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="As for: python -m bench run.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", help="As for: python -m bench run.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="As for: python -m bench run.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, help="As for: python -m bench run.")
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
     ] = True,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.cli.show import BAR, STEPS, bar, cell, draw, sparkline_of
+from bench.cli.show import BAR, STEPS, bar, draw, show, sparkline_of
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -83,7 +83,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def ask(store: Store, *words: str) -> str:
-    return commands.told(cell, *words, "--results", str(store.folder))
+    return commands.told(show, *words, "--results", str(store.folder))
 
 
 @pytest.mark.parametrize("which", ["ddp", DDP.id, DDP.name, "dd*x2*"])
