@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from harness.analysis.maxsize import MaxsizeResult
     from harness.record.plan import Plan
+    from harness.record.trial import TrialRecord
     from harness.spec.cell import Cell
 
 HOME = Path(__file__).parents[1] / "maxsize.yaml"
@@ -203,7 +204,7 @@ class Progress:
 
     def step(self, step: int, seconds: float) -> None: ...
 
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
         from rich.markup import escape
 
         from bench.cli import terminal
@@ -211,23 +212,21 @@ class Progress:
 
         number, total = self.place[cell.label], len(self.plan.cells)
         share = (
-            number + (0.9 if row["trial"] else 0.5)
+            number + (0.9 if trial.trial else 0.5)
         ) / total  # a strategy's probes are half done on average
         left = (time.monotonic() - self.began) * (1 - share) / share
-        if row["status"] == "ok":
-            said = f"trains, parity {row['parity_verdict']}" if row["trial"] else "fits"
-        elif row["status"] == "out_of_memory":
-            said = (
-                f"out of memory in {row['failed_in']}" if row.get("failed_in") else "out of memory"
-            )
+        if trial.status == "ok":
+            said = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
+        elif trial.status == "out_of_memory":
+            said = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
         else:
-            said = f"{row['status']}: {row['reason']}"
-        size = (
-            f"{cell.workload.rpartition('x')[2]} blocks, {millions(row['parameters'])} parameters"
-        )
+            said = f"{trial.status}: {trial.reason}"
+        assert trial.parameters is not None
+        assert trial.wall_seconds is not None
+        size = f"{cell.workload.rpartition('x')[2]} blocks, {millions(trial.parameters)} parameters"
         text = (
             f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said}"
-            f" ({row['wall_seconds']:.1f} s)"
+            f" ({trial.wall_seconds:.1f} s)"
         )
         self.out.print(
             escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from harness.record.profile import ProfileRecord
     from harness.spec.cell import Cell
 
 
@@ -56,7 +57,7 @@ def profile(
     from harness.launch.launcher import Launcher
     from harness.links.launcher import over_links
     from harness.run.prepared import packages
-    from harness.run.profile import explain_cell
+    from harness.run.profile import profile_cell
     from harness.spec.errors import Refused, Unavailable, UsageError
     from harness.strategy.registry import validate
     from harness.workloads import make_workload
@@ -75,15 +76,13 @@ def profile(
         dir=folder
     ) as fresh:  # earlier traces stay where this launch fails
         with over_links([cell], Launcher) as launcher:
-            row = explain_cell(
+            record = profile_cell(
                 launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve())
             )
-        files = replace_traces(name_ranks(Path(fresh)), folder) if row["status"] == "ok" else []
+        files = replace_traces(name_ranks(Path(fresh)), folder) if record.status == "ok" else []
     if json_output:
         shown = {
-            k: v
-            for k, v in row.items()
-            if k not in ("run_id", "attempt", "started_at") and not _nan(v)
+            k: v for k, v in asdict(record).items() if k not in ("run_id", "attempt", "started_at")
         }
         shown |= {
             name: json.loads(shown[name])
@@ -92,13 +91,9 @@ def profile(
         }
         print(json.dumps({**shown, "folder": str(folder), "traces": [str(file) for file in files]}))
     else:
-        _tell(cell, row, files)
-    if row["status"] != "ok":
+        _tell(cell, record, files)
+    if record.status != "ok":
         raise typer.Exit(1)
-
-
-def _nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
@@ -165,21 +160,23 @@ def name_ranks(folder: Path) -> list[Path]:
     return [*traces, together]
 
 
-def _tell(cell: Cell, row: dict[str, Any], files: list[Path]) -> None:
+def _tell(cell: Cell, record: ProfileRecord, files: list[Path]) -> None:
     from harness.record.profile import COMPONENTS
 
     print(cell.name)
-    if row["status"] != "ok":
-        print(f"  {row['status']}: {row['reason']}")
+    if record.status != "ok":
+        print(f"  {record.status}: {record.reason}")
         return
+    assert record.profiled_step_seconds is not None
+    assert record.plain_step_seconds is not None
     print(
-        f"  step {row['profiled_step_seconds'] * 1e3:.1f} ms, without the profiler"
-        f" {row['plain_step_seconds'] * 1e3:.1f} ms"
+        f"  step {record.profiled_step_seconds * 1e3:.1f} ms, without the profiler"
+        f" {record.plain_step_seconds * 1e3:.1f} ms"
     )
     means = {
         name: sum(seconds) / len(seconds)
         for name in COMPONENTS
-        if (seconds := row[f"{name}_seconds"])
+        if (seconds := getattr(record, f"{name}_seconds"))
     }
     shown = sorted(
         ((name, seconds) for name, seconds in means.items() if seconds >= 5e-5),
@@ -189,9 +186,9 @@ def _tell(cell: Cell, row: dict[str, Any], files: list[Path]) -> None:
         "  mean of the ranks: "
         + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown)
     )
-    if row["straggler"] is not None:
+    if record.straggler is not None and record.straggler_excess is not None:
         print(
-            f"  rank {row['straggler']} is slower than the others by {row['straggler_excess']:.0%}"
+            f"  rank {record.straggler} is slower than the others by {record.straggler_excess:.0%}"
         )
     for file in files:
         print(f"  {file}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +14,7 @@ from bench.cli.terminal import duration
 
 if TYPE_CHECKING:
     from harness.record.plan import Plan
+    from harness.record.trial import TrialRecord
     from harness.spec.cell import Cell
 
 
@@ -81,23 +82,21 @@ class RunProgress:
                 f" {duration(self.left)} left",
             )
 
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
         self.done += 1
         self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
         elapsed = time.monotonic() - self.began
         if self.done >= 5:  # by then what was measured tells more than what was expected
             self.left = elapsed / self.done * (self.total - self.done)
-        good = row["status"] == "ok" or row.get("expected")
+        good = trial.status == "ok" or trial.expected
         if not good:
-            self.out.print(
-                f"[red]{row['status']}[/red] {escape(cell.name)}: {escape(row['reason'])}"
-            )
+            self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")
         elif not self.bar:
             rate = (
-                f"{row['samples_per_second']:.1f} samples/s"
-                if row.get("samples_per_second")
-                else row["status"]
+                f"{trial.samples_per_second:.1f} samples/s"
+                if trial.samples_per_second
+                else trial.status
             )
-            text = f"{cell.name}: {rate}, parity {row.get('parity_verdict')}"
+            text = f"{cell.name}: {rate}, parity {trial.parity_verdict}"
             self.out.print(escape(f"[{self.done}/{self.total}] {text}, {duration(self.left)} left"))
         self._draw(None, f"{duration(self.left)} left")

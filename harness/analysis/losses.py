@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 
-def mean_losses(answers: Sequence[dict[str, Any]]) -> list[float | None]:
-    """Mean loss of each step over the ranks that have one (equal shares of the batch)."""
+def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Mean loss of each step over the ranks that have one (equal shares of the batch).
+
+    `ranks`: the losses of each rank, by step.
+    """
     losses: list[float | None] = []
-    for steps in zip(*(a["steps"] for a in answers), strict=True):
-        have = [s["loss"] for s in steps if s["loss"] is not None]
+    for step in zip(*ranks, strict=True):
+        have = [loss for loss in step if loss is not None]
         losses.append(sum(have) / len(have) if have else None)
     return losses

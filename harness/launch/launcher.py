@@ -118,7 +118,7 @@ class Launcher:
             started_at=started_at,
             wall_seconds=time.perf_counter() - begin,
             launcher=by,
-            **judge(cell, processes, left),
+            **vars(judge(cell, processes, left)),
         )
 
     def run_ranks(

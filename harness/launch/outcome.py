@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.cell import Cell
-from harness.worker.spec import answer_file, log_file, stacks_file
+from harness.worker.answer import RankAnswer, TrainedAnswer
+from harness.worker.spec import log_file, stacks_file
 from harness.worker.worker import no_memory
 
 LOG_TAIL_BYTES = 4000
@@ -27,7 +27,7 @@ class Outcome:
     wall_seconds: float
     launcher: str = "elastic"
     """Who started the ranks: the cell's launcher, or the command of a library's own."""
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: tuple[RankAnswer, ...] = ()
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -40,15 +40,20 @@ class Outcome:
     @property
     def startup_seconds(self) -> float | None:
         """From the launch to the last rank's first instruction."""
-        entered = [a["entered_at"] for a in self.answers if "entered_at" in a]
+        entered = [a.entered_at for a in self.answers if a.entered_at is not None]
         return max(entered) - self.started_at if entered else None
+
+    @property
+    def trained(self) -> list[TrainedAnswer]:
+        """What the ranks measured that trained all their steps, by rank."""
+        return [answer.trained for answer in self.answers if answer.trained]
 
 
 @dataclass
 class RankOutputs:
     """What the ranks of one node, or of all together, left behind, by rank."""
 
-    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[int, RankAnswer] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
     """End of each rank's log."""
     stacks: dict[int, str] = field(default_factory=dict)
@@ -57,15 +62,14 @@ class RankOutputs:
     timed_out: bool = False
     interrupted: bool = False
     ended: str = ""
-    """How another launcher went, which alone knows which rank went first and says so in rank 0's
-    log."""
+    """How the command of a library's own launcher ended; empty: the ranks were started without one.
+    Only that command knows which rank ended first, and says so in rank 0's log."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         """Adds what these ranks left in their folder."""
         for rank in ranks:
-            file = answer_file(scratch, rank)
-            if file.exists():
-                self.answers[rank] = json.loads(file.read_text())
+            if answer := RankAnswer.read(scratch, rank):
+                self.answers[rank] = answer
             self.logs[rank] = _tail(log_file(scratch, rank))
             if text := _tail(stacks_file(scratch, rank), 20000):
                 self.stacks[rank] = text
@@ -80,62 +84,65 @@ class RankOutputs:
         self.interrupted |= other.interrupted
 
     @property
-    def well(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether every rank here did what it was to do."""
         return (
             not self.timed_out
             and not self.interrupted
-            and all(a.get("status") == "ok" for a in self.answers.values())
+            and all(a.succeeded for a in self.answers.values())
         )
 
 
-def judge(cell: Cell, processes: int, left: RankOutputs, lost: str = "") -> dict[str, Any]:
-    """Status, reason, answers, log and stacks from what the ranks left.
+@dataclass(frozen=True)
+class Ending:
+    """How a trial ended, by what its ranks left."""
+
+    status: str
+    reason: str
+    answers: tuple[RankAnswer, ...]
+    log_tail: str = ""
+    stacks: str = ""
+
+
+def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Ending:
+    """How a trial ended, by what its ranks left.
 
     `lost`: what became of a node that cannot say it itself.
     """
-    answers = [left.answers.get(rank, {"rank": rank}) for rank in range(processes)]
-    logs = {rank: left.logs.get(rank, "") for rank in range(processes)}
-    stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(left.stacks.items()))
-    said = {"answers": answers, "log_tail": logs[0], "stacks": stacks}
-    if left.interrupted:
-        return {"status": "interrupted", "reason": "stopped by the user", **said}
+    answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
+    stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
+
+    def ended(status: str, reason: str, rank: int = 0) -> Ending:
+        return Ending(status, reason, answers, outputs.logs.get(rank, ""), stacks)
+
+    if outputs.interrupted:
+        return ended("interrupted", "stopped by the user")
     if lost:
-        return {"status": "failed", "reason": lost, **said}
-    if left.timed_out:
-        reason = (
+        return ended("failed", lost)
+    if outputs.timed_out:
+        return ended(
+            "timeout",
             f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of"
-            " its ranks are recorded"
+            " its ranks are recorded",
         )
-        return {"status": "timeout", "reason": reason, **said}
-    silent = [a["rank"] for a in answers if "status" not in a]
-    failed = [a for a in answers if a.get("status") not in (None, "ok")]
-    causes = [a for a in failed if not a["consequence"]]
-    if causes:
-        first = min(causes, key=lambda a: a["failed_at"])
-        reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
-    elif silent:
-        # What the others say is a consequence of one that said nothing; of several such, the agent
-        # knows which went first.
-        rank = next((r for r in left.exit_codes if r in silent), silent[0])
-        first, status = {"rank": 0 if left.ended else rank}, "failed"
-        reason = left.ended or ending(left.exit_codes.get(rank), by=f"rank {rank}")
-        if found := no_memory(
-            logs[rank]
-        ):  # std::bad_alloc outside Python ends the process before it can answer
-            status, reason = "out_of_memory", f"{reason}; its log says: {found}"
-    elif failed:
-        first = min(failed, key=lambda a: a["failed_at"])
-        reason, status = f"rank {first['rank']}: {first['reason']}", first["status"]
-    else:
-        return {"status": "ok", "reason": "", "answers": answers}
-    return {
-        "status": status,
-        "reason": reason,
-        "answers": answers,
-        "log_tail": logs[first["rank"]],
-        "stacks": stacks,
-    }
+    silent = [answer.rank for answer in answers if answer.silent]
+    failed = sorted(
+        ((answer.rank, answer.failure) for answer in answers if answer.failure),
+        key=lambda one: one[1].failed_at,
+    )
+    causes = [(rank, failure) for rank, failure in failed if not failure.consequence]
+    if not causes and silent:
+        # The failures of the others are consequences of one that left without a word. Where several
+        # did, the launcher knows which of them ended first.
+        rank = next((r for r in outputs.exit_codes if r in silent), silent[0])
+        reason = outputs.ended or ending(outputs.exit_codes.get(rank), by=f"rank {rank}")
+        # std::bad_alloc outside Python ends the process before it can answer.
+        if line := no_memory(outputs.logs.get(rank, "")):
+            reason = f"{reason}; its log says: {line}"
+        return ended("out_of_memory" if line else "failed", reason, 0 if outputs.ended else rank)
+    for rank, failure in causes or failed:
+        return ended(failure.status, f"rank {rank}: {failure.reason}", rank)
+    return Ending("ok", "", answers)
 
 
 def ending(exit_code: int | None, by: str) -> str:

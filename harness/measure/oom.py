@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from harness.measure.states import KINDS, local_part, retained, state_bytes
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 HOME = Path(__file__).parents[1]
 PHASES = ("set-up", "forward", "backward", "update", "verification")
 _BACKWARD = ("backward", "_engine_run_backward")
+
+
+class Shortage(TypedDict):
+    """What a rank that ran out of memory was doing, and the bytes that it held."""
+
+    failed_in: str
+    holding: dict[str, object]
 
 
 def phase(error: BaseException) -> str:
@@ -38,9 +45,7 @@ def phase(error: BaseException) -> str:
     return "update" if any(frame.name == "step" for frame in libraries) else "forward"
 
 
-def shortage(
-    error: BaseException, meter: MemoryMeter, train_state: TrainState | None
-) -> dict[str, object]:
+def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
     """The phase as `failed_in`, and as `holding` the bytes that were held then, by kind.
 
     `other`: tensors that Python can see beside the states (gathered parameters, flat copies,

@@ -21,6 +21,7 @@ from harness.nodes.facts import node_facts
 from harness.nodes.probe import listen, measure
 from harness.nodes.protocol import NodeConnection, addresses_of, interface_of, reach_head
 from harness.spec.errors import UsageError
+from harness.worker.answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 
 
@@ -91,14 +92,9 @@ class Agent:
                 f"{spec.node_name} has no {missing[0]}: put PARALLELISM_BENCH_CACHE on a file"
                 " system that all nodes share"
             )
-            answer = {
-                "rank": spec.ranks[0],
-                "status": "failed",
-                "reason": reason,
-                "failed_at": received_at,
-                "consequence": False,
-            }
-            left = RankOutputs(answers={spec.ranks[0]: answer})
+            cause = FailureAnswer("failed", reason, failed_at=received_at, consequence=False)
+            first = spec.ranks[0]
+            left = RankOutputs(answers={first: RankAnswer(first, failure=cause)})
         else:
             spec = dataclasses.replace(spec, interface=self.interface)
             left, _ = self.launcher.run_ranks(

@@ -59,14 +59,14 @@ class Trial:
             with contextlib.suppress(KeyboardInterrupt):  # asked again: it is being done
                 self._gather(ANSWER_SECONDS)
         self.left.interrupted |= interrupted
-        told = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
+        end = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
         facts = [node.facts for node in self.nodes]
         return Outcome(
             started_at=started_at,
             wall_seconds=time.perf_counter() - begin,
             launcher=self.cell.launcher,
             nodes=facts,
-            **told,
+            **vars(end),
         )
 
     def _start(self) -> bool:
@@ -146,15 +146,11 @@ class Trial:
             return True
         received_at, left = what
         del self.open[node.line.connection]
-        for answer in left.answers.values():
-            answer |= {
-                name: answer[name] + self.sent_at - received_at
-                for name in ("entered_at", "failed_at")
-                if name in answer
-            }
-            answer |= {"machine": node.facts["machine"], "node": self.nodes.index(node)}
+        place, machine = self.nodes.index(node), node.facts["machine"]
+        for rank, answer in left.answers.items():
+            left.answers[rank] = answer.on_node(place, machine, self.sent_at - received_at)
         self.left.add(left)
-        return left.well and len(left.answers) == len(self.specs[self.nodes.index(node)].ranks)
+        return left.succeeded and len(left.answers) == len(self.specs[self.nodes.index(node)].ranks)
 
     def _stop(self) -> None:
         for node in list(self.open.values()):

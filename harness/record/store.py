@@ -1,4 +1,4 @@
-"""Reading and writing results: append-only parquet files, each whole or absent.
+"""Reading and writing results: append-only parquet files, each complete or absent.
 
 results/runs/RUN.parquet                        one row, written before the first trial
 results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.record.profile import ProfileRecord
+from harness.record.run import RunRecord
 from harness.record.schema import arrow_schema
+from harness.record.step import StepRecord
+from harness.record.table import Record, arrow_table
+from harness.record.trial import TrialRecord
 from harness.spec.errors import NoRuns, NotWritable, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
-Row = Mapping[str, Any]
 _COPIED = "files"
 """Key in the metadata of a run's copy: how many files it holds."""
 _AT_ONCE = 200
@@ -67,11 +72,11 @@ class Store:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
-    def write_run(self, row: Row) -> bool:
-        """False where the run is there already: of several that begin the same one, the first says
-        what it is."""
-        path = self.folder / "runs" / f"{row['run_id']}.parquet"
-        mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [row])
+    def write_run(self, run: RunRecord) -> bool:
+        """False where the run is there already: where several begin the same run, the first one's
+        record counts."""
+        path = self.folder / "runs" / f"{run.run_id}.parquet"
+        mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [run])
         try:
             os.link(mine, path)
             return True
@@ -80,21 +85,18 @@ class Store:
         finally:
             mine.unlink()
 
-    def write_trial(self, row: Row, steps: Iterable[Row]) -> Path:
+    def write_trial(self, trial: TrialRecord, steps: Iterable[StepRecord] = ()) -> Path:
         """Steps first: the trial's own row makes both count."""
-        key = TrialKey(row["cell_id"], row["trial"], row["attempt"])
+        file = f"{TrialKey(trial.cell_id, trial.trial, trial.attempt).stem}.parquet"
         steps = list(steps)
         if steps:
-            self._write(
-                "steps", self.folder / "steps" / row["run_id"] / f"{key.stem}.parquet", steps
-            )
-        return self._write(
-            "trials", self.folder / "trials" / row["run_id"] / f"{key.stem}.parquet", [row]
-        )
+            self._write("steps", self.folder / "steps" / trial.run_id / file, steps)
+        return self._write("trials", self.folder / "trials" / trial.run_id / file, [trial])
 
-    def write_explained(self, row: Row) -> Path:
-        file = f"{row['cell_id']}-a{row['attempt']}.parquet"
-        return self._write("explained", self.folder / "explained" / row["run_id"] / file, [row])
+    def write_profile(self, profile: ProfileRecord) -> Path:
+        folder = self.folder / "explained" / profile.run_id
+        file = folder / f"{profile.cell_id}-a{profile.attempt}.parquet"
+        return self._write("explained", file, [profile])
 
     def run_ids(self) -> list[str]:
         """All runs, oldest first."""
@@ -106,23 +108,22 @@ class Store:
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
         """How each trial of a run that has its record ended."""
-        found = _read(
-            "trials", self._files("trials", run_id), ("cell_id", "trial", "attempt", "status")
-        )
-        return {TrialKey(*key): status for *key, status in found.itertuples(index=False)}
+        columns = ("cell_id", "trial", "attempt", "status")
+        trials = _read("trials", self._files("trials", run_id), columns)
+        return {TrialKey(*key): status for *key, status in trials.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
         """The tables of these runs, or of all. Raises NoRuns without any, UsageError for a run that
         is not there."""
-        known = self.run_ids()
-        if not known:
+        recorded = self.run_ids()
+        if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
-        wanted = known if run_ids is None else list(run_ids)
+        wanted = recorded if run_ids is None else list(run_ids)
         for run_id in wanted:
-            if run_id not in known:
+            if run_id not in recorded:
                 raise UsageError(
                     f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
-                    f" {', '.join(known[-5:])}"
+                    f" {', '.join(recorded[-5:])}"
                 )
         runs = _read("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
         trials = _read("trials", [path for r in wanted for path in self._files("trials", r)])
@@ -148,7 +149,7 @@ class Store:
                 pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks()
                 for i in range(0, len(files), _AT_ONCE)
             )
-            self._whole(self._copy(table, run_id), schema, parts)
+            self._write_file(self._copy(table, run_id), schema, parts)
 
     def _copy(self, table: str, run_id: str) -> Path:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
@@ -156,15 +157,8 @@ class Store:
     def _single(self, table: str, run_id: str) -> list[Path]:
         """The files of the trials that count; none where only the copy was kept."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
-        return (
-            counted
-            if table == "trials"
-            else [
-                file
-                for one in counted
-                if (file := self.folder / table / run_id / one.name).exists()
-            ]
-        )
+        files = [self.folder / table / run_id / trial.name for trial in counted]
+        return [file for file in files if file.exists()]
 
     def _files(self, table: str, run_id: str) -> list[Path]:
         """Where the rows of a run are: in the copy, if that is as new as they are or all that was
@@ -185,19 +179,15 @@ class Store:
             if single or not copy.exists()
             else [copy]
         )
-        found = _read("steps", files)
-        return found[found["cell_id"] == cell_id].reset_index(drop=True)
+        steps = _read("steps", files)
+        return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
-    def _write(self, table: str, path: Path, rows: Sequence[Row]) -> Path:
-        import pyarrow as pa
-
+    def _write(self, table: str, path: Path, rows: Sequence[Record]) -> Path:
         schema = arrow_schema(table)
-        if unknown := set().union(*rows) - set(schema.names):
-            raise ValueError(f"columns not in schema {table}: {sorted(unknown)}")
-        return self._whole(path, schema, [pa.Table.from_pylist(rows, schema=schema)])
+        return self._write_file(path, schema, [arrow_table(rows, schema)])
 
-    def _whole(self, path: Path, schema: Any, parts: Iterable[Any]) -> Path:
-        """Writes a file whole or not at all."""
+    def _write_file(self, path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
+        """Writes a complete file or none."""
         import pyarrow.parquet as pq
 
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,16 +226,16 @@ def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.
     are null."""
     import pyarrow as pa
 
-    whole = (
+    rows = (
         pa.concat_tables(_tables(table, files, columns))
         if files
         else _nullable(table, columns).empty_table()
     )
-    frame: pd.DataFrame = whole.combine_chunks().to_pandas()
+    frame: pd.DataFrame = rows.combine_chunks().to_pandas()
     return frame
 
 
-def _nullable(table: str, columns: Sequence[str] = ()) -> Any:
+def _nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
     import pyarrow as pa
 
     return pa.schema(
@@ -257,17 +247,17 @@ def _nullable(table: str, columns: Sequence[str] = ()) -> Any:
     )
 
 
-def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[Any]:
+def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[pa.Table]:
     """Each file's rows in the columns of today's schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, found = _nullable(table, columns), []
-    for one in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
-        present = set(one.column_names)
+    schema, tables = _nullable(table, columns), []
+    for rows in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
+        present = set(rows.column_names)
         cast = [
-            one.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(one), f.type)
+            rows.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(rows), f.type)
             for f in schema
         ]
-        found.append(pa.table(cast, schema=schema))
-    return found
+        tables.append(pa.table(cast, schema=schema))
+    return tables

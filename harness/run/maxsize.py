@@ -12,7 +12,6 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
@@ -20,10 +19,11 @@ from harness.host.cache import cache_folder
 from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
-from harness.record.plan import Plan
+from harness.record.plan import LeftOut, Plan
 from harness.record.search import KINDS, MATRIX, ODD, sized
 from harness.record.store import TrialKey
-from harness.run.rows import left_out_row
+from harness.record.trial import TrialRecord
+from harness.run.rows import left_out_record
 from harness.run.runner import Runner, Watcher
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
@@ -134,7 +134,7 @@ def predict(cell: Cell, budget: int) -> Prediction:
 
 
 def plan_of(
-    cells: Sequence[Cell], left_out: Sequence[Any], budget: int, order: Sequence[Sequence[str]]
+    cells: Sequence[Cell], left_out: Sequence[LeftOut], budget: int, order: Sequence[Sequence[str]]
 ) -> Plan:
     """The plan of a search: one cell of one block per strategy.
 
@@ -188,9 +188,7 @@ class Search:
             )
         for left in plan.left_out:
             if (left.cell.id, 0) not in self._known:
-                store.write_trial(
-                    left_out_row(plan.run_id, left.cell, left.status, left.reason), []
-                )
+                store.write_trial(left_out_record(plan.run_id, left.cell, left.status, left.reason))
         launcher = self.runner.start(plan.cells)
         try:
             for cell in plan.cells:
@@ -220,7 +218,7 @@ class Search:
         try:
             low, _ = largest(lambda blocks: self._fits(launcher, sized(cell, blocks)), guess)
             while low and self._status(launcher, sized(cell, low), 1) == "out_of_memory":
-                low -= 1  # by a hair, and not this time
+                low -= 1  # the probe had just fitted, and this trial of the same size did not
         except Stopped:
             return
 
@@ -252,17 +250,19 @@ class Search:
             self.watcher.trial_started(cell, trial, self.position)
             key = TrialKey(cell.id, trial, len(known) + 1)
             if trial == 0:
-                row = self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)
+                trial_record = self.runner.one(
+                    launcher, cell, key, self.position, None, self.watcher.step
+                )
             else:
-                row = self._verified(launcher, cell, key)
+                trial_record = self._verified(launcher, cell, key)
             self.position += 1
-            known.append(str(row["status"]))
-            self.watcher.trial_finished(cell, row)
+            known.append(trial_record.status)
+            self.watcher.trial_finished(cell, trial_record)
             if known[-1] == "interrupted":
                 raise KeyboardInterrupt
         return known[-1]
 
-    def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> dict[str, Any]:
+    def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
         """The trial against a reference run of the same size without the limit, whose parameters
         are not kept."""
         if 24 * parameters_of(cell) > psutil.virtual_memory().available:

@@ -1,12 +1,11 @@
-"""A trial before it is launched: what its launcher is told, what the machine does meanwhile, and
-what it may be spared."""
+"""A trial before it is launched: the arguments of its launch, what the host does around it, and
+whether it can be skipped."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from harness.host.cuda import to_preload
 from harness.host.environment import device_type
@@ -17,6 +16,7 @@ from harness.launch.outcome import Outcome
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
@@ -55,16 +55,19 @@ class Surroundings:
     idle_before: float | None
     idle_after: float | None
 
-    def columns(self, gpus: int, outcome: Outcome) -> dict[str, Any]:
-        """Of a trial that used so many of the GPUs; its own ranks, should one still be going, are
-        nobody else."""
-        own = {answer.get("pid") for answer in outcome.answers}
-        return {
-            "gpu_before": as_json(self.gpus_before[:gpus]),
-            "gpu_after": as_json([state.without(own) for state in self.gpus_after[:gpus]]),
-            "idle_before": self.idle_before,
-            "idle_after": self.idle_after,
-        }
+    def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
+        """The record of a trial that used so many of the GPUs, with these observations.
+
+        Its own ranks, of which one may not have ended yet, do not count as foreign processes.
+        """
+        own = {answer.pid for answer in outcome.answers}
+        return replace(
+            trial,
+            gpu_before=as_json(self.gpus_before[:gpus]),
+            gpu_after=as_json([state.without(own) for state in self.gpus_after[:gpus]]),
+            idle_before=self.idle_before,
+            idle_after=self.idle_after,
+        )
 
 
 def more_of_the_same(cell: Cell, other: Cell) -> bool:

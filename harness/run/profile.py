@@ -1,59 +1,67 @@
-"""Launches that explain a cell, and the row of what their ranks answer."""
+"""Launches of a cell whose ranks are profiled, and the record of what they answer."""
 
 from __future__ import annotations
 
 import functools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
 
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.breakdown import own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
-from harness.record.profile import COMPONENTS, SPLIT
+from harness.record.profile import ProfileRecord
+from harness.run.figures import all_known
 from harness.spec.cell import Cell
 from harness.spec.training import Layout, States
 from harness.strategy.registry import validate
-from harness.worker.profile import explained_cell
+from harness.worker.answer import ProfiledAnswer
+from harness.worker.profile import profiled_cell
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import model_facts
 
 
-def explain_cell(
+def profile_cell(
     launcher: LauncherProtocol, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
-) -> dict[str, Any]:
-    """Launches a cell once more, not as a trial; returns its row.
+) -> ProfileRecord:
+    """Launches a cell once more, not as a trial, and profiles its ranks.
 
     `traces`: folder for a trace of each rank.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
-    looked_at = explained_cell(cell)
+    with_few_steps = profiled_cell(cell)
     outcome = launcher.run(
-        looked_at,
+        with_few_steps,
         prepare_data(cell.data, workload, cell.sequence_length),
         layout.processes,
         max_restarts=strategy.max_restarts,
-        command=functools.partial(strategy.command, looked_at),
-        explain=True,
+        command=functools.partial(strategy.command, with_few_steps),
+        profile=True,
         traces=traces,
     )
     facts = model_facts(workload, cell.sequence_length)
-    formula, theory = strategy.states(cell, layout, facts), strategy.traffic(cell, layout, facts)
-    return explained_row(
-        run_id,
-        cell,
-        attempt,
-        outcome,
-        theory,
-        formula,
+    theory = Theory(
+        strategy.traffic(cell, layout, facts),
+        strategy.states(cell, layout, facts),
         _activations(cell, layout, workload),
-        layout.servers,
     )
+    return profile_record(run_id, cell, attempt, outcome, theory, layout.servers)
+
+
+@dataclass(frozen=True)
+class Theory:
+    """What the strategy's formulas give; None: there is no formula."""
+
+    sent_bytes: float | None = None
+    """That a rank must send in a step, mean of the ranks."""
+    states: States | None = None
+    """Of the fullest rank."""
+    activation_bytes: float | None = None
 
 
 def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None:
@@ -68,121 +76,129 @@ def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None
     )
 
 
-def explained_row(
+def profile_record(
     run_id: str,
     cell: Cell,
     attempt: int,
     outcome: Outcome,
-    theory_bytes: float | None,
-    formula: States | None,
-    formula_activations: float | None,
+    theory: Theory,
     servers: int = 0,
-) -> dict[str, Any]:
-    """The row of a launch that explains a cell, whatever became of it.
+) -> ProfileRecord:
+    """The record of a launch whose ranks were profiled, whatever became of it.
 
     `servers`: of its ranks, the last ones, which compute little.
     """
-    row: dict[str, Any] = {
-        "run_id": run_id,
-        "cell_id": cell.id,
-        "cell_name": cell.name,
-        "attempt": attempt,
-        "started_at": datetime.fromtimestamp(outcome.started_at, timezone.utc),
-        "status": outcome.status,
-        "reason": outcome.reason,
-        **{name: [] for name in _LISTS},
-    }
-    if outcome.status == "ok":
-        row |= (
-            _time_columns(outcome.answers, servers)
-            | _byte_columns(outcome.answers)
-            | _memory_columns(outcome.answers)
-        )
-        row |= {"theory_bytes": theory_bytes, "formula_activation_bytes": formula_activations}
-        if formula:
-            kinds = {
-                "parameter": formula.parameters,
-                "gradient": formula.gradients,
-                "optimizer": formula.optimizer,
-            }
-            row |= {f"formula_{kind}_bytes": size for kind, size in kinds.items()} | {
-                "formula_library_bytes": formula.library
-            }
-    return row
+    record = ProfileRecord(
+        run_id=run_id,
+        cell_id=cell.id,
+        cell_name=cell.name,
+        attempt=attempt,
+        started_at=datetime.fromtimestamp(outcome.started_at, timezone.utc),
+        status=outcome.status,
+        reason=outcome.reason,
+    )
+    if outcome.status != "ok":
+        return record
+    ranks = [answer.profiled for answer in outcome.answers if answer.profiled]
+    record = _with_memory(_with_bytes(_with_times(record, ranks, servers), ranks), ranks)
+    record = replace(
+        record,
+        theory_bytes=theory.sent_bytes,
+        formula_activation_bytes=theory.activation_bytes,
+    )
+    if (states := theory.states) is None:
+        return record
+    return replace(
+        record,
+        formula_parameter_bytes=states.parameters,
+        formula_gradient_bytes=states.gradients,
+        formula_optimizer_bytes=states.optimizer,
+        formula_library_bytes=states.library,
+    )
 
 
-_LISTS = (
-    *(f"{name}_seconds" for name in (*COMPONENTS, "overlapped", "operators", "own")),
-    "logical_bytes",
-    "algorithm_bytes",
-    "sent_bytes",
-    "peak_tracked_bytes",
-    *(f"peak_{kind}_bytes" for kind in SPLIT),
-    "private_bytes",
-)
-
-
-def _time_columns(answers: Sequence[dict[str, Any]], servers: int) -> dict[str, Any]:
+def _with_times(
+    record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
+) -> ProfileRecord:
     """Of the profiled step whose slowest rank's time is the median: components of one step, which
     sum to its time."""
-    slowest = [
-        max(rank["step"] for rank in ranks)
-        for ranks in zip(*(a["profiled"] for a in answers), strict=True)
-    ]
+    profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
+    slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]
-    steps = [a["profiled"][middle] for a in answers]
-    own = [own_seconds(step) for step in steps]
-    plain = [max(ranks) for ranks in zip(*(a["plain_seconds"] for a in answers), strict=True)]
-    workers = answers[: len(answers) - servers]
-    found = straggler(
-        [
-            [own_seconds(step) for step in ranks]
-            for ranks in zip(*(a["profiled"] for a in workers), strict=True)
-        ]
+    steps = [rank[middle] for rank in profiled]
+    plain = [max(seconds) for seconds in zip(*(r.plain_seconds for r in ranks), strict=True)]
+    workers = profiled[: len(ranks) - servers]
+    late = straggler(
+        [[own_seconds(step) for step in steps] for steps in zip(*workers, strict=True)]
     )
-    return {
-        "profiled_steps": len(slowest),
-        "plain_step_seconds": statistics.median(plain),
-        "profiled_step_seconds": slowest[middle],
-        **{
-            f"{name}_seconds": [step[name] for step in steps] for name in (*COMPONENTS, "operators")
-        },
-        "overlapped_seconds": (
-            [] if None in (overlapped := [step["overlapped"] for step in steps]) else overlapped
-        ),
-        "own_seconds": own,
-        "straggler": found and found[0],
-        "straggler_excess": found and found[1],
-    }
+
+    def seconds(component: str) -> tuple[float, ...]:
+        return tuple(step[component] for step in steps)
+
+    return replace(
+        record,
+        profiled_steps=len(slowest),
+        plain_step_seconds=statistics.median(plain),
+        profiled_step_seconds=slowest[middle],
+        overlapped_seconds=all_known([rank.profiled[middle]["overlapped"] for rank in ranks]),
+        own_seconds=tuple(own_seconds(step) for step in steps),
+        straggler=late and late[0],
+        straggler_excess=late and late[1],
+        compute_seconds=seconds("compute"),
+        communication_seconds=seconds("communication"),
+        optimizer_seconds=seconds("optimizer"),
+        data_seconds=seconds("data"),
+        bubble_seconds=seconds("bubble"),
+        offload_seconds=seconds("offload"),
+        other_seconds=seconds("other"),
+        operators_seconds=seconds("operators"),
+    )
 
 
-def _byte_columns(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    sent = [a["sent_bytes_per_step"] for a in answers]
-    columns: dict[str, Any] = {"sent_bytes": [] if None in sent else sent}
-    if any(a["calls"] is None for a in answers):
-        return columns
-    calls = [[(Call(*one[:3]), float(one[3])) for one in a["calls"]] for a in answers]
-    return {
-        **columns,
-        "collectives": json.dumps([a["calls"] for a in answers]),
-        "logical_bytes": [logical_bytes(rank) for rank in calls],
-        "algorithm_bytes": [
-            algorithm_bytes(rank, a["wire"]) for rank, a in zip(calls, answers, strict=True)
-        ],
-    }
+def _known(step: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: seconds for name, seconds in step.items() if seconds is not None}
 
 
-def _memory_columns(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    private = [a["private_bytes"] for a in answers]
-    columns: dict[str, Any] = {"private_bytes": [] if None in private else private}
-    columns["memory_reason"] = next((a["memory_reason"] for a in answers if a["memory_reason"]), "")
-    splits = [a["memory"] for a in answers]
-    if None in splits:
-        return columns
-    fullest = max(splits, key=lambda split: split["peak"])
-    return {
-        **columns,
-        "peak_tracked_bytes": [split["peak"] for split in splits],
-        **{f"peak_{kind}_bytes": [split[kind] for split in splits] for kind in SPLIT},
-        "unseen_buffers": json.dumps(fullest["unseen"]),
-    }
+def _with_bytes(record: ProfileRecord, ranks: Sequence[ProfiledAnswer]) -> ProfileRecord:
+    record = replace(record, sent_bytes=all_known([rank.sent_bytes_per_step for rank in ranks]))
+    counts = [rank.calls for rank in ranks if rank.calls is not None]
+    if len(counts) < len(ranks):
+        return record
+    calls = [
+        [(Call(operation, size, group), float(count)) for operation, size, group, count in rank]
+        for rank in counts
+    ]
+    sent = [algorithm_bytes(own, r.wire) for own, r in zip(calls, ranks, strict=True)]
+    return replace(
+        record,
+        collectives=json.dumps(counts),
+        logical_bytes=tuple(logical_bytes(own) for own in calls),
+        algorithm_bytes=tuple(sent),
+    )
+
+
+def _with_memory(record: ProfileRecord, ranks: Sequence[ProfiledAnswer]) -> ProfileRecord:
+    record = replace(
+        record,
+        private_bytes=all_known([rank.private_bytes for rank in ranks]),
+        memory_reason=next((r.memory_reason for r in ranks if r.memory_reason), ""),
+    )
+    peaks = [rank.memory for rank in ranks if rank.memory is not None]
+    if len(peaks) < len(ranks):
+        return record
+
+    def held(kind: str) -> tuple[int, ...]:
+        return tuple(peak[kind] for peak in peaks)
+
+    fullest = max(ranks, key=lambda rank: rank.memory["peak"] if rank.memory else 0)
+    return replace(
+        record,
+        unseen_buffers=json.dumps(fullest.unseen_buffers),
+        peak_tracked_bytes=held("peak"),
+        peak_parameters_bytes=held("parameters"),
+        peak_gradients_bytes=held("gradients"),
+        peak_optimizer_bytes=held("optimizer"),
+        peak_activations_bytes=held("activations"),
+        peak_library_bytes=held("library"),
+        peak_other_bytes=held("other"),
+    )

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Protocol
 
-from harness.analysis.losses import mean_losses
 from harness.analysis.summary import too_wide
 from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
@@ -18,30 +17,25 @@ from harness.host.gpu_state import GpuLook
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
-from harness.measure.bubble import bubble_fraction
 from harness.measure.load import Idle
-from harness.parity.judging import allowed_deviation, distance_to_fp32, in_fp32, verdict_of
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import (
     make_room,
-    reference_cell,
     reference_key,
-    reference_of,
-    split_differently,
 )
-from harness.parity.verdict import noise_of
 from harness.record.plan import Plan
+from harness.record.run import RunRecord
 from harness.record.schema import VERSION as SCHEMA_VERSION
 from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
-from harness.run.expected import time_limit_seconds
+from harness.record.trial import TrialRecord
 from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
-from harness.run.profile import explain_cell
-from harness.run.rows import left_out_row, step_rows, trial_row
+from harness.run.profile import profile_cell
+from harness.run.references import ReferenceRuns, compared
+from harness.run.rows import left_out_record, step_records, trial_record
+from harness.run.verified import verified
 from harness.spec.cell import Cell
 from harness.strategy.registry import required_packages
-from harness.workloads import make_workload, prepare_data
-from harness.workloads.counts import model_facts
 
 
 class Watcher(Protocol):
@@ -51,7 +45,7 @@ class Watcher(Protocol):
     def round_added(self, cells: Sequence[Cell]) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
 Todo = tuple[int, Cell, TrialKey]
@@ -70,7 +64,7 @@ class Runner:
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
     time."""
     _given_up: dict[str, str] = field(default_factory=dict)
-    _no_reference: dict[str, str] = field(default_factory=dict)
+    _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
     _gpus: GpuLook = field(default_factory=GpuLook)
 
@@ -116,19 +110,19 @@ class Runner:
     def make_room(self) -> None:
         """Raises UsageError where the disk has too little room for the reference runs that are
         missing; nothing is recorded then."""
-        make_room(_compared([cell for _, cell, _ in self.open_trials()]))
+        make_room(compared([cell for _, cell, _ in self.open_trials()]))
 
     def begin(self) -> bool:
         """Writes the run's row; False where somebody else has begun this run."""
-        row = {
-            "schema_version": SCHEMA_VERSION,
-            "run_id": self.plan.run_id,
-            "started_at": datetime.now(timezone.utc),
-            "matrix": self.plan.matrix,
-            "plan": self.plan.to_json(),
+        run = RunRecord(
+            schema_version=SCHEMA_VERSION,
+            run_id=self.plan.run_id,
+            started_at=datetime.now(timezone.utc),
+            matrix=self.plan.matrix,
+            plan=self.plan.to_json(),
             **environment(required_packages()),
-        }
-        return self.store.write_run(row)
+        )
+        return self.store.write_run(run)
 
     def run(self, watcher: Watcher) -> bool:
         """Runs all open trials; False if it was interrupted (what was running is then recorded as
@@ -137,7 +131,7 @@ class Runner:
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
                 self.store.write_trial(
-                    left_out_row(self.plan.run_id, left.cell, left.status, left.reason), []
+                    left_out_record(self.plan.run_id, left.cell, left.status, left.reason)
                 )
         began = self.now()
         todo = self.open_trials() or self.another_round(0.0, watcher)
@@ -155,7 +149,7 @@ class Runner:
             else contextlib.nullcontext()
         ) as ring:
             launcher = ring or self.start(wanted)
-            references = self._references(launcher, wanted, watcher)
+            references = self._references.of(launcher, wanted, watcher.preparing)
             while todo:
                 if not self._trials(launcher, references, todo, watcher):
                     return False
@@ -195,21 +189,21 @@ class Runner:
     ) -> bool:
         """Runs these trials in order; False if it was interrupted."""
         for group in self._groups(todo):
-            now = [one for one in group if self._is_launched(*one, watcher)]
-            for position, cell, key in now:
+            launched = [todo for todo in group if self._is_launched(*todo, watcher)]
+            for position, cell, key in launched:
                 watcher.trial_started(cell, key.trial, position)
             if isinstance(launcher, InterleavedLauncher):
-                rows = self._by_turns(launcher, now, references, watcher.step)
+                trials = self._by_turns(launcher, launched, references, watcher.step)
             else:
-                rows = [
+                trials = [
                     self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step)
-                    for at, cell, key in now
+                    for at, cell, key in launched
                 ]
-            for (_, cell, _), row in zip(now, rows, strict=True):
-                watcher.trial_finished(cell, row)
-                if row["status"] in NOT_AGAIN:
-                    self._given_up[cell.id] = row["status"]
-            if any(row["status"] == "interrupted" for row in rows):
+            for (_, cell, _), trial in zip(launched, trials, strict=True):
+                watcher.trial_finished(cell, trial)
+                if trial.status in NOT_AGAIN:
+                    self._given_up[cell.id] = trial.status
+            if any(trial.status == "interrupted" for trial in trials):
                 return False
         return True
 
@@ -231,12 +225,11 @@ class Runner:
             reason := self._needs_more_memory(cell)
         ):  # later ones have a trial that says it fits
             self._given_up[cell.id] = "skipped"
-            row = left_out_row(self.plan.run_id, cell, "skipped", reason) | {
-                "attempt": key.attempt,
-                "position": position,
-            }
-            self.store.write_trial(row, [])
-            watcher.trial_finished(cell, row)
+            trial = left_out_record(
+                self.plan.run_id, cell, "skipped", reason, key.attempt, position
+            )
+            self.store.write_trial(trial)
+            watcher.trial_finished(cell, trial)
             return False
         return True
 
@@ -252,9 +245,10 @@ class Runner:
         for number, cell in enumerate(todo, 1):
             watcher.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
             assert launcher is not None
-            row = explain_cell(launcher, self.plan.run_id, cell, int(last.get(cell.id, 0)) + 1)
-            self.store.write_explained(row)
-            if row["status"] == "interrupted":
+            attempt = int(last.get(cell.id, 0)) + 1
+            profile = profile_cell(launcher, self.plan.run_id, cell, attempt)
+            self.store.write_profile(profile)
+            if profile.status == "interrupted":
                 return False
         return True
 
@@ -270,8 +264,8 @@ class Runner:
         position: int,
         reference: Reference | None,
         heard: Callable[[int, float], None],
-    ) -> dict[str, Any]:
-        """Launches, judges and records one trial; returns its row.
+    ) -> TrialRecord:
+        """Launches, judges and records one trial.
 
         Without a reference its parity stays unknown.
         """
@@ -290,8 +284,8 @@ class Runner:
         todo: Sequence[Todo],
         references: dict[str, Reference],
         heard: Callable[[int, float], None],
-    ) -> list[dict[str, Any]]:
-        """A round whose launches train by turns: their rows."""
+    ) -> list[TrialRecord]:
+        """Launches, judges and records a round of trials that train by turns."""
         round_ = [
             PreparedTrial(cell, key, position, references[reference_key(cell)])
             for position, cell, key in todo
@@ -306,110 +300,27 @@ class Runner:
         ]
 
     def _record(
-        self, prepared: PreparedTrial, outcome: Outcome, around: Surroundings
-    ) -> dict[str, Any]:
-        """Judges and records a trial; returns its row."""
-        cell, key, reference = prepared.cell, prepared.key, prepared.reference
-        workload, strategy, layout = prepared.workload, prepared.strategy, prepared.layout
-        facts = model_facts(workload, cell.sequence_length)
-        known = prepared.known
-        reference_losses = known.facts["losses"][: cell.parity_steps] if known else []
-        noise = known.noise if known else None
-        verdict = None
-        losses = mean_losses(outcome.answers) if outcome.status == "ok" else []
-        if outcome.status == "ok":
-            allowed = allowed_deviation(cell, workload, strategy, layout)
-            why_not = (
-                self._no_reference.get(reference.folder, "")
-                if reference
-                else "a probe is not compared with a reference run"
-            )
-            updates = [a["update_deviations"] for a in outcome.answers]
-            verdict = verdict_of(
-                cell, workload, allowed, losses, updates, reference_losses, why_not, noise
-            )
-        gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
-        peak = peak_flops_per_second(gpu, workload.arithmetic or cell.precision)
-        busy = [a["busy_fraction"] for a in outcome.answers if a.get("busy_fraction") is not None]
-        row = trial_row(
-            self.plan.run_id,
-            cell,
-            key,
-            prepared.position,
-            layout,
-            strategy.stand_in(cell),
-            outcome,
-            facts,
-            prepared.launch.data.fingerprint,
-            verdict,
-            reference_losses,
-            peak,
-            bubble_fraction(busy) if busy else None,
-            formula=strategy.states(cell, layout, facts),
-            cycle=strategy.cycle,
-            wraps_ddp=strategy.same_as_ddp(cell),
-            **around.columns(prepared.gpus, outcome),
-            reference_loss_noise=noise.loss if noise else None,
-            reference_update_noise=noise.update if noise else None,
-            fp32_loss_deviation=distance_to_fp32(cell, losses) if losses else None,
+        self, prepared: PreparedTrial, outcome: Outcome, surroundings: Surroundings
+    ) -> TrialRecord:
+        """Judges and records a trial."""
+        cell, reference = prepared.cell, prepared.reference
+        why_not = (
+            self._references.failures.get(reference.folder, "")
+            if reference
+            else "a probe is not compared with a reference run"
         )
-        self.store.write_trial(row, step_rows(self.plan.run_id, key, outcome.answers))
-        return row
-
-    def _references(
-        self, launcher: LauncherProtocol, cells: Sequence[Cell], watcher: Watcher
-    ) -> dict[str, Reference]:
-        """The reference of every cell; runs those that are not kept from before."""
-        found: dict[str, Reference] = {}
-        compared = _compared(cells)
-        make_room(compared)
-        for cell in compared:
-            key = reference_key(cell)
-            if key in found:
-                continue
-            found[key] = reference = reference_of(cell)
-            if not reference.exists:
-                watcher.preparing(
-                    f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
-                )
-                outcome = self._reference_run(
-                    launcher, reference_cell(cell), reference_output=reference.folder
-                )
-                if outcome.status != "ok":
-                    self._no_reference[reference.folder] = (
-                        f"the reference run ended {outcome.status}: {outcome.reason}"
-                    )
-            again = split_differently(reference_cell(cell))
-            if again and reference.exists and reference.noise is None:
-                watcher.preparing(
-                    f"the same with its batch in {again.micro_batches} parts: how far rounding"
-                    " alone leads"
-                )
-                outcome = self._reference_run(launcher, again, reference=reference.folder)
-                losses = mean_losses(outcome.answers) if outcome.status == "ok" else []
-                noise = (
-                    noise_of(
-                        losses, outcome.answers[0]["update_deviations"], reference.facts["losses"]
-                    )
-                    if losses
-                    else None
-                )
-                if noise:
-                    reference.note(noise)
-        return found
-
-    def _reference_run(self, launcher: LauncherProtocol, cell: Cell, **more: Any) -> Outcome:
-        """Runs a reference's cell; raises KeyboardInterrupt where the user stopped it."""
-        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
-        if cell.device == "cuda":
-            limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
-            cell = cell.model_copy(
-                update={"time_limit_seconds": max(limit, cell.time_limit_seconds)}
-            )
-        outcome = launcher.run(cell, data, 1, **more)
-        if outcome.status == "interrupted":
-            raise KeyboardInterrupt
-        return outcome
+        gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
+        trial = trial_record(
+            self.plan.run_id,
+            prepared,
+            outcome,
+            verified(prepared, outcome, why_not),
+            surroundings,
+            peak_flops_per_second(gpu, prepared.workload.arithmetic or cell.precision),
+        )
+        steps = step_records(self.plan.run_id, prepared.key, outcome.answers)
+        self.store.write_trial(trial, steps)
+        return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
         """The reason not to try a cell: one that differs only by needing no more of anything ran
@@ -420,9 +331,3 @@ class Runner:
             if more_of_the_same(cell, other):
                 return f"{other.name} ran out of memory and this needs more"
         return None
-
-
-def _compared(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, and their twins in fp32 where they have one: all that references are needed
-    for."""
-    return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]

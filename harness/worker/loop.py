@@ -7,8 +7,7 @@ import itertools
 import json
 import socket
 import time
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable
 
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
@@ -22,9 +21,11 @@ from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
+from harness.worker.answer import Offload, RankStates, RankStep
 from harness.worker.batches import Batches
 from harness.worker.interleave import Place
 from harness.worker.spec import TrialSpec
+from harness.workloads import Workload
 
 
 class Progress:
@@ -55,13 +56,13 @@ class Loop:
     def __init__(self, spec: TrialSpec, job: Job, step: TrainStep, meter: MemoryMeter) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
         self.progress = Progress(spec.progress if job.rank == 0 else None)
-        self.rows: list[dict[str, Any]] = []
+        self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.deviations: dict[str, float] | None = None
-        self.dtypes: dict[str, Any] = {}
-        self.states: dict[str, Any] = {}
+        self.states: RankStates | None = None
+        """What this rank holds between steps, once `verify` has looked."""
         self.settling = False
         self.timed = 0
         """Timed steps so far."""
@@ -74,8 +75,8 @@ class Loop:
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
         self._counted_from: int | None = None
         self.place = Place(spec.turns.address) if spec.turns else None
-        self.turns_began: list[tuple[int, float]] = []
-        """First step of each turn, and when that began, in seconds after the epoch."""
+        self.slices_began: list[tuple[int, float]] = []
+        """First step of each time slice, and when that began, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
@@ -93,9 +94,9 @@ class Loop:
         return self.batches.fetch(index)
 
     def start_counting(self) -> None:
-        """Readings around a stretch of timed steps: what they sent, took and met costs them
-        nothing."""
-        self._counted_from = len(self.rows)
+        """Reads the counters of traffic, energy and load before a stretch of timed steps. They are
+        read between steps, so that no step's time includes it."""
+        self._counted_from = len(self.steps)
         self.traffic.start()
         self.gpus.start()
         self.energy.start()
@@ -105,28 +106,28 @@ class Loop:
         self.load.stop()
         self.energy.stop()
         self.gpus.stop()
-        self.traffic.stop(0 if self._counted_from is None else len(self.rows) - self._counted_from)
+        self.traffic.stop(0 if self._counted_from is None else len(self.steps) - self._counted_from)
         self._counted_from = None
 
     def per_step(self, total: float | None) -> float | None:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
-    def offload(self) -> dict[str, float | None] | None:
+    def offload(self) -> Offload | None:
         """What travelled to and from the disk per step, and what lies there; None where the
         strategy keeps nothing there."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
-        return {
-            "read": self.per_step(self.traffic.disk_read),
-            "written": self.per_step(self.traffic.disk_written),
-            "kept": folder_bytes(train_state.offload_folder),
-        }
+        return Offload(
+            self.per_step(self.traffic.disk_read),
+            self.per_step(self.traffic.disk_written),
+            folder_bytes(train_state.offload_folder),
+        )
 
     def over(self) -> bool:
         """Whether all steps were taken; by turns more of them, for those that settle."""
         cell = self.job.cell
-        return len(self.rows) >= cell.total_steps and (
+        return len(self.steps) >= cell.total_steps and (
             self.spec.turns is None or self.timed >= cell.timed_steps
         )
 
@@ -134,8 +135,8 @@ class Loop:
         """Waits for it. The step after that does not count: caches are cold."""
         assert self.place is not None
         self.stop_counting()
-        last = self.rows[-1]["step_seconds"]
-        self.turns_began.append((index, self.place.wait(index - len(self.turns_began) - 1, last)))
+        last = self.steps[-1].step_seconds
+        self.slices_began.append((index, self.place.wait(index - len(self.slices_began) - 1, last)))
         self.settling = True
 
     def one(self, index: int) -> None:
@@ -149,7 +150,7 @@ class Loop:
         self.settling = False
         self.timed += phase == "timed"
         value = None if loss is None else float(loss.detach())
-        self.rows.append({"step": index, "phase": phase, **asdict(took), "loss": value})
+        self.steps.append(RankStep(took.data_seconds, took.step_seconds, index, phase, value))
         self.progress.tell(index, took.step_seconds)
 
     def note_peak(self) -> None:
@@ -166,17 +167,13 @@ class Loop:
         self.note_peak()
         train_state, workload = self.job.train_state, self.job.workload
         assert train_state is not None
-        self.dtypes = dtypes_of(train_state)
-        kinds, buffers = state_bytes(
-            itertools.chain(retained(train_state), workload.retained(train_state.model)),
-            self.job.device.type,
-        )
-        self.states = {"state_bytes": kinds, "library_buffers": buffers}
+        self.states = states_of(train_state, workload, self.job.device.type)
         with self.meter.unlimited():
             if self.spec.reference_output:
+                losses = [step.loss for step in self.steps if step.loss is not None]
                 initial = workload.build(self.job.cell.seed, self.job.device)
                 Reference(self.spec.reference_output).save(
-                    workload, train_state.model, initial, [row["loss"] for row in self.rows]
+                    workload, train_state.model, initial, losses
                 )
             if self.spec.reference:
                 self.deviations = update_deviations(
@@ -190,16 +187,14 @@ def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
 
 
-def dtypes_of(train_state: TrainState) -> dict[str, Any]:
-    """The distinct dtypes of parameters, gradients and optimizer state, and the number of elements
-    this rank holds."""
+def states_of(train_state: TrainState, workload: Workload, device_type: str) -> RankStates:
+    """What this rank holds between steps."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    def names(tensors: Any) -> list[str]:
-        return sorted(
-            {str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)}
-        )
+    def names(tensors: Iterable[object]) -> tuple[str, ...]:
+        dtypes = {str(t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
+        return tuple(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
 
     parameters = list(train_state.model.parameters())
     state = [
@@ -211,16 +206,21 @@ def dtypes_of(train_state: TrainState) -> dict[str, Any]:
         if k != "step"
     ]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return {
-        "parameter_dtypes": names(parameters),
+    kinds, buffers = state_bytes(
+        itertools.chain(retained(train_state), workload.retained(train_state.model)), device_type
+    )
+    return RankStates(
+        parameter_dtypes=names(parameters),
         # Gradients are gone after zero_grad; they have their parameter's dtype (autograd
         # accumulates into that).
-        "gradient_dtypes": names(gradients) or names(p for p in parameters if p.requires_grad),
-        "optimizer_state_dtypes": names(state),
-        "held_parameters": sum(
+        gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
+        optimizer_state_dtypes=names(state),
+        held_parameters=sum(
             (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters
         ),
-    }
+        state_bytes=kinds,
+        library_buffers=buffers,
+    )
 
 
 def busy_share(loop: Loop) -> float | None:

@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from harness.worker.spec import TrialSpec, answer_file
+from harness.worker.answer import answer_file
+from harness.worker.spec import TrialSpec
 from harness.worker.worker import run_rank
 
 _MPI = {

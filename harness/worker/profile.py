@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from harness.measure.peak_breakdown import STEPS as TRACKED_STEPS
 from harness.measure.peak_breakdown import peak_split
 from harness.record.profile import COMPONENTS
 from harness.spec.cell import Cell
-from harness.worker.spec import answer_file, write_json
+from harness.worker.answer import ProfiledAnswer, RankAnswer
 
 if TYPE_CHECKING:
     from harness.strategy.job import TrainState
@@ -50,7 +51,7 @@ _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")
 
 
-def explained_cell(cell: Cell) -> Cell:
+def profiled_cell(cell: Cell) -> Cell:
     """The cell with as many steps after its warm-up as are looked at: plain, profiled, counted,
     tracked."""
     return cell.model_copy(
@@ -58,8 +59,8 @@ def explained_cell(cell: Cell) -> Cell:
     )
 
 
-def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
-    """What this rank sees, for its answer.
+def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
+    """What this rank sees. `answer`: what it has to say so far.
 
     `traces`: folder that its trace is written to as rankN.json.gz.
     """
@@ -70,27 +71,31 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
         loop.one(next(indices))
     loop.stop_counting()
     profiled = _profiled(loop, train_state, indices, traces)
-    calls, sees = _counted(loop, train_state, next(indices))
-    found = {
-        "plain_seconds": [row["step_seconds"] for row in loop.rows if row["phase"] == "timed"],
-        "profiled": profiled,
-        "calls": calls,
-        "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
-        "wire": (
-            "ring" if loop.job.device.type == "cuda" else train_state.wire
-        ),  # NCCL's algorithms, which move what rings do
-        "memory": None,
-        "memory_reason": (
+    calls, sees_operators = _counted(loop, train_state, next(indices))
+    seen = ProfiledAnswer(
+        plain_seconds=tuple(step.step_seconds for step in loop.steps if step.phase == "timed"),
+        profiled=tuple(profiled),
+        calls=calls,
+        sent_bytes_per_step=loop.per_step(loop.traffic.sent),
+        # NCCL's algorithms send what those of a ring send.
+        wire="ring" if loop.job.device.type == "cuda" else train_state.wire,
+        memory=None,
+        unseen_buffers=None,
+        memory_reason=(
             "torch's memory tracker sees the thread that calls the step only, and the library"
             " trains in one of its own"
         ),
-        "private_bytes": None,
-    }
-    if not sees:
-        return found
-    answer = answer_file(loop.spec.scratch, loop.job.rank)
-    told = {"rank": loop.job.rank, "status": "ok", **found}
-    write_json(answer, {**told, "memory_reason": "torch's memory tracker failed on another rank"})
+        private_bytes=None,
+    )
+    if not sees_operators:
+        return seen
+
+    def write(reason: str) -> None:
+        """Leaves what is known before the peak of memory is."""
+        known = replace(seen, memory_reason=f"torch's memory tracker{reason}")
+        replace(answer, profiled=known).write(loop.spec.scratch)
+
+    write(" failed on another rank")
     loop.meter.reset()
     try:
         split = peak_split(
@@ -98,24 +103,21 @@ def explain(loop: Loop, traces: str | None) -> dict[str, Any]:
         )
     except Exception as error:
         # The other ranks wait for this one in the middle of a step: its end frees them, and what
-        # all know so far is written.
-        said = " ".join(str(error).split())[:300]
-        write_json(
-            answer,
-            {**told, "memory_reason": f"torch's memory tracker: {type(error).__name__}: {said}"},
-        )
+        # every rank knows so far is in its answer.
+        write(f": {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         os._exit(1)
-    return {
-        **found,
-        "memory": split,
-        "memory_reason": "",
-        "private_bytes": loop.meter.peak().allocated,
-    }
+    return replace(
+        seen,
+        memory={kind: size for kind, size in split.items() if isinstance(size, int)},
+        unseen_buffers=split["unseen"],
+        memory_reason="",
+        private_bytes=loop.meter.peak().allocated,
+    )
 
 
 def _counted(
     loop: Loop, train_state: TrainState, index: int
-) -> tuple[list[list[Any]] | None, bool]:
+) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
     """(operation, bytes, group size, count) of a step's collectives, None where they cannot be
     seen; whether any operator was."""
     import torch.distributed as dist
@@ -126,11 +128,11 @@ def _counted(
         loop.step(batch)
     other_means = processes > 1 and not (dist.is_initialized() or train_state.collectives)
     known = bool(seen[0]) and not other_means
-    return (
-        [[c.operation, c.tensor_bytes, c.group_size, count] for c, count in sorted(calls.items())]
-        if known
-        else None
-    ), bool(seen[0])
+    counts = tuple(
+        (call.operation, call.tensor_bytes, call.group_size, count)
+        for call, count in sorted(calls.items())
+    )
+    return counts if known else None, bool(seen[0])
 
 
 def _profiled(

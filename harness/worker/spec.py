@@ -1,12 +1,9 @@
-"""What a trial's ranks are told, and what each of them answers."""
+"""What a trial's ranks are told, and the files that they leave."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.spec.cell import Cell
 from harness.worker.interleave import TimeSlices
@@ -30,9 +27,8 @@ class TrialSpec:
     """Folder that this trial is to write as a reference run."""
     max_restarts: int = 0
     """Elastic restarts that the ranks may take."""
-    explain: bool = False
-    """Whether the ranks are to say where time and memory go, instead of being timed (see
-    harness/worker/profile.py)."""
+    profile: bool = False
+    """Whether the ranks are profiled instead of timed (see harness/worker/profile.py)."""
     traces: str | None = None
     """Folder for the traces of such a launch."""
     turns: TimeSlices | None = None
@@ -52,7 +48,8 @@ class TrialSpec:
     cores: tuple[tuple[int, ...], ...] = ()
     """CPU cores of each local rank."""
     progress: str | None = None
-    """Address of a datagram socket that likes to hear of steps."""
+    """Address of the datagram socket to which rank 0 reports its finished steps; None: nobody
+    listens."""
     parent: int = 0
     """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for
     another launcher's."""
@@ -68,10 +65,6 @@ class TrialSpec:
         )
 
 
-def answer_file(scratch: str | Path, rank: int) -> Path:
-    return Path(scratch) / f"rank{rank}.json"
-
-
 def log_file(scratch: str | Path, rank: int) -> Path:
     return Path(scratch) / f"rank{rank}.log"
 
@@ -82,10 +75,3 @@ def stacks_file(scratch: str | Path, rank: int) -> Path:
 
 def pid_file(scratch: str | Path, rank: int) -> Path:
     return Path(scratch) / f"rank{rank}.pid"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)

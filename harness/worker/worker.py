@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,17 @@ from harness.measure.oom import shortage
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
+from harness.worker.answer import (
+    CpuTime,
+    FailureAnswer,
+    ProfiledAnswer,
+    RankAnswer,
+    TrainedAnswer,
+    answer_file,
+)
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
-from harness.worker.spec import TrialSpec, answer_file, log_file, pid_file, stacks_file, write_json
+from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
@@ -77,25 +85,27 @@ def run_rank(spec: TrialSpec) -> None:
     variables."""
     rank = int(os.environ["RANK"])
     _prepare_process(spec, rank)
-    answer: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "entered_at": time.time()}
-    standing = RankProgress()
+    answer = RankAnswer(rank, os.getpid(), time.time())
+    progress = RankProgress()
     try:
-        answer |= _train(spec, rank, standing)
-        answer["status"] = "ok"
+        result = _train(spec, answer, progress)
     except BaseException as error:
-        if standing.meter:
-            standing.meter.lift()
-        answer |= failure(error)
-        if answer["status"] == "out_of_memory" and standing.meter:
-            answer |= shortage(
-                error, standing.meter, standing.job.train_state if standing.job else None
-            )
+        if progress.meter:
+            progress.meter.lift()
+        cause = failure(error)
+        if cause.status == "out_of_memory" and progress.meter:
+            state = progress.job.train_state if progress.job else None
+            held = shortage(error, progress.meter, state)
+            cause = replace(cause, failed_in=held["failed_in"], holding=held["holding"])
         traceback.print_exc()
         _flush()
-        write_json(answer_file(spec.scratch, rank), answer)
+        replace(answer, failure=cause).write(spec.scratch)
         os._exit(1)
     _flush()
-    write_json(answer_file(spec.scratch, rank), answer)
+    if isinstance(result, TrainedAnswer):
+        replace(answer, trained=result).write(spec.scratch)
+    else:
+        replace(answer, profiled=result).write(spec.scratch)
 
 
 @dataclass
@@ -121,23 +131,23 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
     os._exit(0)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException) -> FailureAnswer:
     """Status and reason of an exception, and whether it is only the consequence of another rank's
     failure."""
-    said = str(error).strip().splitlines()
-    line = said[0] if said else ""
-    text = " ".join(said).lower()
+    lines = str(error).strip().splitlines()
+    first_line = lines[0] if lines else ""
+    text = " ".join(lines).lower()
     memory = (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or any(m in text for m in _NO_MEMORY)
     )
-    return {
-        "status": "out_of_memory" if memory else "failed",
-        "reason": f"{type(error).__name__}: {line}" if line else type(error).__name__,
-        "failed_at": time.time(),
-        "consequence": not memory and any(m in text for m in _LOST_PEER),
-    }
+    return FailureAnswer(
+        status="out_of_memory" if memory else "failed",
+        reason=": ".join(part for part in (type(error).__name__, first_line) if part),
+        failed_at=time.time(),
+        consequence=not memory and any(m in text for m in _LOST_PEER),
+    )
 
 
 def no_memory(text: str) -> str:
@@ -211,7 +221,13 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]:
+def _train(
+    spec: TrialSpec, answer: RankAnswer, progress: RankProgress
+) -> TrainedAnswer | ProfiledAnswer:
+    """Sets up, takes all steps and verifies, or is profiled.
+
+    `answer`: what this rank has to say so far.
+    """
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -219,7 +235,7 @@ def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]
 
     import harness.worker.preload
 
-    cell = spec.cell
+    cell, rank = spec.cell, answer.rank
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     workload = make_workload(cell.workload)
@@ -233,7 +249,7 @@ def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )
-    standing.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
+    progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.process_group:
@@ -245,7 +261,7 @@ def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]
         dist.init_process_group(
             backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
         )
-    standing.job = job = Job(
+    progress.job = job = Job(
         cell,
         workload,
         layout,
@@ -269,39 +285,39 @@ def _train(spec: TrialSpec, rank: int, standing: RankProgress) -> dict[str, Any]
     setup_peak = meter.peak().allocated
 
     loop = Loop(spec, job, step, meter)
-    if spec.explain:
-        from harness.worker.profile import explain
+    if spec.profile:
+        from harness.worker.profile import profile_rank
 
-        return explain(loop, spec.traces)
+        return profile_rank(loop, answer, spec.traces)
     gc.collect()
     meter.reset()
     gc.disable()  # a collection in a timed step is a noise of the harness's making
     while not loop.over():
-        loop.one(len(loop.rows))
-        if len(loop.rows) == cell.parity_steps:
+        loop.one(len(loop.steps))
+        if len(loop.steps) == cell.parity_steps:
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
     gc.enable()
     busy = busy_share(loop) if layout.pipeline > 1 else None
-    return {
-        "setup_seconds": setup_seconds,
-        "setup_peak_memory_bytes": setup_peak,
-        "restarts": restarts,
-        "cores": core_ranges(os.sched_getaffinity(0)),
-        "steps": loop.rows,
-        "turns": loop.turns_began,
-        "peak_memory_bytes": loop.peak_allocated,
-        "reserved_memory_bytes": loop.peak_reserved,
-        "host_peak_bytes": loop.peak_host,
-        "gpu_use": None if (use := loop.gpus.use()) is None else asdict(use),
-        "memory_method": meter.method,
-        "update_deviations": loop.deviations,
-        "busy_fraction": busy,
-        "offload": loop.offload(),
-        "sent_bytes_per_step": loop.per_step(loop.traffic.sent),
-        "load": {"seconds": loop.load.seconds, "own": loop.load.own, "busy": loop.load.busy},
-        "joules_per_step": loop.per_step(loop.energy.joules),
-        **loop.dtypes,
-        **loop.states,
-    }
+    assert loop.states is not None
+    return TrainedAnswer(
+        setup_seconds=setup_seconds,
+        setup_peak_memory_bytes=setup_peak,
+        restarts=restarts,
+        cores=core_ranges(os.sched_getaffinity(0)),
+        steps=tuple(loop.steps),
+        time_slices=tuple(loop.slices_began),
+        peak_memory_bytes=loop.peak_allocated,
+        reserved_memory_bytes=loop.peak_reserved,
+        host_peak_bytes=loop.peak_host,
+        memory_method=meter.method,
+        gpu_use=loop.gpus.use(),
+        update_deviations=loop.deviations,
+        busy_fraction=busy,
+        offload=loop.offload(),
+        sent_bytes_per_step=loop.per_step(loop.traffic.sent),
+        cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
+        joules_per_step=loop.per_step(loop.energy.joules),
+        states=loop.states,
+    )

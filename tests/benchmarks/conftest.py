@@ -51,8 +51,8 @@ def steps_of(
     assert outcome.status == "ok", outcome.reason
     return slowest(
         [
-            [s["step_seconds"] for s in a["steps"] if s["phase"] == "timed" or not timed]
-            for a in outcome.answers
+            [s.step_seconds for s in rank.steps if s.phase == "timed" or not timed]
+            for rank in outcome.trained
         ]
     )
 

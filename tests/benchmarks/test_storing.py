@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio
 from tests.unit.test_store import run_row, step, trial_row
@@ -40,14 +42,14 @@ def written(store: Store, rows: int) -> float:
     """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run
     makes at its end."""
     seconds = 0.0
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     for number in range(rows // STEPS):
         one = Cell(strategy="ddp", devices=8, options={"bucket_cap_mb": float(1 + number // 10)})
         key = TrialKey(one.id, number % 10)
         row = {**trial_row(one), "trial": key.trial}
-        steps = [{**step(key, n // 8), "rank": n % 8} for n in range(STEPS)]
+        steps = [step(key, n // 8, n % 8) for n in range(STEPS)]
         began = time.perf_counter()
-        store.write_trial(row, steps)
+        store.write_trial(TrialRecord(**row), steps)
         seconds += time.perf_counter() - began
     began = time.perf_counter()
     store.gather("run-1")

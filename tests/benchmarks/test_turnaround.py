@@ -14,6 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from tests.benchmarks.conftest import Ratio
 from tests.ranks.conftest import Silent, cell
@@ -94,5 +95,5 @@ def test_recording(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     from harness.spec.cell import Cell
 
     store, one = Store(tmp_path), Cell(strategy="ddp", devices=2)
-    row, steps = trial_row(one), [step(TrialKey(one.id, 0), n) for n in range(1000)]
+    row, steps = TrialRecord(**trial_row(one)), [step(TrialKey(one.id, 0), n) for n in range(1000)]
     benchmark(store.write_trial, row, steps)

@@ -30,12 +30,12 @@ from harness.analysis.stats import (
 )
 from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.launcher import Launcher
-from harness.run.rows import figures
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from tests.benchmarks.conftest import Ratio, step_seconds
+from tests.unit.recording import figures
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
 SLOWER = {"one": 0.0, "same": 0.0, "slower by 3 %": 3.0, "slower by 1.5 %": 1.5}
@@ -84,8 +84,8 @@ def by_turns(ring: InterleavedLauncher) -> Take:
         for name, one, outcome in zip(names, cells, ring.together(launches), strict=True):
             assert outcome.status == "ok", outcome.reason
             row = figures(one, outcome.answers, facts, None)
-            turns = list(zip(row["turn_began"], row["turn_samples_per_second"], strict=True))
-            found[name] = (row["samples_per_second"], turns)
+            turns = list(zip(row.turn_began, row.turn_samples_per_second, strict=True))
+            found[name] = (row.samples_per_second, turns)
         return found
 
     return take

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
+from harness.record.run import RunRecord
 from harness.record.store import Results, Store, load
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from reports import write_report
 from tests.browser.conftest import Watched
@@ -63,7 +65,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.unit.test_store import step
 
     folder = tmp_path_factory.mktemp("many")
-    Store(folder).write_run(run_row())
+    Store(folder).write_run(RunRecord(**run_row()))
     rows, steps = [], []
     for number in range(CELLS):
         one = Cell(
@@ -229,7 +231,9 @@ def hostile(tmp_path: Path) -> Iterator[Path]:
     """A run whose every text is hostile."""
     store = Store(tmp_path / "results")
     store.write_run(
-        {**run_row(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]}
+        RunRecord(
+            **{**run_row(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]}
+        )
     )
     for number, text in enumerate(HOSTILE):
         one = Cell(
@@ -247,17 +251,19 @@ def hostile(tmp_path: Path) -> Iterator[Path]:
             "log_tail": text,
         }
         store.write_trial(
-            trial_row(
-                one, **more, samples_per_second=float("nan") if number == 3 else 10.0 + number
+            TrialRecord(
+                **trial_row(
+                    one, **more, samples_per_second=float("nan") if number == 3 else 10.0 + number
+                )
             ),
-            [],
         )
         broken = one.model_copy(update={"seed": 1})
         store.write_trial(
-            trial_row(
-                broken, **more, status="failed", samples_per_second=None, parity_verdict=None
+            TrialRecord(
+                **trial_row(
+                    broken, **more, status="failed", samples_per_second=None, parity_verdict=None
+                )
             ),
-            [],
         )
     return tmp_path / "results"
 

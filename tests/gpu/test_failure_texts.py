@@ -71,7 +71,7 @@ OWN_FAILURE = [
 def test_finding_21_no_memory_is_known_by_each_librarys_words(text: str) -> None:
     """Finding 21: CUBLAS_STATUS_ALLOC_FAILED was a failure, not a lack of memory."""
     found = failure(RuntimeError(text))
-    assert (found["status"], found["consequence"]) == ("out_of_memory", False)
+    assert (found.status, found.consequence) == ("out_of_memory", False)
     assert no_memory(f"before\n{text}\nafter")
 
 
@@ -79,7 +79,7 @@ def test_finding_21_no_memory_is_known_by_each_librarys_words(text: str) -> None
 def test_finding_21_a_lost_peer_is_known_by_nccls_words(text: str) -> None:
     """Finding 21: what NCCL says of a rank that has gone was taken for the cause."""
     found = failure(RuntimeError(text))
-    assert (found["status"], found["consequence"]) == ("failed", True)
+    assert (found.status, found.consequence) == ("failed", True)
 
 
 @pytest.mark.parametrize("text", OWN_FAILURE)
@@ -87,5 +87,5 @@ def test_finding_21_what_a_rank_did_itself_stays_its_own_failure(text: str) -> N
     """A collective that timed out, a wrong call, a kernel that failed: the cause is here as well as
     anywhere."""
     found = failure(RuntimeError(text))
-    assert (found["status"], found["consequence"]) == ("failed", False)
+    assert (found.status, found.consequence) == ("failed", False)
     assert not no_memory(text)

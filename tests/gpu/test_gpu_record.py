@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Results, Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.rows import figures
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
+from harness.worker.answer import RankAnswer
 from reports.comparison import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
-from tests.unit.test_measure import FACTS, answer
+from tests.unit.recording import answer, figures
+from tests.unit.test_measure import FACTS
 from tests.unit.test_report import page_of, stored, trial_rows
 
 QUIET = GpuState(
@@ -65,9 +66,9 @@ NOISY_RUN = {
 }
 
 
-def use(*throttled: float, **more: Any) -> dict[str, Any]:
-    """A rank's answer of its GPU."""
-    return asdict(GpuUse(("GPU-a0",), 20.0, {"temperature": throttled[0]}, (QUIET,), **more))
+def use(throttled: float, **more: Any) -> GpuUse:
+    """What a rank answers of its GPU."""
+    return GpuUse(("GPU-a0",), 20.0, {"temperature": throttled}, (QUIET,), **more)
 
 
 def test_memory_of_each_rank_is_recorded_by_kind() -> None:
@@ -84,17 +85,16 @@ def test_memory_of_each_rank_is_recorded_by_kind() -> None:
         for rank in range(2)
     ]
     row = figures(CELL, ranks, FACTS, None)
-    assert row["reserved_memory_bytes_by_rank"] == [8 * GIB, 8 * GIB]
-    assert row["nvml_memory_bytes_by_rank"] == [10 * GIB, 10 * GIB + 1]
-    assert row["context_memory_bytes_by_rank"] == [GIB, GIB]
-    assert row["host_peak_memory_bytes_by_rank"] == [3 * GIB, 3 * GIB + 1]
-    assert row["rank_cores"] == ["0-7", "0-7"]
-    assert len(json.loads(row["gpu_use"])) == 2
-    ranks[1]["gpu_use"] = use(0.0)
-    unknown = figures(CELL, ranks, FACTS, None)
-    assert (unknown["nvml_memory_bytes_by_rank"], unknown["context_memory_bytes_by_rank"]) == (
-        [],
-        [],
+    assert row.reserved_memory_bytes_by_rank == (8 * GIB, 8 * GIB)
+    assert row.nvml_memory_bytes_by_rank == (10 * GIB, 10 * GIB + 1)
+    assert row.context_memory_bytes_by_rank == (GIB, GIB)
+    assert row.host_peak_memory_bytes_by_rank == (3 * GIB, 3 * GIB + 1)
+    assert row.rank_cores == ("0-7", "0-7")
+    assert len(json.loads(row.gpu_use)) == 2
+    unknown = figures(CELL, [ranks[0], answer(1, [1.0], gpu_use=use(0.0))], FACTS, None)
+    assert (unknown.nvml_memory_bytes_by_rank, unknown.context_memory_bytes_by_rank) == (
+        (),
+        (),
     )
 
 
@@ -105,9 +105,9 @@ def test_a_server_in_host_memory_has_no_gpu() -> None:
         server,
     ]
     row = figures(CELL, ranks, FACTS, None)
-    assert (row["nvml_memory_bytes_by_rank"], row["host_peak_memory_bytes_by_rank"]) == ([7], [5])
+    assert (row.nvml_memory_bytes_by_rank, row.host_peak_memory_bytes_by_rank) == ((7,), (5,))
     cpu = figures(CELL.model_copy(update={"device": "cpu"}), [server, server], FACTS, None)
-    assert "gpu_use" not in cpu
+    assert cpu.gpu_use is None
 
 
 class HeatingLauncher:
@@ -119,7 +119,7 @@ class HeatingLauncher:
     def run(self, *_: Any, **more: Any) -> Outcome:
         self.host.gpus[1].reasons, self.host.gpus[1].celsius = 0x40, 91
         self.host.gpus[0].processes = [(4711, 2 * GIB), (815, GIB)]
-        return Outcome("failed", "a rank was lost", 1.0, 2.0, answers=[{"rank": 0, "pid": 815}])
+        return Outcome("failed", "a rank was lost", 1.0, 2.0, answers=(RankAnswer(0, pid=815),))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -134,9 +134,9 @@ def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
     runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1), _gpus=GpuLook())
     launcher: Any = HeatingLauncher(host)
     row = runner.one(launcher, cell, TrialKey(cell.id, 0), 0, None, lambda *_: None)
-    before, after = (json.loads(row[name] or "[]") for name in ("gpu_before", "gpu_after"))
+    before, after = (json.loads(text or "[]") for text in (row.gpu_before, row.gpu_after))
     if device == "cpu":
-        assert (before, after, row["gpu_before"]) == ([], [], None)
+        assert (before, after, row.gpu_before) == ([], [], None)
         return
     assert [state["index"] for state in before] == [state["index"] for state in after] == [0, 1]
     assert [state["processes"] for state in before] == [[], []]
@@ -208,8 +208,8 @@ def test_a_comparison_names_them(tmp_path: Path) -> None:
 
 def test_lists_by_rank_are_never_null() -> None:
     """A reader of older and left-out trials gets empty lists, as of all other columns by rank."""
-    from harness.run.rows import left_out_row
+    from tests.unit.recording import left_out_fields
 
-    row = left_out_row("r", CELL, "refused", "no")
+    row = left_out_fields("r", CELL, "refused", "no")
     lists: Sequence[str] = [column.name for column in TrialRecord.columns() if column.is_list]
-    assert [name for name in lists if row.get(name) != []] == []
+    assert [name for name in lists if row[name] != ()] == []

@@ -28,6 +28,7 @@ from harness.spec.training import EXACT
 from harness.strategy.job import TrainState
 from harness.workloads import make_workload
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
+from tests.unit.recording import answer
 
 ON_GPU = Cell(
     strategy="ddp",
@@ -55,9 +56,13 @@ class LauncherProtocol:
             Path(folder, "reference.json").write_text(
                 json.dumps({"losses": [2.0, 1.0], "update_norms": {}})
             )
-        steps = [{"loss": loss} for loss in self.losses]
-        answers = [{"steps": steps, "update_deviations": {"weight": self.update}}]
-        return Outcome("ok", "", time.time(), 1.0, answers=answers)
+        rank = answer(
+            0,
+            [1.0] * (len(self.losses) - 1),
+            list(self.losses),
+            update_deviations={"weight": self.update},
+        )
+        return Outcome("ok", "", time.time(), 1.0, answers=(rank,))
 
     def ignore_pid(self, pid: int) -> None: ...
 
@@ -78,7 +83,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def references(folder: Path, cells: list[Cell], launches: LauncherProtocol) -> dict[str, Reference]:
     runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
-    return runner._references(launches, cells, Silent())  # type: ignore[arg-type]
+    return runner._references.of(launches, cells, Silent().preparing)  # type: ignore[arg-type]
 
 
 def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(

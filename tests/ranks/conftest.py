@@ -12,6 +12,7 @@ import pytest
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.strategy.registry import strategies
@@ -26,7 +27,7 @@ class Silent:
     def round_added(self, cells: Sequence[Cell]) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
 @pytest.fixture(scope="session")

@@ -53,9 +53,10 @@ def together(ring: InterleavedLauncher, *cells: Cell) -> list[Outcome]:
 
 def fine(outcome: Outcome, timed: int = 5) -> None:
     assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
-    assert [
-        sum(step["phase"] == "timed" for step in answer["steps"]) for answer in outcome.answers
-    ] == [timed, timed]
+    assert [sum(step.phase == "timed" for step in rank.steps) for rank in outcome.trained] == [
+        timed,
+        timed,
+    ]
 
 
 def test_one_trains_at_a_time(ring: InterleavedLauncher) -> None:
@@ -69,10 +70,10 @@ def test_one_trains_at_a_time(ring: InterleavedLauncher) -> None:
         (
             began,
             number,
-            sum(step["step_seconds"] for step in outcome.answers[0]["steps"][first : first + 3]),
+            sum(step.step_seconds for step in outcome.trained[0].steps[first : first + 3]),
         )
         for number, outcome in enumerate(outcomes)
-        for first, began in outcome.answers[0]["turns"]
+        for first, began in outcome.trained[0].time_slices
     )
     assert [number for _, number, _ in turns] == [0, 1, 2] * 10
     for (began, _, seconds), (after, _, _) in itertools.pairwise(turns):

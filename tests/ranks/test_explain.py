@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,20 @@ from typer.testing import CliRunner
 from bench.cli import app
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
-from harness.record.profile import COMPONENTS, SPLIT
+from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.store import Store
-from harness.run.profile import explain_cell
+from harness.run.profile import profile_cell
 from harness.run.runner import Runner
 from tests.ranks.conftest import Silent, cell
 
 
-def explained(launcher: Launcher, strategy: str, devices: int = 2, **axes: Any) -> dict[str, Any]:
-    row = explain_cell(launcher, "run", cell(strategy, devices, **axes))
-    assert row["status"] == "ok", row["reason"]
+def explained(launcher: Launcher, strategy: str, devices: int = 2, **axes: Any) -> ProfileRecord:
+    row = profile_cell(launcher, "run", cell(strategy, devices, **axes))
+    assert row.status == "ok", row.reason
     return row
 
 
-def mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
@@ -57,15 +58,15 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
     row = explained(
         launcher, devices=devices, workload="llama-mini", time_limit_seconds=120, **CELLS[name]
     )
-    assert row["theory_bytes"] is not None
-    assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
-    assert mean(row["sent_bytes"]) == pytest.approx(mean(row["algorithm_bytes"]), rel=0.05)
+    assert row.theory_bytes is not None
+    assert mean(row.logical_bytes) == pytest.approx(row.theory_bytes, rel=0.02)
+    assert mean(row.sent_bytes) == pytest.approx(mean(row.algorithm_bytes), rel=0.05)
     for rank in range(devices):
-        known = sum(row[f"{name}_seconds"][rank] for name in COMPONENTS if name != "other")
-        assert known == pytest.approx(known + row["other_seconds"][rank], rel=0.03)
-    assert row["memory_reason"] == ""
-    for rank, peak in enumerate(row["peak_tracked_bytes"]):
-        assert sum(row[f"peak_{kind}_bytes"][rank] for kind in SPLIT) == pytest.approx(
+        known = sum(getattr(row, f"{name}_seconds")[rank] for name in COMPONENTS if name != "other")
+        assert known == pytest.approx(known + row.other_seconds[rank], rel=0.03)
+    assert row.memory_reason == ""
+    for rank, peak in enumerate(row.peak_tracked_bytes):
+        assert sum(getattr(row, f"peak_{kind}_bytes")[rank] for kind in SPLIT) == pytest.approx(
             peak, rel=0.05
         )
 
@@ -87,7 +88,7 @@ def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, compo
     """A tenth of a second of sleep in steps that take a few milliseconds."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY})
     for rank in range(2):
-        found = {name: row[f"{name}_seconds"][rank] for name in COMPONENTS}
+        found = {name: getattr(row, f"{name}_seconds")[rank] for name in COMPONENTS}
         assert found[component] >= 0.95 * DELAY, found
         assert max(found, key=lambda name: found[name]) == component
 
@@ -97,11 +98,11 @@ def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, compo
 def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
     """The other one waits for it: there the delay is communication."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY, "only_rank": 1})
-    assert row["straggler"] == 1
-    assert row["straggler_excess"] > 1
-    assert row["communication_seconds"][0] >= 0.9 * DELAY
-    assert row["own_seconds"][1] >= 0.95 * DELAY
-    assert row[f"{where}_seconds"][1] >= 0.95 * DELAY
+    assert row.straggler == 1
+    assert row.straggler_excess > 1
+    assert row.communication_seconds[0] >= 0.9 * DELAY
+    assert row.own_seconds[1] >= 0.95 * DELAY
+    assert getattr(row, f"{where}_seconds")[1] >= 0.95 * DELAY
 
 
 @pytest.mark.alone
@@ -109,9 +110,9 @@ def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
     """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches
     more."""
     row = explained(launcher, "vertical", workload="llama-micro", global_batch=16)
-    share = mean(row["bubble_seconds"]) / row["profiled_step_seconds"]
+    share = mean(row.bubble_seconds) / row.profiled_step_seconds
     assert 0.25 < share < 0.75
-    assert mean(row["communication_seconds"]) < 0.1 * row["profiled_step_seconds"]
+    assert mean(row.communication_seconds) < 0.1 * row.profiled_step_seconds
 
 
 @pytest.mark.alone
@@ -119,16 +120,16 @@ def test_waits_that_the_profiler_cannot_see_are_named_by_the_strategy(launcher: 
     """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not
     nought."""
     row = explained(launcher, "parameter_server", workload="llama-micro")
-    assert row["communication_seconds"][2] > 0.3 * row["profiled_step_seconds"]
-    assert row["logical_bytes"] == []
-    assert row.get("collectives") is None
+    assert row.communication_seconds[2] > 0.3 * row.profiled_step_seconds
+    assert row.logical_bytes == ()
+    assert row.collectives is None
 
 
 def test_a_library_that_trains_in_its_own_thread_is_seen_too(launcher: Launcher) -> None:
     row = explained(launcher, "trainer", workload="llama-micro")
-    assert mean(row["operators_seconds"]) > 0.3 * row["profiled_step_seconds"]
-    assert mean(row["optimizer_seconds"]) > 0
-    assert "thread" in row["memory_reason"]
+    assert mean(row.operators_seconds) > 0.3 * row.profiled_step_seconds
+    assert mean(row.optimizer_seconds) > 0
+    assert "thread" in row.memory_reason
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_ddp_reduces_in_the_buckets_that_a_user_gets(
     """Torch's first bucket holds 1 MiB, but only where no size is given; the model's gradients are
     3.6 MB."""
     row = explained(launcher, "ddp", options=options, workload="llama-micro")
-    for rank in json.loads(row["collectives"]):
+    for rank in json.loads(row.collectives):
         assert sum(count for operation, _, _, count in rank if operation == "all_reduce") == buckets
 
 
@@ -152,21 +153,19 @@ def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher
     row = explained(
         launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro"
     )
-    assert mean(row["logical_bytes"]) == pytest.approx(row["theory_bytes"], rel=0.02)
-    assert len(row["compute_seconds"]) == 2
-    assert row["memory_reason"].startswith("torch's memory tracker")
-    assert row["peak_tracked_bytes"] == []
+    assert mean(row.logical_bytes) == pytest.approx(row.theory_bytes, rel=0.02)
+    assert len(row.compute_seconds) == 2
+    assert row.memory_reason.startswith("torch's memory tracker")
+    assert row.peak_tracked_bytes == ()
 
 
 def test_states_at_the_peak_are_those_of_the_formula(launcher: Launcher) -> None:
     """DDP's parameters and moments, whole; its buckets, which live in C++, by their size."""
     row = explained(launcher, "ddp", workload="llama-micro")
-    assert row["peak_parameters_bytes"][0] == pytest.approx(
-        row["formula_parameter_bytes"], rel=0.01
-    )
-    assert row["peak_optimizer_bytes"][0] >= 0.99 * row["formula_optimizer_bytes"]
-    assert row["peak_library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
-    assert "reducer" in row["unseen_buffers"]
+    assert row.peak_parameters_bytes[0] == pytest.approx(row.formula_parameter_bytes, rel=0.01)
+    assert row.peak_optimizer_bytes[0] >= 0.99 * row.formula_optimizer_bytes
+    assert row.peak_library_bytes[0] == pytest.approx(row.formula_library_bytes, rel=0.01)
+    assert "reducer" in row.unseen_buffers
 
 
 def test_a_run_explains_its_cells_once_and_writes_no_trial(

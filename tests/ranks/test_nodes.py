@@ -153,7 +153,7 @@ def test_trains_the_same_on_two_nodes(
 
 def test_ranks_follow_the_nodes_order(cluster: Cluster) -> None:
     outcome = cluster.run(cell("ddp", devices=4, nodes=2))
-    assert [answer["node"] for answer in outcome.answers] == [0, 0, 1, 1]
+    assert [answer.node for answer in outcome.answers] == [0, 0, 1, 1]
 
 
 def test_a_warm_start_is_short(cluster: Cluster) -> None:

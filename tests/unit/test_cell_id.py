@@ -15,7 +15,9 @@ from bench.matrix import AXES, Matrix
 from harness.analysis.history import histories
 from harness.analysis.selection import measured
 from harness.record.plan import Plan, kept_plan
+from harness.record.run import RunRecord
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from harness.spec.cell import _ALWAYS_IDENTITY, _NOT_IDENTITY, Cell
 from harness.spec.training import TrainStep
@@ -128,9 +130,11 @@ def test_a_history_goes_on_over_the_change_of_rules(
     store = Store(tmp_path)
     for day, cell in enumerate(cells, 1):
         run_id = f"2026010{day}T000000-aaaa"
-        store.write_run(run_row(run_id=run_id, started_at=run_row()["started_at"].replace(day=day)))
+        store.write_run(
+            RunRecord(**run_row(run_id=run_id, started_at=run_row()["started_at"].replace(day=day)))
+        )
         for row in trial_rows(cell, [100.0, 101.0, 102.0]):
-            store.write_trial(row | {"run_id": run_id}, [])
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     series = histories(measured(store.load(steps=False)), "throughput")
     assert [(one.cell_id, len(one.points)) for one in series] == [
         (cells[2].id, 3),
@@ -165,7 +169,7 @@ def test_a_run_that_began_before_is_gone_on_with_by_its_ids(tmp_path: Path) -> N
     older = json.loads(plan.to_json())
     for cell in older["cells"]:
         del cell["defaults"]
-    store.write_run(run_row(run_id="run-1", plan=json.dumps(older)))
-    store.write_trial(trial_rows(DDP, [100.0])[0] | {"run_id": "run-1"}, [])
+    store.write_run(RunRecord(**run_row(run_id="run-1", plan=json.dumps(older))))
+    store.write_trial(TrialRecord(**(trial_rows(DDP, [100.0])[0] | {"run_id": "run-1"})))
     todo = Runner(store, kept_plan(store, "run-1")).open_trials()
     assert [(key.cell_id, key.trial) for _, _, key in todo] == [(DDP.id, 1)]

@@ -389,9 +389,9 @@ def folder(tmp_path: Path) -> Path:
         (NEW, slower, {}),
         ("20260103T000000-cccc", trial_rows(CELL, [1.0]), {"plan": search}),
     ):
-        store.write_run(run_row(run_id=run_id, **plan))
+        store.write_run(RunRecord(**run_row(run_id=run_id, **plan)))
         for row in rows:
-            store.write_trial(row | {"run_id": run_id}, [])
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     return store.folder
 
 
@@ -476,9 +476,9 @@ def test_exit_codes_for_scripts(folder: Path) -> None:
 
 def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
     elsewhere = Store(folder.parent / "elsewhere")
-    elsewhere.write_run(run_row(run_id=NEW, cpu_cores=64))
+    elsewhere.write_run(RunRecord(**run_row(run_id=NEW, cpu_cores=64)))
     for row in trial_rows(CELL, [100.0, 100.1]) + trial_rows(OTHER, [100.0, 100.1]):
-        elsewhere.write_trial(row | {"run_id": NEW}, [])
+        elsewhere.write_trial(TrialRecord(**(row | {"run_id": NEW})))
     with pytest.raises(UsageError, match="nothing is guarded"):
         ask(folder, OLD, str(elsewhere.folder), "--fail-on", "regression")
     assert ask(folder, OLD, str(elsewhere.folder))[0] == 0
@@ -486,9 +486,9 @@ def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
 
 def test_a_named_baseline_is_a_folder_below_the_results(folder: Path) -> None:
     kept = Store(folder / "reference" / "release")
-    kept.write_run(run_row(run_id=OLD))
+    kept.write_run(RunRecord(**run_row(run_id=OLD)))
     for row in trial_rows(CELL, [45.0, 45.1]):
-        kept.write_trial(row | {"run_id": OLD}, [])
+        kept.write_trial(TrialRecord(**(row | {"run_id": OLD})))
     found = json.loads(ask(folder, "--baseline", "release", "--json")[1])
     assert found["a"].endswith("reference/release")
     assert found["cells"][0]["ratio"] == pytest.approx(2.0, rel=1e-2)
@@ -499,7 +499,7 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
     for row in trial_rows(
         Cell(strategy="ddp", devices=2, options={"static_graph": True}), [1.0, 1.1]
     ):
-        Store(folder).write_trial(row | {"run_id": OLD}, [])
+        Store(folder).write_trial(TrialRecord(**(row | {"run_id": OLD})))
     assert len(json.loads(ask(folder, OLD, "--cells", "ddp*", "fsdp2", "--json")[1])["cells"]) == 2
     code, told = ask(folder, OLD, "--cells", "ddp", "fsdp*", "--json")
     (line,) = json.loads(told)["cells"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,15 @@ from harness.measure.breakdown import Event, breakdown, own_seconds, stacks, str
 from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
 from harness.measure.peak_breakdown import peak_split
 from harness.record.plan import Plan
-from harness.record.profile import COMPONENTS
+from harness.record.profile import COMPONENTS, SPLIT
+from harness.record.run import RunRecord
 from harness.record.store import Store, load
-from harness.run.profile import explained_row
+from harness.record.trial import TrialRecord
+from harness.run.profile import Theory, profile_record
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import TrainState
+from harness.worker.answer import ProfiledAnswer, RankAnswer
 from harness.worker.profile import events_of, replaced, training_thread
 from tests.unit.test_store import run_row
 
@@ -317,7 +321,7 @@ def test_what_was_replaced_comes_back() -> None:
     assert Owner().say() == "own"
 
 
-def answer(rank: int, own: float, wait: float) -> dict[str, Any]:
+def answer(rank: int, own: float, wait: float, **more: Any) -> RankAnswer:
     def step(scale: float) -> dict[str, float]:
         zero = dict.fromkeys((*COMPONENTS, "overlapped", "operators"), 0.0)
         return {
@@ -328,77 +332,65 @@ def answer(rank: int, own: float, wait: float) -> dict[str, Any]:
             "operators": own * scale,
         }
 
-    return {
-        "rank": rank,
-        "plain_seconds": [0.9, 1.0, 5.0],
-        "profiled": [step(2), step(1), step(9)],
-        "calls": [["all_reduce", 100, 2, 3]],
-        "wire": "gloo",
-        "sent_bytes_per_step": 310.0,
-        "memory": {
-            "parameters": 1,
-            "gradients": 2,
-            "optimizer": 3,
-            "activations": 4,
-            "library": 5,
-            "other": 6,
-            "peak": 21,
-            "unseen": {},
-        },
-        "memory_reason": "",
-        "private_bytes": 30,
-    }
+    memory = dict(zip((*SPLIT, "peak"), (1, 2, 3, 4, 5, 6, 21), strict=True))
+    good = ProfiledAnswer(
+        plain_seconds=(0.9, 1.0, 5.0),
+        profiled=(step(2), step(1), step(9)),
+        calls=(("all_reduce", 100, 2, 3),),
+        sent_bytes_per_step=310.0,
+        wire="gloo",
+        memory=memory,
+        unseen_buffers={},
+        memory_reason="",
+        private_bytes=30,
+    )
+    return RankAnswer(rank, profiled=replace(good, **more))
 
 
 def test_a_row_by_hand(tmp_path: Path) -> None:
     """Three profiled steps of 2, 4 and 18 s: the one of 4 s is broken down; rank 1 works 1.5 s of 2
     s, rank 0 waits for it."""
-    outcome = Outcome("ok", "", 0.0, 1.0, answers=[answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)])
-    row = explained_row("run-1", Cell(strategy="ddp", devices=2), 1, outcome, 301.0, None, 7.0)
-    assert (row["profiled_step_seconds"], row["plain_step_seconds"]) == (4.0, 1.0)
-    assert row["compute_seconds"] == [2.0, 3.0]
-    assert row["own_seconds"] == [2.0, 3.0]
-    assert (row["straggler"], row["straggler_excess"]) == (1, pytest.approx(0.5))
-    assert row["logical_bytes"] == row["algorithm_bytes"] == [300.0, 300.0]
-    assert row["peak_activations_bytes"] == [4, 4]
+    outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))
+    theory = Theory(sent_bytes=301.0, activation_bytes=7.0)
+    row = profile_record("run-1", Cell(strategy="ddp", devices=2), 1, outcome, theory)
+    assert (row.profiled_step_seconds, row.plain_step_seconds) == (4.0, 1.0)
+    assert row.compute_seconds == (2.0, 3.0)
+    assert row.own_seconds == (2.0, 3.0)
+    assert (row.straggler, row.straggler_excess) == (1, pytest.approx(0.5))
+    assert row.logical_bytes == row.algorithm_bytes == (300.0, 300.0)
+    assert row.peak_activations_bytes == (4, 4)
     store = Store(tmp_path)
-    store.write_run(run_row())
-    store.write_explained(row)
+    store.write_run(RunRecord(**run_row()))
+    store.write_profile(row)
     loaded = load(tmp_path).explained
     assert loaded.loc[0, "compute_seconds"].tolist() == [2.0, 3.0]
     assert loaded.loc[0, "theory_bytes"] == 301.0
 
 
 def test_a_launch_that_failed_is_a_row_with_its_reason() -> None:
-    row = explained_row(
-        "run-1", Cell(strategy="ddp"), 2, Outcome("timeout", "too long", 0.0, 1.0), 3.0, None, None
-    )
-    assert (row["status"], row["reason"], row["attempt"], row["compute_seconds"]) == (
+    outcome = Outcome("timeout", "too long", 0.0, 1.0)
+    row = profile_record("run-1", Cell(strategy="ddp"), 2, outcome, Theory(sent_bytes=3.0))
+    assert (row.status, row.reason, row.attempt, row.compute_seconds) == (
         "timeout",
         "too long",
         2,
-        [],
+        (),
     )
 
 
 def test_what_cannot_be_seen_is_unknown() -> None:
     """RPC's messages are no collectives; a library's own thread is not the tracker's."""
-    blind = {
-        **answer(0, 1.0, 1.0),
-        "calls": None,
-        "memory": None,
-        "memory_reason": "why",
-        "sent_bytes_per_step": None,
-    }
-    row = explained_row(
-        "r", Cell(strategy="x"), 1, Outcome("ok", "", 0.0, 1.0, answers=[blind]), None, None, None
+    blind = answer(
+        0, 1.0, 1.0, calls=None, memory=None, memory_reason="why", sent_bytes_per_step=None
     )
-    assert (row["logical_bytes"], row["sent_bytes"], row["peak_tracked_bytes"]) == ([], [], [])
-    assert row["memory_reason"] == "why"
+    outcome = Outcome("ok", "", 0.0, 1.0, answers=(blind,))
+    row = profile_record("r", Cell(strategy="x"), 1, outcome, Theory())
+    assert (row.logical_bytes, row.sent_bytes, row.peak_tracked_bytes) == ((), (), ())
+    assert row.memory_reason == "why"
 
 
 def test_results_without_explanations_have_an_empty_table(tmp_path: Path) -> None:
-    Store(tmp_path).write_run(run_row())
+    Store(tmp_path).write_run(RunRecord(**run_row()))
     assert load(tmp_path).explained.empty
 
 
@@ -426,7 +418,7 @@ def test_ranks_are_named_in_traces_and_shown_together(tmp_path: Path) -> None:
 def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
     store = Store(tmp_path)
-    store.write_run({**run_row(), "plan": Plan("run-1", "m", (cell,), 1).to_json()})
+    store.write_run(RunRecord(**{**run_row(), "plan": Plan("run-1", "m", (cell,), 1).to_json()}))
     assert find_cell(cell.id, "smoke", [], tmp_path) == cell
     assert find_cell(cell.name, "smoke", [], tmp_path) == cell
     assert find_cell("ddp:bucket_cap_mb=3", "smoke", [], tmp_path).options == {"bucket_cap_mb": 3}
@@ -447,14 +439,14 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     from tests.unit.test_report import trial_rows
 
     cell = Cell(strategy="ddp", devices=2)
-    outcome = Outcome("ok", "", 0.0, 1.0, answers=[answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)])
+    outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))
     store = Store(tmp_path / "results")
-    store.write_run(report_run())
+    store.write_run(RunRecord(**report_run()))
     for row in trial_rows(cell, [10.0, 11.0]):
-        store.write_trial(row, [])
+        store.write_trial(TrialRecord(**row))
     bare = write_report(store.load(), tmp_path / "bare.html").read_text()
-    store.write_explained(
-        explained_row("20260101T000000-abcd", cell, 1, outcome, 400.0, None, None)
+    store.write_profile(
+        profile_record("20260101T000000-abcd", cell, 1, outcome, Theory(sent_bytes=400.0))
     )
     results: Results = store.load()
     page = write_report(results, tmp_path / "page.html").read_text()

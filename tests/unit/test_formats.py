@@ -16,6 +16,7 @@ import pytest
 
 from bench.cli.report import Format, report
 from harness.analysis.summary import cells as summarise
+from harness.record.run import RunRecord
 from harness.record.schema import TABLES
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
@@ -349,7 +350,7 @@ def test_command_mistakes(
     stored(tmp_path / "results", typical()[:3])
     monkeypatch.chdir(tmp_path)
     if words == ["--all"]:
-        Store(tmp_path / "results").write_run(run_row(run_id="20260102T000000-bbbb"))
+        Store(tmp_path / "results").write_run(RunRecord(**run_row(run_id="20260102T000000-bbbb")))
     with pytest.raises(UsageError, match=said):
         ask(*words)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]

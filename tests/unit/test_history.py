@@ -17,7 +17,9 @@ from hypothesis import strategies as some
 from bench.cli.history import history, sparkline
 from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
 from harness.analysis.selection import measured
+from harness.record.run import RunRecord
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from tests import commands
@@ -116,18 +118,20 @@ def stored(folder: Path, speeds: list[float], cell: Cell = CELL, **changes: Any)
     for day, speed in enumerate(speeds):
         began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)
         run_id = f"{began:%Y%m%dT%H%M%S}-{cell.strategy[:1]}00{changes.get('cpu_cores', 2)}"
-        store.write_run(run_row(run_id=run_id, started_at=began, **changes))
+        store.write_run(RunRecord(**run_row(run_id=run_id, started_at=began, **changes)))
         for row in trial_rows(cell, [0.999 * speed, speed, 1.001 * speed]):
-            store.write_trial(row | {"run_id": run_id}, [])
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     return store
 
 
 def test_a_series_is_of_equal_hardware_and_verified_runs(tmp_path: Path) -> None:
     store = stored(tmp_path, [100.0] * 7 + [90.0] * 7)
     stored(tmp_path, [500.0] * 2, cpu_cores=64)
-    store.write_run(run_row(run_id="20260201T000000-bad0"))
+    store.write_run(RunRecord(**run_row(run_id="20260201T000000-bad0")))
     store.write_trial(
-        left_out(CELL, "failed", "the reason")[0] | {"run_id": "20260201T000000-bad0"}, []
+        TrialRecord(
+            **(left_out(CELL, "failed", "the reason")[0] | {"run_id": "20260201T000000-bad0"})
+        )
     )
     (series,) = histories(measured(store.load(steps=False)), "throughput")
     assert [point.value.value for point in series.points] == [100.0] * 7 + [90.0] * 7

@@ -17,7 +17,6 @@ from harness.record.run import RunRecord
 from harness.record.store import Store
 from harness.record.table import Record
 from harness.record.trial import TrialRecord
-from harness.run.rows import left_out_row
 from harness.spec.cell import Cell
 from reports import overview, runs, runs_markdown
 from reports.cell_detail import in_full
@@ -27,6 +26,7 @@ from reports.page import render
 from reports.publish import LIBRARIES, publish
 from reports.run_report import each
 from reports.sections import for_print
+from tests.unit.recording import left_out_fields
 from tests.unit.test_report import Page, run_row, trial_rows
 
 FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
@@ -50,29 +50,33 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     found = Store(tmp_path / "results")
     for run_id in (OLD, NEW):
         found.write_run(
-            run_row(run_id=run_id)
-            | without(RunRecord, None)
-            | {
-                "run_id": run_id,
-                "host": NAME,
-                "matrix": NAME,
-            }
+            RunRecord(
+                **(
+                    run_row(run_id=run_id)
+                    | without(RunRecord, None)
+                    | {
+                        "run_id": run_id,
+                        "host": NAME,
+                        "matrix": NAME,
+                    }
+                )
+            )
         )
         bare = (
-            left_out_row(run_id, BARE, "ok", "")
+            left_out_fields(run_id, BARE, "ok", "")
             | without(TrialRecord, request.param)
             | {
                 "label": NAME,
                 "cell_name": NAME,
             }
         )
-        refused = left_out_row(run_id, OTHER, "refused", NAME) | {
+        refused = left_out_fields(run_id, OTHER, "refused", NAME) | {
             "label": "",
             "cell_name": "",
             "workload": "",
         }
         for row in [*trial_rows(FULL, [10.0, 11.0]), bare, refused]:
-            found.write_trial(row | {"run_id": run_id}, [])
+            found.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     return found
 
 

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.analysis.maxsize import MaxsizeResult, found, limits, order_notes
-from harness.launch.outcome import RankOutputs, judge
+from harness.launch.outcome import Ending, RankOutputs, judge
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage
 from harness.record.plan import Plan, resumable
 from harness.record.search import family, sized
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.run.maxsize import Search, formula, hidden_size, largest, plan_of, predict, wide_size
-from harness.run.rows import left_out_row
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
@@ -29,6 +29,7 @@ from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import _count, model_facts, parameters_of
+from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import bench
 
 BUDGET = 2**27
@@ -155,7 +156,7 @@ class Runs(Runner):
 
     def one(
         self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any
-    ) -> dict[str, Any]:
+    ) -> TrialRecord:
         blocks = int(cell.workload.rpartition("x")[2])
         self.asked = [
             *getattr(self, "asked", []),
@@ -166,7 +167,7 @@ class Runs(Runner):
             status = self.oddly.get(blocks, status)
         if len(self.asked) > self.stop_after:
             status = "interrupted"
-        row = left_out_row(self.plan.run_id, cell, status, f"said {status}")
+        row = left_out_fields(self.plan.run_id, cell, status, f"said {status}")
         row |= {
             "trial": key.trial,
             "attempt": key.attempt,
@@ -195,12 +196,13 @@ class Runs(Runner):
                 "parity_verdict": "exact" if key.trial else "unknown",
             }
             row |= {"parameter_bytes": [1, 2], "optimizer_bytes": [3, 3], "library_buffers": "{}"}
-        self.store.write_trial(row, [])
-        return row
+        trial = TrialRecord(**row)
+        self.store.write_trial(trial)
+        return trial
 
 
 class Dry(Search):
-    def _verified(self, launcher: Any, cell: Cell, key: Any) -> dict[str, Any]:
+    def _verified(self, launcher: Any, cell: Cell, key: Any) -> TrialRecord:
         return self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)
 
 
@@ -209,7 +211,7 @@ class Silent:
     def round_added(self, cells: Sequence[Cell]) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None: ...
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
 def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool, Runs, Store]:
@@ -272,7 +274,7 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
     """It is not taken for memory, unless the same cell trains without the limit."""
 
     class Broken(Runs):
-        def one(self, launcher: Any, cell: Cell, *rest: Any) -> dict[str, Any]:
+        def one(self, launcher: Any, cell: Cell, *rest: Any) -> TrialRecord:
             return super().one(
                 launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest
             )
@@ -397,13 +399,13 @@ def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
         " std::bad_alloc\n"
     )
     said = ended(tmp_path)
-    assert said["status"] == "out_of_memory"
-    assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said["reason"])
+    assert said.status == "out_of_memory"
+    assert re.match(r"rank 1 was killed by SIGABRT.*bad_alloc", said.reason)
     log_file(tmp_path, 1).write_text("something else")
-    assert ended(tmp_path)["status"] == "failed"
+    assert ended(tmp_path).status == "failed"
 
 
-def ended(scratch: Path) -> dict[str, Any]:
+def ended(scratch: Path) -> Ending:
     left = RankOutputs(exit_codes={1: -6})
     left.read(str(scratch), range(2))
     return judge(base(), 2, left)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,10 +27,11 @@ from harness.measure.load import (
     idle_share,
 )
 from harness.measure.memory import imbalance
-from harness.run.rows import figures
 from harness.spec.cell import Cell
+from harness.worker.answer import CpuTime
 from harness.worker.interleave import TimeSlices
 from harness.workloads.counts import ModelFacts
+from tests.unit.recording import answer, figures
 
 
 class Clock:
@@ -48,13 +49,16 @@ def test_turns_of_a_trial_by_hand() -> None:
 
     Of a cycle of two a turn has one mean; the first turn began at 7 s.
     """
-    told = answer(0, [1.0, 3.0, 50.0, 2.0, 2.0], turns=[(1, 7.0), (3, 9.5)])
-    told["steps"][3]["phase"] = "settling"
+    told = answer(0, [1.0, 3.0, 50.0, 2.0, 2.0], time_slices=((1, 7.0), (3, 9.5)))
+    assert told.trained
+    steps = list(told.trained.steps)
+    steps[3] = replace(steps[3], phase="settling")
+    told = replace(told, trained=replace(told.trained, steps=tuple(steps)))
     for cycle in (1, 2):
         row = figures(CELL, [told], FACTS, None, cycle)
-        assert row["turn_began"] == [7.0, 9.5]
-        assert row["turn_samples_per_second"] == [CELL.global_batch / 2.0, CELL.global_batch / 2.0]
-    assert figures(CELL, [answer(0, [1.0])], FACTS, None)["turn_began"] == []
+        assert row.turn_began == (7.0, 9.5)
+        assert row.turn_samples_per_second == (CELL.global_batch / 2.0, CELL.global_batch / 2.0)
+    assert figures(CELL, [answer(0, [1.0])], FACTS, None).turn_began == ()
 
 
 def test_a_turn_is_two_cycles_and_a_step_that_settles() -> None:
@@ -77,45 +81,6 @@ def test_a_step_is_timed_between_two_synchronisations() -> None:
     assert events == ["synchronize", "now", "fetch", "now", "step batch", "synchronize", "now"]
 
 
-def answer(
-    rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any
-) -> dict[str, Any]:
-    """A rank's answer with one warm-up step of 9 s, which must count nowhere."""
-    times = [9.0, *step_seconds]
-    phases = ["warmup"] + ["timed"] * len(step_seconds)
-    values = losses or [1.0] * len(times)
-    steps = [
-        {"step": i, "phase": p, "data_seconds": t / 10, "step_seconds": t, "loss": x}
-        for i, (p, t, x) in enumerate(zip(phases, times, values, strict=True))
-    ]
-    return {
-        "rank": rank,
-        "steps": steps,
-        "setup_seconds": 1.0 + rank,
-        "peak_memory_bytes": 100 * (rank + 1),
-        "reserved_memory_bytes": None,
-        "memory_method": "by hand",
-        "restarts": 0,
-        "held_parameters": 5,
-        "parameter_dtypes": ["float32"],
-        "gradient_dtypes": ["float32"],
-        "optimizer_state_dtypes": ["float32"],
-        "state_bytes": {
-            "parameters": 20,
-            "gradients": 0,
-            "optimizer": 40,
-            "library": 20,
-            "host": 0,
-        },
-        "library_buffers": {"buckets": 20},
-        "sent_bytes_per_step": 20.0,
-        "offload": None,
-        "load": {"seconds": 2.0, "own": 1.5, "busy": 3.5},
-        "joules_per_step": 4.0,
-        **more,
-    }
-
-
 CELL = Cell(strategy="ddp", devices=2, global_batch=8, sequence_length=64)
 FACTS = ModelFacts(("w",), 5, flops_per_sample=1000, sizes=(5,))
 
@@ -126,45 +91,42 @@ def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
     row = figures(
         CELL, [answer(0, [1.0, 2.0, 4.0]), answer(1, [2.0, 1.0, 4.0])], FACTS, peak_flops=None
     )
-    assert row["step_seconds_p50"] == 2.0
-    assert row["samples_per_second"] == 4.0, (
+    assert row.step_seconds_p50 == 2.0
+    assert row.samples_per_second == 4.0, (
         "the global batch, which is the sum over ranks, not their mean"
     )
-    assert row["tokens_per_second"] == 256.0
-    assert row["step_seconds_mean"] == pytest.approx(8 / 3)
-    assert row["step_seconds_p95"] == pytest.approx(3.8)
-    assert row["data_seconds_p50"] == pytest.approx(0.2)
-    assert row["first_step_seconds"] == 9.0
-    assert row["setup_seconds"] == 2.0
+    assert row.tokens_per_second == 256.0
+    assert row.step_seconds_mean == pytest.approx(8 / 3)
+    assert row.step_seconds_p95 == pytest.approx(3.8)
+    assert row.data_seconds_p50 == pytest.approx(0.2)
+    assert row.first_step_seconds == 9.0
+    assert row.setup_seconds == 2.0
 
 
 @given(count=some.integers(1, 40), seconds=some.floats(1e-4, 1e3))
 def test_throughput_does_not_depend_on_the_number_of_steps(count: int, seconds: float) -> None:
     row = figures(CELL, [answer(0, [seconds] * count), answer(1, [seconds] * count)], FACTS, None)
-    assert row["samples_per_second"] == pytest.approx(8 / seconds)
+    assert row.samples_per_second == pytest.approx(8 / seconds)
 
 
 def test_peaks_and_imbalance() -> None:
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
-    assert row["peak_memory_bytes"] == 200
-    assert row["memory_imbalance"] == pytest.approx(200 / 150)
+    assert row.peak_memory_bytes == 200
+    assert row.memory_imbalance == pytest.approx(200 / 150)
     unknown = figures(
         CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None
     )
-    assert unknown["peak_memory_bytes"] is None
+    assert unknown.peak_memory_bytes is None
     server = answer(2, [1.0], peak_memory_bytes=10**6, memory_method="another")
-    assert list(
-        figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)[
-            "peak_memory_bytes_by_rank"
-        ]
-    ) == [100, 200]
+    row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)
+    assert row.peak_memory_bytes_by_rank == (100, 200)
     assert imbalance([]) is None
 
 
 def test_losses_are_averaged_over_the_ranks_that_have_one() -> None:
-    both = mean_losses([answer(0, [1.0], [1.0, 3.0]), answer(1, [1.0], [2.0, 5.0])])
+    both = mean_losses([[1.0, 3.0], [2.0, 5.0]])
     assert both == [1.5, 4.0]
-    assert mean_losses([answer(0, [1.0], [None, None]), answer(1, [1.0], [2.0, 5.0])]) == [2.0, 5.0]
+    assert mean_losses([[None, None], [2.0, 5.0]]) == [2.0, 5.0]
 
 
 def test_mfu_is_a_share_of_the_peak_and_null_without_one() -> None:
@@ -211,7 +173,7 @@ def test_whole_cycles_hold_the_steps_that_communicate() -> None:
 def test_throughput_of_local_steps_is_that_of_whole_cycles() -> None:
     """Steps of 1, 1, 1, 5 s, over and over: 8 samples in 2 s each."""
     row = figures(CELL, [answer(0, [1.0, 1.0, 1.0, 5.0] * 2)], FACTS, None, cycle=4)
-    assert (row["step_seconds_p50"], row["samples_per_second"]) == (1.0, 4.0)
+    assert (row.step_seconds_p50, row.samples_per_second) == (1.0, 4.0)
 
 
 def test_slowest_rank_at_each_step() -> None:
@@ -252,14 +214,10 @@ def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
     """In 2 s all cores were busy for 3.5 s, the ranks for 1.5 s each: 0.25 cores did something
     else."""
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
-    assert row["foreign_load_cores"] == 0.25
-    unknown = {"seconds": 2.0, "own": 1.5, "busy": None}
-    assert (
-        figures(CELL, [answer(0, [1.0], load=unknown), answer(1, [1.0])], FACTS, None)[
-            "foreign_load_cores"
-        ]
-        is None
-    )
+    assert row.foreign_load_cores == 0.25
+    unknown = CpuTime(seconds=2.0, own=1.5, busy=None)
+    row = figures(CELL, [answer(0, [1.0], cpu_time=unknown), answer(1, [1.0])], FACTS, None)
+    assert row.foreign_load_cores is None
     assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, (
         "ticks are coarser than the ranks' own clocks"
     )
@@ -307,13 +265,9 @@ def test_cpu_seconds_count_stolen_time_as_busy_and_waiting_for_a_disk_as_idle(
 
 def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Path) -> None:
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
-    assert row["energy_joules_per_sample"] == 8.0 / 8
-    assert (
-        figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)[
-            "energy_joules_per_sample"
-        ]
-        is None
-    )
+    assert row.energy_joules_per_sample == 8.0 / 8
+    row = figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)
+    assert row.energy_joules_per_sample is None
     readings = iter(
         [{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None]
     )

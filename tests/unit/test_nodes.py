@@ -22,6 +22,7 @@ from harness.nodes.trial import Trial
 from harness.record.nodes import distinct_cores, shared_machine
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from harness.worker.answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -139,23 +140,14 @@ def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
 
 def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
     cell = Cell(strategy="ddp", devices=2, nodes=2)
-    left = RankOutputs(
-        answers={
-            0: {
-                "rank": 0,
-                "status": "failed",
-                "reason": "connection closed by peer",
-                "failed_at": 1.0,
-                "consequence": True,
-            }
-        }
-    )
+    lost = FailureAnswer("failed", "connection closed by peer", failed_at=1.0, consequence=True)
+    left = RankOutputs(answers={0: RankAnswer(0, failure=lost)})
     assert (
-        judge(cell, 2, left, "node n2 was lost: its agent is gone")["reason"]
+        judge(cell, 2, left, "node n2 was lost: its agent is gone").reason
         == "node n2 was lost: its agent is gone"
     )
     left.add(RankOutputs(interrupted=True))
-    assert judge(cell, 2, left, "node n2 was lost")["status"] == "interrupted"
+    assert judge(cell, 2, left, "node n2 was lost").status == "interrupted"
 
 
 def test_the_first_node_that_failed_is_the_cause() -> None:
@@ -163,7 +155,7 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
     left = RankOutputs()
     left.add(RankOutputs(exit_codes={1: -9}))
     left.add(RankOutputs(exit_codes={0: -15}))
-    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)["reason"].startswith(
+    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left).reason.startswith(
         "rank 1 was killed by SIGKILL"
     )
 

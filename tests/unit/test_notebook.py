@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from harness.analysis.stats import compare_rounds
+from harness.record.run import RunRecord
+from harness.record.step import StepRecord
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from tests.unit.test_report import left_out, run_row, trial_rows
 
@@ -27,10 +30,10 @@ def folder(tmp_path: Path) -> Path:
     """Two runs of two strategies, one cell that is not there, steps of each trial."""
     store = Store(tmp_path / "results")
     for run_id in ("20260101T000000-aaaa", "20260102T000000-bbbb"):
-        store.write_run(run_row(run_id=run_id))
+        store.write_run(RunRecord(**run_row(run_id=run_id)))
         for cell, speeds in SPEEDS:
             for row in trial_rows(cell, speeds):
-                same = {
+                same: dict[str, Any] = {
                     "run_id": run_id,
                     "cell_id": cell.id,
                     "trial": row["trial"],
@@ -39,21 +42,21 @@ def folder(tmp_path: Path) -> Path:
                     "loss": None,
                 }
                 steps = [
-                    same
-                    | {
-                        "rank": rank,
-                        "step": step,
-                        "phase": "timed",
-                        "step_seconds": 0.08 + 0.01 * rank,
-                    }
+                    StepRecord(
+                        **same,
+                        rank=rank,
+                        step=step,
+                        phase="timed",
+                        step_seconds=0.08 + 0.01 * rank,
+                    )
                     for rank in range(2)
                     for step in range(3)
                 ]
-                store.write_trial(row | {"run_id": run_id}, steps)
+                store.write_trial(TrialRecord(**(row | {"run_id": run_id})), steps)
         for row in left_out(
             Cell(strategy="absent"), "unavailable", "package absent is not installed"
         ):
-            store.write_trial(row | {"run_id": run_id}, [])
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     return tmp_path
 
 

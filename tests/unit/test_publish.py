@@ -16,7 +16,10 @@ import pytest
 
 from bench.cli.publish import publish
 from harness.analysis.summary import cells as summarise
+from harness.record.run import RunRecord
+from harness.record.step import StepRecord
 from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.publish import LIBRARIES
@@ -34,8 +37,8 @@ OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
 SPEEDS = [100.0, 104.5, 96.25]
 
 
-def steps(run_id: str, cell_id: str, trial: int) -> list[dict[str, Any]]:
-    same = {
+def steps(run_id: str, cell_id: str, trial: int) -> list[StepRecord]:
+    same: dict[str, Any] = {
         "run_id": run_id,
         "cell_id": cell_id,
         "trial": trial,
@@ -45,7 +48,7 @@ def steps(run_id: str, cell_id: str, trial: int) -> list[dict[str, Any]]:
         "phase": "timed",
     }
     return [
-        same | {"rank": rank, "step": step, "step_seconds": 0.1 + 0.01 * step + 0.001 * rank}
+        StepRecord(**same, rank=rank, step=step, step_seconds=0.1 + 0.01 * step + 0.001 * rank)
         for rank in range(2)
         for step in range(3)
     ]
@@ -55,14 +58,17 @@ def steps(run_id: str, cell_id: str, trial: int) -> list[dict[str, Any]]:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     found = Store(tmp_path_factory.mktemp("publish") / "results")
     for run_id in (OLD, NEW):
-        found.write_run(run_row(run_id=run_id))
+        found.write_run(RunRecord(**run_row(run_id=run_id)))
         rows = trial_rows(DDP, SPEEDS) + trial_rows(FSDP, [50.0], peak_memory_bytes=None)
         for row in (
             rows
             + diverged_rows(WRONG)
             + left_out(ABSENT, "unavailable", "package absent is not installed")
         ):
-            found.write_trial(row | {"run_id": run_id}, steps(run_id, row["cell_id"], row["trial"]))
+            found.write_trial(
+                TrialRecord(**(row | {"run_id": run_id})),
+                steps(run_id, row["cell_id"], row["trial"]),
+            )
     return found
 
 
@@ -273,12 +279,16 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         ("label", "cell_name", "parity_reason", "workload", "memory_method"), text
     )
     store = Store(tmp_path / "results")
-    store.write_run(run_row(run_id=NEW, host=text, matrix=text, cpu_model=text, git_commit=text))
+    store.write_run(
+        RunRecord(**run_row(run_id=NEW, host=text, matrix=text, cpu_model=text, git_commit=text))
+    )
     rows = trial_rows(
         DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
     )
     for row in rows + left_out(ABSENT, "failed", text, **odd):
-        store.write_trial(row | {"run_id": NEW}, steps(NEW, row["cell_id"], row["trial"]))
+        store.write_trial(
+            TrialRecord(**(row | {"run_id": NEW})), steps(NEW, row["cell_id"], row["trial"])
+        )
     results = store.load()
     before = time.time()
     for target in LIBRARIES:

@@ -24,9 +24,9 @@ from bench.cli.report import report
 from harness.analysis.stats import median_error
 from harness.analysis.summary import cells as summarise
 from harness.analysis.summary import systems
+from harness.record.run import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
-from harness.run.rows import left_out_row
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import strategies
@@ -38,6 +38,7 @@ from reports.data import bubble_theory, throughput_bars
 from reports.groups import find_groups, headline, pareto, records
 from reports.systems import all_systems, not_run, overview
 from reports.text import deviation, number, shortened, signed, size
+from tests.unit.recording import left_out_fields
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]
 MIB = 2**20
@@ -72,7 +73,7 @@ def trial_rows(
     """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
     rows = []
     for trial, speed in enumerate(speeds):
-        row = left_out_row("20260101T000000-abcd", cell, "ok", "") | {
+        row = left_out_fields("20260101T000000-abcd", cell, "ok", "") | {
             "trial": trial,
             "position": trial,
             "wall_seconds": 2.0,
@@ -120,15 +121,15 @@ def diverged_rows(cell: Cell, **changes: Any) -> list[dict[str, Any]]:
 
 
 def left_out(cell: Cell, status: str, reason: str, **changes: Any) -> list[dict[str, Any]]:
-    return [left_out_row("20260101T000000-abcd", cell, status, reason) | changes]
+    return [left_out_fields("20260101T000000-abcd", cell, status, reason) | changes]
 
 
 def stored(folder: Path, rows: Sequence[dict[str, Any]], **run: Any) -> Results:
     """The rows as they come back from a results folder."""
     store = Store(folder)
-    store.write_run(run_row(**run))
+    store.write_run(RunRecord(**run_row(**run)))
     for row in rows:
-        store.write_trial(row, [])
+        store.write_trial(TrialRecord(**row))
     return store.load()
 
 

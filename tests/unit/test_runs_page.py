@@ -16,7 +16,9 @@ import pytest
 from bench.cli.report import report
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import side
+from harness.record.run import RunRecord
 from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports import overview, runs, trends
@@ -37,9 +39,9 @@ def run_id(day: int) -> str:
 
 def add(store: Store, day: int, rows: Sequence[dict[str, Any]], **changes: Any) -> None:
     began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)
-    store.write_run(run_row(run_id=run_id(day), started_at=began, **changes))
+    store.write_run(RunRecord(**run_row(run_id=run_id(day), started_at=began, **changes)))
     for row in rows:
-        store.write_trial(row | {"run_id": run_id(day)}, [])
+        store.write_trial(TrialRecord(**(row | {"run_id": run_id(day)})))
 
 
 def trials(cell: Cell, speed: float, **changes: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,10 @@ import pytest
 from rich.console import Console
 
 from bench.cli.show import BAR, STEPS, bar, draw, show, sparkline_of
+from harness.record.run import RunRecord
+from harness.record.step import StepRecord
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.cell_detail import in_full
@@ -36,9 +39,9 @@ SPEEDS = [100.0, 104.0, 96.0]
 EXPLAINED = Path(__file__).parents[1] / "golden" / "v3"
 
 
-def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[dict[str, Any]]:
+def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[StepRecord]:
     """Two ranks, a step of warm-up and three timed ones; rank 1 is 10 ms slower."""
-    same = {
+    same: dict[str, Any] = {
         "run_id": run_id,
         "cell_id": cell_id,
         "trial": trial,
@@ -47,13 +50,13 @@ def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[dict[str, Any]
         "loss": 2.0,
     }
     return [
-        same
-        | {
-            "rank": rank,
-            "step": step,
-            "phase": "timed" if step else "warmup",
-            "step_seconds": 0.1 * (4 - step) + 0.01 * rank,
-        }
+        StepRecord(
+            **same,
+            rank=rank,
+            step=step,
+            phase="timed" if step else "warmup",
+            step_seconds=0.1 * (4 - step) + 0.01 * rank,
+        )
         for rank in range(2)
         for step in range(4)
     ]
@@ -64,7 +67,7 @@ def store(tmp_path: Path) -> Store:
     found = Store(tmp_path / "results")
     kept = states((4, 0, 8, 4), (4, 0, 8, 4), formula=(4, 0, 10, 4))
     for run_id, factor in ((OLD, 0.5), (NEW, 1.0)):
-        found.write_run(run_row(run_id=run_id))
+        found.write_run(RunRecord(**run_row(run_id=run_id)))
         rows = trial_rows(
             DDP,
             [factor * speed for speed in SPEEDS],
@@ -72,13 +75,15 @@ def store(tmp_path: Path) -> Store:
             peak_memory_bytes_by_rank=[90 * MIB, 102 * MIB],
         )
         for row in rows:
-            found.write_trial(row | {"run_id": run_id}, steps(run_id, row["trial"]))
+            found.write_trial(
+                TrialRecord(**(row | {"run_id": run_id})), steps(run_id, row["trial"])
+            )
         for row in trial_rows(OTHER, [200.0, 201.0, 202.0]) + trial_rows(TWO, [1.0]):
-            found.write_trial(row | {"run_id": run_id}, [])
+            found.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     for row in left_out(
         BROKEN, "failed", "rank 1: it broke; mend it", log_tail="first\nlast line of the log"
     ):
-        found.write_trial(row | {"run_id": OLD}, [])
+        found.write_trial(TrialRecord(**(row | {"run_id": OLD})))
     return found
 
 
@@ -220,14 +225,14 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         ("label", "cell_name", "parity_reason", "memory_method"), text
     )
     store = Store(tmp_path / "results")
-    store.write_run(run_row(run_id=NEW, host=text, cpu_model=text, matrix=text))
+    store.write_run(RunRecord(**run_row(run_id=NEW, host=text, cpu_model=text, matrix=text)))
     rows = trial_rows(
         DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "trend": math.nan}, stand_in=text
     )
     rows += diverged_rows(OTHER, **odd | {"reason": text, "log_tail": text})
     rows += left_out(BROKEN, "failed", text, **odd, log_tail=text)
     for row in rows:
-        store.write_trial(row | {"run_id": NEW}, [])
+        store.write_trial(TrialRecord(**(row | {"run_id": NEW})))
     for one in (DDP, OTHER, BROKEN):
         told = ask(store, one.id)
         assert not set(told) & set("\x00\x08\x1b\u202e")

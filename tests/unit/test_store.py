@@ -17,13 +17,15 @@ import pytest
 from harness.analysis.selection import measured
 from harness.analysis.summary import alike, cells, too_wide
 from harness.record.plan import LeftOut, Plan, resumable
+from harness.record.run import RunRecord
 from harness.record.schema import TABLES, VERSION, arrow_schema
+from harness.record.step import StepRecord
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
-from harness.run.rows import left_out_row
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from tests.unit.recording import left_out_fields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,20 +68,21 @@ def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) ->
         "parity_verdict": "exact",
         "parity_max_loss_deviation": 0.0,
     }
-    return {**left_out_row(run_id, cell, "ok", ""), "trial": trial, **good, **more}
+    return {**left_out_fields(run_id, cell, "ok", ""), "trial": trial, **good, **more}
 
 
-def step(key: TrialKey, number: int = 0) -> dict[str, Any]:
-    same = {"run_id": "run-1", "cell_id": key.cell_id, "trial": key.trial, "attempt": key.attempt}
-    return {
-        **same,
-        "rank": 0,
-        "step": number,
-        "phase": "timed",
-        "data_seconds": 0.1,
-        "step_seconds": 1.0,
-        "loss": None,
-    }
+def step(key: TrialKey, number: int = 0, rank: int = 0) -> StepRecord:
+    return StepRecord(
+        run_id="run-1",
+        cell_id=key.cell_id,
+        trial=key.trial,
+        attempt=key.attempt,
+        rank=rank,
+        step=number,
+        phase="timed",
+        data_seconds=0.1,
+        step_seconds=1.0,
+    )
 
 
 def frame_of(trials: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -93,12 +96,13 @@ def frame_of(trials: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 def filled(folder: Path) -> Store:
     store = Store(folder)
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     for strategy in ("single", "ddp"):
         cell = Cell(strategy=strategy)
         for trial in range(2):
             store.write_trial(
-                trial_row(cell, trial), [step(TrialKey(cell.id, trial), n) for n in range(3)]
+                TrialRecord(**trial_row(cell, trial)),
+                [step(TrialKey(cell.id, trial), n) for n in range(3)],
             )
     return store
 
@@ -134,7 +138,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("os.fsync", full)
     cell = Cell(strategy="fsdp2")
     with pytest.raises(OSError, match="No space"):
-        store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
+        store.write_trial(TrialRecord(**trial_row(cell)), [step(TrialKey(cell.id, 0))])
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
@@ -145,7 +149,7 @@ def test_a_copy_of_a_run_is_read_instead_only_while_it_holds_all(tmp_path: Path)
     after = load(tmp_path)
     for table in ("trials", "steps"):
         assert getattr(after, table).equals(getattr(before, table))
-    store.write_trial(trial_row(Cell(strategy="fsdp2")), [])
+    store.write_trial(TrialRecord(**trial_row(Cell(strategy="fsdp2"))))
     assert len(load(tmp_path).trials) == 5
     store.gather("run-1")
     for file in (tmp_path / "trials").rglob("*.parquet"):
@@ -172,15 +176,15 @@ def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:
     """As a kill between the two writes leaves it."""
     store = filled(tmp_path)
     cell = Cell(strategy="fsdp2")
-    path = store.write_trial(trial_row(cell), [step(TrialKey(cell.id, 0))])
+    path = store.write_trial(TrialRecord(**trial_row(cell)), [step(TrialKey(cell.id, 0))])
     path.unlink()
     assert len(load(tmp_path).steps) == 12
     assert TrialKey(cell.id, 0) not in store.statuses("run-1")
 
 
 def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="thoughput"):
-        Store(tmp_path).write_trial(trial_row(Cell(strategy="ddp"), thoughput=1.0), [])
+    with pytest.raises(TypeError, match="thoughput"):
+        Store(tmp_path).write_trial(TrialRecord(**trial_row(Cell(strategy="ddp"), thoughput=1.0)))
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -322,8 +326,8 @@ class Recorder:
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
+        self.rows.append(trial)
 
 
 def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
@@ -337,18 +341,18 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
     )
     store = Store(tmp_path)
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
-    store.write_run(run_row())
-    store.write_trial(trial_row(large, 0), [])
-    store.write_trial(trial_row(small, 0, status="out_of_memory"), [])
+    store.write_run(RunRecord(**run_row()))
+    store.write_trial(TrialRecord(**trial_row(large, 0)))
+    store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
     launched = []
 
-    def one(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> dict[str, Any]:
+    def one(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
         launched.append(key)
-        store.write_trial(row := trial_row(cell, key.trial), [])
-        return row
+        store.write_trial(trial := TrialRecord(**trial_row(cell, key.trial)))
+        return trial
 
     monkeypatch.setattr(runner, "one", one)
-    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
     assert runner.run(Recorder())
     assert launched == [TrialKey(large.id, 1)]
     assert store.load().trials.set_index("cell_id")["status"].to_dict() == {
@@ -367,9 +371,9 @@ def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of
     )
     store = Store(tmp_path)
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
-    store.write_run(run_row())
-    store.write_trial(trial_row(small, 0, status="out_of_memory"), [])
-    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    store.write_run(RunRecord(**run_row()))
+    store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
+    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
     assert runner.run(Recorder())
     loaded = store.load().trials.set_index("cell_id")
     assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
@@ -382,7 +386,7 @@ def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of
 def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_path: Path) -> None:
     left = LeftOut(Cell(strategy="single", devices=2), "refused", "no")
     store = Store(tmp_path)
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     for _ in range(2):
         assert Runner(store, Plan("run-1", "test", (), 1, (left,))).run(Recorder())
         assert store.load().trials["status"].tolist() == ["refused"]
@@ -402,17 +406,17 @@ def adaptive(
     runner = Runner(store, plan, launcher=lambda packages: None, now=now)
     rng = random.Random(5)
 
-    def one(launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any) -> dict[str, Any]:
+    def one(launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any) -> TrialRecord:
         value = 10.0 * (1 + spread[cell.strategy] * rng.gauss(0, 1))
         row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {
             "position": position
         }
-        store.write_trial(row, [])
-        return row
+        store.write_trial(trial := TrialRecord(**row))
+        return trial
 
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     monkeypatch.setattr(runner, "one", one)
-    monkeypatch.setattr(runner, "_references", lambda *_: defaultdict(str))
+    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
     return store, watcher, runner.run(watcher)
 
 
@@ -452,7 +456,7 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
     """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all
     turns: +-0.19 % (95 %)."""
     store = Store(tmp_path)
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     for number, (level, faster) in enumerate(
         zip((10.0, 5.0, 12.0, 7.0, 10.0), (1.02, 1.021, 1.022, 1.023, 1.024), strict=True)
     ):
@@ -462,7 +466,9 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
                 "turn_samples_per_second": [speed] * 4,
             }
             store.write_trial(
-                trial_row(Cell(strategy=strategy), number, samples_per_second=speed, **turns), []
+                TrialRecord(
+                    **trial_row(Cell(strategy=strategy), number, samples_per_second=speed, **turns)
+                )
             )
     trials = store.load().trials
     assert not too_wide(trials, 0.0020)
@@ -475,7 +481,7 @@ def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> No
     """Cells of other numbers of devices, batches or links train something else, or on something
     else: their ratio answers nothing."""
     store = Store(tmp_path)
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     elsewhere = [
         Cell(strategy="ddp", devices=2),
         Cell(strategy="ddp", global_batch=16),
@@ -492,7 +498,9 @@ def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> No
                 "turn_began": [place / 8 + i for i in range(4)],
                 "turn_samples_per_second": [speed] * 4,
             }
-            store.write_trial(trial_row(cell, number, samples_per_second=speed, **turns), [])
+            store.write_trial(
+                TrialRecord(**trial_row(cell, number, samples_per_second=speed, **turns))
+            )
     assert set(too_wide(store.load().trials, 0.0020)) == {cell.id for cell in elsewhere}, (
         "of these their own intervals are too wide"
     )
@@ -506,10 +514,10 @@ def test_a_cell_has_one_status_in_reports_and_in_comparisons(
     tmp_path: Path, statuses: tuple[str, ...]
 ) -> None:
     store = Store(tmp_path)
-    store.write_run(run_row())
+    store.write_run(RunRecord(**run_row()))
     for number, status in enumerate(statuses):
         figures = {"status": status, "reason": "" if status == "ok" else f"it {status}"}
-        store.write_trial(trial_row(Cell(strategy="ddp"), number, **figures), [])
+        store.write_trial(TrialRecord(**trial_row(Cell(strategy="ddp"), number, **figures)))
     loaded = store.load(steps=False)
     [of_report], [of_comparison] = cells(loaded.trials).to_dict("records"), measured(loaded)
     assert (of_report["status"], of_report["reason"]) == (of_comparison.state, of_comparison.reason)
@@ -534,7 +542,7 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
         time_budget_seconds=60.0,
         by_turns=True,
     )
-    store.write_run({**run_row(), "plan": plan.to_json()})
+    store.write_run(RunRecord(**{**run_row(), "plan": plan.to_json()}))
     assert resumable(store, None) == plan
 
 

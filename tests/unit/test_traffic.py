@@ -13,12 +13,13 @@ import torch
 
 from harness.measure.states import retained_by, state_bytes
 from harness.measure.traffic import Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
-from harness.run.rows import figures
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategy.formulas import model_states, whole_model_states
+from harness.worker.answer import Offload
 from harness.workloads.counts import ModelFacts
-from tests.unit.test_measure import CELL, FACTS, answer
+from tests.unit.recording import answer, figures
+from tests.unit.test_measure import CELL, FACTS
 
 
 def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
@@ -132,23 +133,23 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
 
 def test_columns_of_states_and_traffic() -> None:
     """Two ranks; the disk's bytes are summed over them, the folder is one that both see."""
-    disk = {"read": 5.0, "written": 7.0, "kept": 100}
+    disk = Offload(read=5.0, written=7.0, kept=100)
     row = figures(
         CELL,
         [answer(0, [1.0], offload=disk), answer(1, [1.0], offload=disk, sent_bytes_per_step=30.0)],
         FACTS,
         None,
     )
-    assert row["parameter_bytes"] == [20, 20]
-    assert row["sent_bytes_per_step"] == [20.0, 30.0]
+    assert row.parameter_bytes == (20, 20)
+    assert row.sent_bytes_per_step == (20.0, 30.0)
     assert (
-        row["offload_read_bytes_per_step"],
-        row["offload_written_bytes_per_step"],
-        row["offload_kept_bytes"],
+        row.offload_read_bytes_per_step,
+        row.offload_written_bytes_per_step,
+        row.offload_kept_bytes,
     ) == (10.0, 14.0, 100)
-    assert json.loads(row["library_buffers"]) == {"buckets": 20}
+    assert json.loads(row.library_buffers) == {"buckets": 20}
     unknown = figures(
         CELL, [answer(0, [1.0]), answer(1, [1.0], sent_bytes_per_step=None)], FACTS, None
     )
-    assert unknown["sent_bytes_per_step"] == []
-    assert "offload_read_bytes_per_step" not in unknown
+    assert unknown.sent_bytes_per_step == ()
+    assert unknown.offload_read_bytes_per_step is None

@@ -1,0 +1,203 @@
+"""What the ranks of a trial measured -> the figures that are recorded of it.
+
+Pure arithmetic, no clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from harness.analysis.flops import mfu
+from harness.analysis.losses import mean_losses
+from harness.analysis.stats import over_cycles, percentile, slowest, trend
+from harness.host.gpu_record import as_json
+from harness.measure.load import Load, foreign_load
+from harness.measure.memory import imbalance
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from harness.worker.answer import RankAnswer, TrainedAnswer
+from harness.workloads.counts import ModelFacts
+
+Number = TypeVar("Number", int, float)
+
+
+def with_figures(
+    trial: TrialRecord,
+    cell: Cell,
+    answers: Sequence[RankAnswer],
+    facts: ModelFacts,
+    peak_flops: float | None,
+    cycle: int = 1,
+) -> TrialRecord:
+    """A trial with all that its ranks measured, each of which trained to its end.
+
+    `peak_flops`: of one device, per second; None where it is unknown. `cycle`: steps after which
+    the strategy's work repeats; the median step of one that averages at every fourth is one
+    without.
+    """
+    ranks = [answer.trained for answer in answers if answer.trained]
+    trial = _with_speed(trial, cell, ranks, facts, peak_flops, cycle)
+    trial = _with_memory(trial, ranks)
+    trial = _with_gpus(trial, ranks)
+    trial = _with_states(trial, ranks)
+    trial = _with_traffic(trial, ranks)
+    losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
+    joules = all_known([rank.joules_per_step for rank in ranks])
+    return replace(
+        trial,
+        setup_seconds=max(rank.setup_seconds for rank in ranks),
+        first_step_seconds=max(rank.steps[0].step_seconds for rank in ranks),
+        restarts=max(rank.restarts for rank in ranks),
+        losses=tuple(math.nan if loss is None else loss for loss in losses),
+        rank_cores=tuple(rank.cores for rank in ranks),
+        foreign_load_cores=_foreign_load(answers),
+        energy_joules_per_sample=sum(joules) / cell.global_batch if joules else None,
+    )
+
+
+def _with_speed(
+    trial: TrialRecord,
+    cell: Cell,
+    ranks: Sequence[TrainedAnswer],
+    facts: ModelFacts,
+    peak_flops: float | None,
+    cycle: int,
+) -> TrialRecord:
+    """Throughput is the global batch over the slowest rank's step."""
+    timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
+    seconds = slowest([[step.step_seconds for step in rank] for rank in timed])
+    fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
+    numbers = [step.step for step in timed[0]]
+    typical = percentile(over_cycles(seconds, numbers, cycle), 0.5)
+    slices = _time_slices(ranks[0].time_slices, seconds, numbers, cycle)
+    flops = float(facts.flops_per_sample * cell.global_batch)
+    tokens = None if cell.data == "images" else cell.global_batch * cell.sequence_length
+    return replace(
+        trial,
+        step_seconds_p50=percentile(seconds, 0.5),
+        step_seconds_p95=percentile(seconds, 0.95),
+        step_seconds_mean=sum(seconds) / len(seconds),
+        data_seconds_p50=percentile(fetches, 0.5),
+        samples_per_second=cell.global_batch / typical,
+        tokens_per_second=None if tokens is None else tokens / typical,
+        turn_began=tuple(began for began, _ in slices),
+        turn_samples_per_second=tuple(cell.global_batch / step for _, step in slices),
+        trend=trend(seconds),
+        flops_per_step=flops,
+        mfu=mfu(flops, typical, cell.devices, peak_flops),
+    )
+
+
+def _time_slices(
+    begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
+) -> list[tuple[float, float]]:
+    """When each time slice began and its typical step in seconds, from the timed steps and their
+    numbers."""
+    slices = []
+    for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
+        own = [i for i, number in enumerate(numbers) if first <= number < end]
+        if own:
+            cycles = over_cycles([steps[i] for i in own], [numbers[i] for i in own], cycle)
+            slices.append((began, percentile(cycles, 0.5)))
+    return slices
+
+
+def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    """Peaks of the ranks whose memory was measured in the same way: a server's host memory is not
+    comparable with the memory of GPUs."""
+    method = ranks[0].memory_method
+    peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
+    reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
+    return replace(
+        trial,
+        memory_method=method,
+        peak_memory_bytes=max(peaks, default=None),
+        peak_memory_bytes_by_rank=peaks,
+        memory_imbalance=imbalance(list(peaks)) if peaks else None,
+        reserved_memory_bytes=max(reserved, default=None),
+        setup_peak_memory_bytes=max(
+            all_known([rank.setup_peak_memory_bytes for rank in ranks]), default=None
+        ),
+    )
+
+
+def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    """What NVML said of the ranks on GPUs; a server in host memory has none."""
+    driving = [(rank, rank.gpu_use) for rank in ranks if rank.gpu_use is not None]
+    uses = [use for _, use in driving]
+    if not uses:
+        return trial
+    return replace(
+        trial,
+        gpu_use=as_json(uses),
+        reserved_memory_bytes_by_rank=all_known([r.reserved_memory_bytes for r, _ in driving]),
+        nvml_memory_bytes_by_rank=all_known([use.process_bytes for use in uses]),
+        context_memory_bytes_by_rank=all_known([use.context_bytes for use in uses]),
+        host_peak_memory_bytes_by_rank=all_known([r.host_peak_bytes for r, _ in driving]),
+    )
+
+
+def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    """What each rank kept between steps."""
+    states = [rank.states for rank in ranks]
+    fullest = max(states, key=lambda rank: rank.state_bytes["library"])
+
+    def kept(kind: str) -> tuple[int, ...]:
+        return tuple(rank.state_bytes[kind] for rank in states)
+
+    def distinct(dtypes: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        return tuple(sorted(set(itertools.chain.from_iterable(dtypes))))
+
+    return replace(
+        trial,
+        held_parameters=tuple(rank.held_parameters for rank in states),
+        parameter_dtypes=distinct([rank.parameter_dtypes for rank in states]),
+        gradient_dtypes=distinct([rank.gradient_dtypes for rank in states]),
+        optimizer_state_dtypes=distinct([rank.optimizer_state_dtypes for rank in states]),
+        parameter_bytes=kept("parameters"),
+        gradient_bytes=kept("gradients"),
+        optimizer_bytes=kept("optimizer"),
+        library_bytes=kept("library"),
+        host_state_bytes=kept("host"),
+        library_buffers=json.dumps(fullest.library_buffers),
+    )
+
+
+def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    """What was sent to other ranks and to a disk."""
+    trial = replace(
+        trial, sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks])
+    )
+    offload = [rank.offload for rank in ranks if rank.offload]
+    if not offload:
+        return trial
+    read, written = all_known([o.read for o in offload]), all_known([o.written for o in offload])
+    return replace(
+        trial,
+        offload_read_bytes_per_step=sum(read) if read else None,
+        offload_written_bytes_per_step=sum(written) if written else None,
+        # All ranks see the same folder.
+        offload_kept_bytes=max(o.kept for o in offload),
+    )
+
+
+def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
+    """Of the machine where it is highest; unknown where that of one machine is."""
+    by_machine: dict[str | None, list[Load]] = {}
+    for answer in answers:
+        if answer.trained:
+            time = answer.trained.cpu_time
+            loads = by_machine.setdefault(answer.machine, [])
+            loads.append(Load(time.seconds, time.own, time.busy))
+    return max(all_known([foreign_load(loads) for loads in by_machine.values()]), default=None)
+
+
+def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
+    """The values; none of them where one is unknown."""
+    known = tuple(value for value in values if value is not None)
+    return known if len(known) == len(values) else ()

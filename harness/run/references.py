@@ -1,0 +1,102 @@
+"""The reference runs that a run's trials are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.analysis.losses import mean_losses
+from harness.host.environment import gpus
+from harness.launch.launcher import LauncherProtocol
+from harness.launch.outcome import Outcome
+from harness.parity.judging import in_fp32
+from harness.parity.reference import Reference
+from harness.parity.reference_runs import (
+    make_room,
+    reference_cell,
+    reference_key,
+    reference_of,
+    split_differently,
+)
+from harness.parity.verdict import noise_of
+from harness.run.expected import time_limit_seconds
+from harness.spec.cell import Cell
+from harness.workloads import make_workload, prepare_data
+
+
+@dataclass
+class ReferenceRuns:
+    """Keeps reference runs on disk, and launches those that are missing."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a reference run failed, by its folder."""
+
+    def of(
+        self,
+        launcher: LauncherProtocol,
+        cells: Sequence[Cell],
+        announce: Callable[[str], None],
+    ) -> dict[str, Reference]:
+        """The reference of every cell, by its key (see `reference_key`).
+
+        `announce`: is told of each launch. Raises KeyboardInterrupt where the user stops one.
+        """
+        references: dict[str, Reference] = {}
+        all_cells = compared(cells)
+        make_room(all_cells)
+        for cell in all_cells:
+            key = reference_key(cell)
+            if key not in references:
+                references[key] = reference_of(cell)
+                self._complete(launcher, cell, references[key], announce)
+        return references
+
+    def _complete(
+        self,
+        launcher: LauncherProtocol,
+        cell: Cell,
+        reference: Reference,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Launches what is missing of a reference: the run itself, and the one that shows its
+        noise."""
+        if not reference.exists:
+            announce(
+                f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
+            )
+            outcome = _launch(launcher, reference_cell(cell), reference_output=reference.folder)
+            if outcome.status != "ok":
+                self.failures[reference.folder] = (
+                    f"the reference run ended {outcome.status}: {outcome.reason}"
+                )
+        again = split_differently(reference_cell(cell))
+        if again and reference.exists and reference.noise is None:
+            announce(
+                f"the same with its batch in {again.micro_batches} parts: how far rounding alone"
+                " leads"
+            )
+            outcome = _launch(launcher, again, reference=reference.folder)
+            if outcome.status == "ok" and (rank := outcome.trained[0]).update_deviations:
+                losses = mean_losses([[step.loss for step in rank.steps]])
+                noise = noise_of(losses, rank.update_deviations, reference.facts["losses"])
+                if noise:
+                    reference.note(noise)
+
+
+def _launch(launcher: LauncherProtocol, cell: Cell, **more: Any) -> Outcome:
+    """Launches a reference run; raises KeyboardInterrupt where the user stopped it."""
+    data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+    if cell.device == "cuda":
+        limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
+        cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
+    outcome = launcher.run(cell, data, 1, **more)
+    if outcome.status == "interrupted":
+        raise KeyboardInterrupt
+    return outcome
+
+
+def compared(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and their twins in fp32 where they have one: all that references are needed
+    for."""
+    return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]

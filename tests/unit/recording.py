@@ -1,0 +1,79 @@
+"""Records as tests make them: by the fields of a record that is good, or of a cell that was left
+out, some of which they change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.record.trial import TrialRecord
+from harness.run.figures import with_figures
+from harness.run.rows import left_out_record
+from harness.spec.cell import Cell
+from harness.worker.answer import CpuTime, RankAnswer, RankStates, RankStep, TrainedAnswer
+from harness.workloads.counts import ModelFacts
+
+
+def left_out_fields(run_id: str, cell: Cell, status: str, reason: str) -> dict[str, Any]:
+    """Column -> value, of a cell that was left out."""
+    return dict(vars(left_out_record(run_id, cell, status, reason)))
+
+
+def figures(
+    cell: Cell,
+    answers: Sequence[RankAnswer],
+    facts: ModelFacts,
+    peak_flops: float | None,
+    cycle: int = 1,
+) -> TrialRecord:
+    """What is recorded of a trial by its ranks' answers."""
+    trial = left_out_record("run-1", cell, "ok", "")
+    return with_figures(trial, cell, answers, facts, peak_flops, cycle)
+
+
+def answer(
+    rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any
+) -> RankAnswer:
+    """A rank's answer with one warm-up step of 9 s, which must count nowhere."""
+    times = [9.0, *step_seconds]
+    phases = ["warmup"] + ["timed"] * len(step_seconds)
+    values = losses or [1.0] * len(times)
+    steps = [
+        RankStep(data_seconds=t / 10, step_seconds=t, step=i, phase=p, loss=x)
+        for i, (p, t, x) in enumerate(zip(phases, times, values, strict=True))
+    ]
+    good = TrainedAnswer(
+        setup_seconds=1.0 + rank,
+        setup_peak_memory_bytes=None,
+        restarts=0,
+        cores="0-1",
+        steps=tuple(steps),
+        time_slices=(),
+        peak_memory_bytes=100 * (rank + 1),
+        reserved_memory_bytes=None,
+        host_peak_bytes=None,
+        memory_method="by hand",
+        gpu_use=None,
+        update_deviations=None,
+        busy_fraction=None,
+        offload=None,
+        sent_bytes_per_step=20.0,
+        cpu_time=CpuTime(seconds=2.0, own=1.5, busy=3.5),
+        joules_per_step=4.0,
+        states=RankStates(
+            parameter_dtypes=("float32",),
+            gradient_dtypes=("float32",),
+            optimizer_state_dtypes=("float32",),
+            held_parameters=5,
+            state_bytes={
+                "parameters": 20,
+                "gradients": 0,
+                "optimizer": 40,
+                "library": 20,
+                "host": 0,
+            },
+            library_buffers={"buckets": 20},
+        ),
+    )
+    return RankAnswer(rank, trained=replace(good, **more))
