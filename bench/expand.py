@@ -65,10 +65,10 @@ def expand(
         try:
             admit_here(cell, host)
             cells.append(_limited(cell, host))
-        except Refused as no:
-            left_out.append(LeftOut(cell, "refused", str(no)))
-        except Unavailable as no:
-            left_out.append(LeftOut(cell, "unavailable", str(no)))
+        except Refused as error:
+            left_out.append(LeftOut(cell, "refused", str(error)))
+        except Unavailable as error:
+            left_out.append(LeftOut(cell, "unavailable", str(error)))
     return Expanded(tuple(cells), tuple(left_out), frozenset(once & {cell.id for cell in cells}))
 
 

@@ -41,8 +41,8 @@ class Host:
         from harness.host.environment import device_type, gpus
 
         if device_type() == "cuda":
-            found = gpus()
-            return cls("cuda", len(found), found[0][1], nodes, found[0][0])
+            devices = gpus()
+            return cls("cuda", len(devices), devices[0][1], nodes, devices[0][0])
         return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
 
 
@@ -52,17 +52,17 @@ def host_of(text: str, nodes: int) -> Host:
 
     if not text:
         return Host.here(nodes)
-    found = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
+    match = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
     by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
-    model = by_name.get(found[2].replace("-", "")) if found else None
-    if found is None or model is None:
+    model = by_name.get(match[2].replace("-", "")) if match else None
+    if match is None or model is None:
         raise UsageError(
             f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are"
             f" {', '.join(gpu_models())}"
         )
     return Host(
         "cuda",
-        int(found[1] or 1),
+        int(match[1] or 1),
         model.memory_bytes,
         nodes,
         f"NVIDIA {model.product_name}",
@@ -86,8 +86,8 @@ def admit_here(cell: Cell, host: Host) -> None:
     if cell.links and not host.elsewhere:
         from harness.links.emulated import lacking
 
-        if why := lacking():
-            raise Unavailable(why)
+        if reason := lacking():
+            raise Unavailable(reason)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(
             f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes"
@@ -102,8 +102,8 @@ def _require_gpus(cell: Cell, host: Host) -> None:
     needed = max(cell.devices, make_strategy(cell).least_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:
-        why = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
+        where = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""
         raise Unavailable(
-            f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', why)))}, this host has"
+            f"needs {' '.join(filter(None, (str(on_this_host), 'GPUs', where)))}, this host has"
             f" {host.num_devices}"
         )

@@ -26,9 +26,9 @@ def gpu_troubles() -> list[Trouble]:
     devices = visible_gpus()
     if not devices:
         return []
-    found = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
-    found += [trouble for state in _states(devices) for trouble in _state(state)]
-    return found + list(_software()) + list(_surroundings(devices))
+    troubles = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
+    troubles += [trouble for state in _states(devices) for trouble in _state(state)]
+    return troubles + list(_software()) + list(_surroundings(devices))
 
 
 def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
@@ -39,32 +39,32 @@ def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:
     """What somebody has set."""
-    who, number = f"GPU {facts.index}", facts.index
+    subject, number = f"GPU {facts.index}", facts.index
     limit, default = facts.power_limit_watts, facts.default_power_limit_watts
     if limit is not None and default is not None and limit < 0.99 * default:
         yield Trouble(
-            who,
+            subject,
             f"its power limit is {limit:.0f} W where {default:.0f} W is the default",
             "it runs at lower clocks than others of its kind, and looks slower",
             f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
     if facts.persistence is False:
         yield Trouble(
-            who,
+            subject,
             "persistence mode is off",
             "the driver unloads between launches: each begins seconds later, and at other clocks",
             f"sudo nvidia-smi -i {number} -pm 1",
         )
     if facts.ecc is False:
         yield Trouble(
-            who,
+            subject,
             "error correction (ECC) is off",
             "memory is a little faster and larger than where it is on, and wrong bits stay unseen",
             f"sudo nvidia-smi -i {number} -e 1, then restart the host",
         )
     if facts.mig:
         yield Trouble(
-            who,
+            subject,
             f"{facts.name} is a slice of a GPU (MIG)",
             "slices beside it share its power and PCIe link, and its peak is unknown: no MFU",
             f"sudo nvidia-smi -i {number} -mig 0",
@@ -73,21 +73,21 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 def _state(state: GpuState) -> Iterator[Trouble]:
     """What it is doing now, when no rank of ours is on it."""
-    who, number = f"GPU {state.index}", state.index
+    subject, number = f"GPU {state.index}", state.index
     others = [process for process in state.processes or () if process.pid != os.getpid()]
     if others:
         sizes = [process.memory_bytes for process in others if process.memory_bytes is not None]
         taken = f" with {sum(sizes) / GIB:.1f} GiB" if sizes else ""
         pids = " ".join(str(process.pid) for process in others)
         yield Trouble(
-            who,
+            subject,
             f"other processes are on it{taken}: {pids}",
             "they take its time and memory: cells are slower, or out of memory",
             f"end them (kill {pids}), or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )
     if "clocks set by the user" in (state.reasons or ()):
         yield Trouble(
-            who,
+            subject,
             f"its clocks are locked or application clocks are set ({state.sm_mhz} MHz now)",
             "it cannot reach the clocks that others of its kind reach",
             f"sudo nvidia-smi -i {number} -rgc; sudo nvidia-smi -i {number} -rac",
@@ -96,7 +96,7 @@ def _state(state: GpuState) -> Iterator[Trouble]:
     if state.slowed or hot:
         cause = ", ".join(state.slowed) or "no rank is on it"
         yield Trouble(
-            who,
+            subject,
             f"it has {state.temperature_celsius} degrees Celsius: {cause}",
             "its clocks fall while a run goes on",
             f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d"
@@ -104,7 +104,7 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         )
     if state.uncorrected_errors:
         yield Trouble(
-            who,
+            subject,
             f"{state.uncorrected_errors} errors of its memory could not be corrected",
             "results may be wrong, and ranks end",
             f"restart the host; to see them: nvidia-smi -i {number} -q -d ECC",

@@ -24,8 +24,8 @@ LOCKED_BYTES = 2**30
 
 def host_troubles(root: Path = Path("/")) -> list[Trouble]:
     """`root`: where /sys, /dev and the like are."""
-    found = [_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk()]
-    return [trouble for trouble in found if trouble]
+    checked = (_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk())
+    return [trouble for trouble in checked if trouble]
 
 
 def _governor(root: Path) -> Trouble | None:

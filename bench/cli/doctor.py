@@ -259,10 +259,10 @@ def _strategies() -> dict[str, str]:
                     stand_in = cls().stand_in(cell)
                     state = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                     break
-                except Unavailable as no:
-                    state = f"unavailable: {no}"
-                except (Refused, UsageError) as no:
-                    state = f"refused: {no}"
+                except Unavailable as error:
+                    state = f"unavailable: {error}"
+                except (Refused, UsageError) as error:
+                    state = f"refused: {error}"
             if state.startswith("ready"):
                 break
         rows[name] = state

@@ -68,7 +68,7 @@ def export(
     if folder:
         write_files(files, folder)
     if json_output:
-        told = {
+        shown = {
             "cell_id": cell.id,
             "cell_name": cell.name,
             "to": to,
@@ -76,7 +76,7 @@ def export(
             "note": note or None,
         }
         print(
-            json.dumps(told | {"others": [c.id for c in cells if c.id != cell.id], "files": files})
+            json.dumps(shown | {"others": [c.id for c in cells if c.id != cell.id], "files": files})
         )
         return
     print(f"{cell.name} for {target}")

@@ -65,8 +65,8 @@ def profile(
     cell = find_cell(which, matrix, settings or [], results)
     try:
         validate(cell, make_workload(cell.workload))
-    except (Refused, Unavailable) as why:
-        raise UsageError(f"{cell.name} does not run here: {why}") from None
+    except (Refused, Unavailable) as reason:
+        raise UsageError(f"{cell.name} does not run here: {reason}") from None
     folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

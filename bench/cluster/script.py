@@ -82,7 +82,7 @@ def _python(site: Site) -> str:
 def _variables(site: Site, job: Job) -> Mapping[str, str]:
     """What the scripts of slurm/ read."""
     nightly, notify = site.nightly, site.nightly.notify
-    found: dict[str, str | int | Path] = {
+    variables: dict[str, str | int | Path] = {
         "BENCH_MATRIX": job.matrix,
         "BENCH_RUN": job.run_id,
         "BENCH_RESULTS": job.results,
@@ -97,7 +97,7 @@ def _variables(site: Site, job: Job) -> Mapping[str, str]:
         "BENCH_OPTIONS": _words(job.options),
     }
     if job.nightly:
-        found |= {
+        variables |= {
             "BENCH_BASELINE": nightly.baseline,
             "BENCH_AGAIN": nightly.again,
             "BENCH_PUBLISH": nightly.publish,
@@ -107,7 +107,7 @@ def _variables(site: Site, job: Job) -> Mapping[str, str]:
             "BENCH_NOTIFY_COMMAND": notify.command,
             "BENCH_NOTIFY_ALWAYS": "yes" if notify.always else "",
         }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _words(words: Sequence[str]) -> str:

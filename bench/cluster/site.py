@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -137,38 +136,37 @@ class Site(BaseModel):
         return lines + self.directives
 
 
-def read_site(file: Path | None, **given: Any) -> Site:
+def read_site(file: Path | None, **given: object) -> Site:
     """The site of this file, of the variable, of slurm/site.yaml, or the default one; `given`
     options take the place of its values.
 
     Raises UsageError with the file and the key.
     """
-    named = file or (Path(found) if (found := os.environ.get(VARIABLE)) else None)
+    named = file or (Path(path) if (path := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
         raise UsageError(f"site file {str(named)!r} is not there; examples are in slurm/sites")
-    path = named or (DEFAULT if DEFAULT.is_file() else None)
-    content: dict[str, Any] = {}
-    if path:
+    site = named or (DEFAULT if DEFAULT.is_file() else None)
+    content: dict[str, object] = {}
+    if site:
         try:
-            content = yaml.safe_load(path.read_text()) or {}
+            content = yaml.safe_load(site.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"site file {path}: not readable as YAML: {' '.join(str(error).split())}"
+                f"site file {site}: not readable as YAML: {' '.join(str(error).split())}"
             ) from None
         if not isinstance(content, dict):
-            raise UsageError(f"site file {path}: must be a mapping such as `partition: gpu`")
+            raise UsageError(f"site file {site}: must be a mapping such as `partition: gpu`")
         for key in content:
             if key not in Site.model_fields:
                 near = difflib.get_close_matches(str(key), Site.model_fields, 1)
                 raise UsageError(
-                    f"site file {path}: unknown key {key!r}"
+                    f"site file {site}: unknown key {key!r}"
                     + (f"; did you mean {near[0]!r}?" if near else "")
                 )
     try:
-        return Site(
-            **{**content, **{name: value for name, value in given.items() if value is not None}}
-        )
+        options = {name: value for name, value in given.items() if value is not None}
+        return Site.model_validate({**content, **options})
     except ValidationError as error:
         raise UsageError(
-            f"site file {path}, {first_error(error)}" if path else first_error(error)
+            f"site file {site}, {first_error(error)}" if site else first_error(error)
         ) from None

@@ -54,17 +54,17 @@ def states(job_id: str) -> list[JobState]:
 
 def parse(line: str) -> JobState:
     """One line of `scontrol -o show job`."""
-    found = dict(re.findall(r"(\S+?)=(\S*)", line))
-    job_id = found["JobId"]
-    if "ArrayTaskId" in found:
-        job_id = f"{found['ArrayJobId']}_{found['ArrayTaskId']}"
-    nodes = found.get("NodeList", "").replace("(null)", "")
-    reason = found.get("Reason", "None").replace("None", "")
+    facts = dict(re.findall(r"(\S+?)=(\S*)", line))
+    job_id = facts["JobId"]
+    if "ArrayTaskId" in facts:
+        job_id = f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}"
+    nodes = facts.get("NodeList", "").replace("(null)", "")
+    reason = facts.get("Reason", "None").replace("None", "")
     return JobState(
         job_id,
-        found["JobState"],
+        facts["JobState"],
         reason,
         nodes,
-        int(found.get("Restarts", "0")),
-        found.get("RunTime", ""),
+        int(facts.get("Restarts", "0")),
+        facts.get("RunTime", ""),
     )
