@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Proves the set-up of a CUDA machine on one without a GPU, in a checkout and an environment of their own (9 GB, and as much to download):
-# torch's CUDA build as the package index serves it; Horovod with NCCL compiled and linked by the packages of the compiler, and imported;
-# DeepSpeed's compiled parts beside CUDA; every test in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
-# What is committed is checked, with changes to it; new files are not. cuda_check.sh --clear removes the environment.
+# Checks the set-up for CUDA on a machine without a GPU, in a checkout and an environment of their own (9 GB on disk, 9 GB to download):
+# torch's CUDA build from the package index; Horovod with NCCL, compiled and linked by the compiler from the package index, and imported;
+# DeepSpeed's compiled parts beside CUDA; all tests in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
+# Tracked files are checked as they are now, committed or not; untracked files are left out. cuda_check.sh --clear removes the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ git -C "$copy" reset --quiet --hard FETCH_HEAD
 git diff --binary HEAD | git -C "$copy" apply --allow-empty
 cd "$copy"
 
-# A local source of wheels may hold torch's CPU build, which pip would prefer: only the index stays, whichever pip was told to use.
+# A local source of wheels may contain torch's CPU build, which pip would prefer: only the package index that pip is configured for remains.
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
 for setting in index-url cert client-cert proxy trusted-host; do
   variable=PIP_$(tr a-z- A-Z_ <<<"$setting")

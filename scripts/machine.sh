@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Says what a set-up is on: machine.sh PYTHON, with torch installed.
+# machine.sh PYTHON: prints the versions and the hardware that a set-up has found; PYTHON has torch.
 set -euo pipefail
 
 python=$1
@@ -19,7 +19,7 @@ else
 fi
 say "NVIDIA driver ${driver:-none}, CUDA toolkit ${toolkit:+release }${toolkit:-none}${nvcc:+ ($nvcc)}, torch $version with CUDA $cuda"
 
-case ${cuda%%.*} in # the oldest driver that each major version of CUDA runs on
+case ${cuda%%.*} in # the oldest driver that runs each major version of CUDA (CUDA Toolkit Release Notes)
   13) oldest=580 ;;
   12) oldest=525 ;;
   11) oldest=450 ;;

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds what has no binary release, once for each kind of machine: native.sh PYTHON. Prints the wheels' files on stdout, one a line.
-# native.sh PYTHON --plan only says what Horovod would be built for here.
-# What cannot be built is left out, and harness/host/unbuilt.py keeps the reason in Python's environment, where a plan finds it.
+# native.sh PYTHON: builds wheels of Horovod and DeepSpeed, which have no binary releases, once for each kind of machine. Prints the paths of
+# the wheels, one a line. A library that cannot be built is left out; harness/host/unbuilt.py keeps the reason inside the Python environment,
+# where a plan finds it.
+# native.sh PYTHON --plan only prints what Horovod would be built for here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 project=$PWD
@@ -28,16 +29,16 @@ has() { printf '#include <%s>\n' "$1" | "$CXX" -E -x c++ - >/dev/null 2>&1; }
 mpi=none aio=0
 command -v mpirun mpicxx >/dev/null && mpi=$(mpicxx -show 2>/dev/null || echo unknown)
 has libaio.h && aio=1
-cuda=none # what Horovod's operations on GPUs are built with
+cuda=none # describes what Horovod's operations on GPUs are built with
 [ "$cuda_by" = none ] || cuda="$cuda_version, $cuda_why, NCCL $nccl_version, GPUs $cuda_capabilities"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 
-build_horovod() { # build_horovod FOLDER: in the unpacked source; leaves the wheel in FOLDER
-  # torch's headers want C++17; Release leaves out 17 MB of debug symbols.
+build_horovod() { # build_horovod FOLDER: to be called in the unpacked source; writes the wheel to FOLDER
+  # torch's headers need C++17. A Release build has no debug symbols (17 MB).
   sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' CMakeLists.txt horovod/torch/CMakeLists.txt
   sed -i "s/'RelWithDebInfo'/'Release'/" setup.py
-  # Its flatbuffers assigns to a const member, which GCC refuses from 14 on, and forgets to return from the assignment.
+  # Its copy of flatbuffers assigns to a const member, an error from GCC 14 on, in an operator without a return statement.
   sed -i 's/^  const size_type count_;/  size_type count_;/; s/^    count_ = other.count_;/&\n    return *this;/' \
     third_party/flatbuffers/include/flatbuffers/stl_emulation.h
   # Python has no distutils from 3.12 on.
@@ -52,25 +53,25 @@ build_horovod() { # build_horovod FOLDER: in the unpacked source; leaves the whe
     with+=("${nccl[@]}")
   fi
   if [ "$mpi" = none ]; then with+=(HOROVOD_WITHOUT_MPI=1); else with+=(HOROVOD_WITH_MPI=1); fi
-  [ "$march" = native ] || with+=("HOROVOD_BUILD_ARCH_FLAGS=-march=$march") # by itself it asks this processor for AVX, F16C and FMA
-  # It uses std::string, std::logic_error and sized integers without their headers, which GCC's other headers brought along before 13, 14 and 15.
+  [ "$march" = native ] || with+=("HOROVOD_BUILD_ARCH_FLAGS=-march=$march") # by default it uses this processor's AVX, F16C and FMA
+  # It uses std::string, std::logic_error and sized integers without including their headers, which other headers of GCC include only before 13, 14 and 15.
   with+=("CXXFLAGS=-include string -include stdexcept -include cstdint ${CXXFLAGS:-}")
   env MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 "${with[@]}" \
     "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
 }
 
-build_plain_horovod() { build_horovod "$1"; } # for the CPU alone, where there is a GPU
+build_plain_horovod() { build_horovod "$1"; } # for the CPU alone, on a machine with a GPU
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
-# Its setup.py, which a mere download runs too, would ask a CUDA toolkit in sight for its version, and fail with it. What is built runs on the host.
+# Its setup.py, which also runs on download, would otherwise ask an installed CUDA toolkit for its version, and fail. What is built here runs on the host.
 export DS_ACCELERATOR=cpu TORCH_CUDA_ARCH_LIST=8.0
 
 build_deepspeed() {
-  # Its CPU builder forgets the libraries of an operation, so that async_io would lack libaio.
+  # Its CPU builder does not link the libraries of an operation, so that async_io would lack libaio.
   sed -i 's/extra_compile_args=compile_args)/extra_compile_args=compile_args, extra_link_args=self.strip_empty_entries(self.extra_ldflags()))/' \
     op_builder/cpu/builder.py
-  # It compiles for the processor it finds, whatever it is asked for: the flag, and which vector code is chosen.
+  # It always compiles for this machine's processor: replaced are the compiler's flag and the choice of vector instructions.
   if [ "$march" != native ]; then
     sed -i "s/^    def cpu_arch(self):/&\n        return '-march=$march'/; s/^    def simd_width(self):/&\n        return '$(vectors)'/" \
       op_builder/builder.py
@@ -79,7 +80,7 @@ build_deepspeed() {
     "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
 }
 
-vectors() { # what DeepSpeed calls the widest vectors that code for $march may use
+vectors() { # prints DeepSpeed's flag for the widest vector instructions that $march has
   local macros
   macros=$("$CXX" "-march=$march" -dM -E -x c++ /dev/null)
   case $macros in
@@ -91,7 +92,7 @@ vectors() { # what DeepSpeed calls the widest vectors that code for $march may u
   esac
 }
 
-build_plain_deepspeed() { # without compiled parts: what keeps its states on the device does not need them
+build_plain_deepspeed() { # without compiled parts, which only offloaded states need
   env DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$python" -m pip wheel --no-deps --no-build-isolation -w "$1" .
 }
 
@@ -99,18 +100,18 @@ build_plain_deepspeed() { # without compiled parts: what keeps its states on the
 
 label=$("$python" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")')-$march
 
-# built_for RECIPE: what its wheel fits, a line each. With any other line it is another wheel.
+# built_for RECIPE: prints all that the wheel depends on, one a line; another line makes another wheel.
 built_for() {
   printf '%s\n' "$label" "$("$CXX" --version | head -n 1)" "$(getconf GNU_LIBC_VERSION 2>/dev/null)"
-  [ "$march" != native ] || printf 'processor %s\n' "$("$CXX" -march=native -dM -E -x c++ /dev/null | sort | sha256sum)" # what it may use
+  [ "$march" != native ] || printf 'processor %s\n' "$("$CXX" -march=native -dM -E -x c++ /dev/null | sort | sha256sum)" # the instructions that it has
   [ "${1#plain_}" != horovod ] || printf 'mpi %s\ncuda %s\nrecipe %s\n' "$mpi" "$cuda" \
     "$(declare -f build_horovod no_cuda unpack_toolkit nccl_settings | sha256sum)"
   [ "$1" != deepspeed ] || printf 'libaio %s\n' "$aio"
   printf 'recipe %s\n' "$(declare -f "build_$1" | sha256sum)"
 }
 
-# wheel RECIPE NAME VERSION SHA256 WHAT: prints the wheel of this release, built by the function build_RECIPE where it is not there yet.
-# Where it cannot be built: keeps the reason and returns 1.
+# wheel RECIPE NAME VERSION SHA256 WHAT: prints the path of this release's wheel, which the function build_RECIPE builds where it is missing.
+# Where that fails the reason is kept, and it returns 1.
 wheel() {
   local recipe=$1 name=$2 version=$3 sha=$4 what=$5 fits folder work log started=$SECONDS
   fits=$(built_for "$recipe")
@@ -141,7 +142,7 @@ wheel() {
     return 1
   fi
   echo "$fits" >"$folder/built-for.txt"
-  if ! { cp "$work/out/"*.whl "$folder/.new.$$" && mv "$folder/.new.$$" "$folder/$(basename "$work/out/"*.whl)"; }; then # whole or not at all
+  if ! { cp "$work/out/"*.whl "$folder/.new.$$" && mv "$folder/.new.$$" "$folder/$(basename "$work/out/"*.whl)"; }; then # so that an interrupted copy leaves no wheel
     echo "ERROR: cannot write into $folder" >"$log"
     failed "cannot keep its wheel" "make room there, or name another folder in PARALLELISM_BENCH_CACHE"
     return 1
@@ -151,13 +152,13 @@ wheel() {
   compgen -G "$folder/$name-$version*.whl"
 }
 
-failed() { # failed WHAT MEND: keeps the reason of the wheel at hand (variables of the function `wheel`)
+failed() { # failed WHAT REMEDY: keeps the reason; reads the variables of the function `wheel`, which calls it
   say "  $name $version: $1: $("$python" -m harness.host.unbuilt "$name" "$version" "$log" "$work" "$2")"
   say "  cells that need it are unavailable, all else goes on; the whole log is $log"
   rm -rf "$work"
 }
 
-forget() { rm -f "$("$python" -m harness.host.unbuilt "$1")"; } # the reason of an earlier set-up
+forget() { rm -f "$("$python" -m harness.host.unbuilt "$1")"; } # removes the reason that an earlier set-up kept
 
 release=(horovod 0.28.1 92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0)
 forget horovod

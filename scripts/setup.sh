@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv with everything pinned; does nothing when it is already right. Works as an ordinary user.
-# setup.sh          also tries again what could not be built before
-# setup.sh --need   does not: before a run or a test
+# Makes .venv with pinned versions of all packages; does nothing where it is up to date. Needs no root.
+# setup.sh          also tries again to build what could not be built before
+# setup.sh --need   does not try again: called before a run or a test
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
   exit 1
 fi
 
-# What a set-up needs from the system, and what adds strategies: `package:how to see that it is there`.
+# there PACKAGE: whether a Debian package, or the same from elsewhere, is installed.
 there() { case $1 in
   python3-dev) [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
   libaio-dev) printf '#include <libaio.h>' | "$CXX" -E -x c++ - >/dev/null 2>&1 ;;
@@ -26,9 +26,9 @@ there() { case $1 in
   *) command -v "$1" >/dev/null ;;
   esac; }
 missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
-need=(git g++ make python3-dev)
-like=(libaio-dev openmpi-bin libopenmpi-dev) # DeepSpeed's offload to disk; Horovod over MPI, Adasum
-tests=(chromium slurm-wlm munge shellcheck) # what some tests need: without it they are skipped and say so
+need=(git g++ make python3-dev) # without these there is no set-up
+like=(libaio-dev openmpi-bin libopenmpi-dev) # for some strategies: DeepSpeed's offload to disk; Horovod over MPI, Adasum
+tests=(chromium slurm-wlm munge shellcheck) # for some tests, which are skipped without them
 mapfile -t lack < <(missing "${need[@]}" "${like[@]}" "${tests[@]}")
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   say "installing Debian's packages ${lack[*]}"
@@ -42,7 +42,7 @@ if [ ${#lack[@]} != 0 ]; then
 fi
 mapfile -t lack < <(missing "${like[@]}")
 
-# Which processor compiled parts are for: what this call says, else what the last one said, else this machine's.
+# The processor that compiled parts are for: as the caller says, else as in the last set-up, else this machine's.
 march=${PARALLELISM_BENCH_MARCH:-$(cat .venv/.march 2>/dev/null || echo native)}
 export PARALLELISM_BENCH_MARCH=$march
 if ! "$CXX" "-march=$march" -E -x c++ /dev/null >/dev/null 2>&1; then
@@ -50,7 +50,7 @@ if ! "$CXX" "-march=$march" -E -x c++ /dev/null >/dev/null 2>&1; then
   exit 2
 fi
 
-# What builds Horovod's operations on GPUs: what this call says, else what the last one said, else what fits this machine.
+# How Horovod's operations on GPUs are built: as the caller says, else as in the last set-up, else what fits this machine.
 . scripts/cuda.sh
 cuda=${PARALLELISM_BENCH_CUDA:-$(cat .venv/.cuda 2>/dev/null || echo auto)}
 export PARALLELISM_BENCH_CUDA=$cuda
@@ -64,10 +64,11 @@ want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scr
   sha256sum | cut -c1-16)
 want=$want-$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')
 stamp=.venv/.set-up
-unbuilt() { # libraries that could not be built
+unbuilt() { # prints the libraries that could not be built
   local file
   for file in .venv/share/parallelism-bench/unbuilt/*.json; do [ ! -f "$file" ] || basename "$file" .json; done
 }
+# identity PYTHON: prints what tells one Python installation from another.
 identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null || true; }
 same=0
 [ -n "$(identity .venv/bin/python)" ] && [ "$(identity .venv/bin/python)" = "$(identity "$python")" ] && same=1
@@ -104,17 +105,17 @@ scripts/machine.sh .venv/bin/python
 say "2/4 installing the suite, its tools and the libraries of the strategies"
 pip install --quiet --constraint constraints.txt wheel cmake ninja
 pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-say "3/4 what has no binary release: Horovod, and DeepSpeed with its compiled parts"
+say "3/4 installing what has no binary release: Horovod, and DeepSpeed with its compiled parts"
 built=$(scripts/native.sh .venv/bin/python)
 mapfile -t wheels <<<"$built"
 [ -z "$built" ] || pip install --quiet --constraint constraints.txt "${wheels[@]}"
-if [ -n "$built" ] && [ "$built" != "$(cat .venv/.wheels 2>/dev/null)" ]; then # pip keeps what has the same version, whatever it was built for
+if [ -n "$built" ] && [ "$built" != "$(cat .venv/.wheels 2>/dev/null)" ]; then # pip alone would keep an installed wheel of the same version
   pip install --quiet --no-deps --force-reinstall "${wheels[@]}"
 fi
 echo "$built" >.venv/.wheels
 say "4/4 checking"
 .venv/bin/python -c 'import torch, transformers, bench.cli; print("setup: torch", torch.__version__, "transformers", transformers.__version__)'
-loads() { # loads MODULE WHEEL: what was built but cannot be imported counts as not built
+loads() { # loads MODULE WHEEL: a library that was built but cannot be imported counts as not built
   local name=${1%%.*} log=$PWD/.venv/.loads-${1%%.*}.log version=${2##*/}
   version=${version#*-} version=${version%%-*}
   if .venv/bin/python -c "import $1" >"$log" 2>&1; then rm "$log"; return; fi
@@ -126,7 +127,7 @@ for wheel in "${wheels[@]}"; do
     */deepspeed-*) loads deepspeed "$wheel" ;;
   esac
 done
-for name in $(unbuilt); do # nor does one of an earlier set-up stay, which was built for something else
+for name in $(unbuilt); do # remove the one of an earlier set-up, which was built for something else
   [[ $built == */plain_"$name"-* && ! -f .venv/.loads-$name.log ]] || pip uninstall --quiet --yes "$name" 2>/dev/null
 done
 echo "$want" >"$stamp"

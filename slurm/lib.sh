@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the jobs have in common. Reads BENCH_* variables, which `python -m bench submit` sets from the site file; each has a default.
+# Functions of all jobs. Reads BENCH_* variables, which `python -m bench submit` sets from the site file; each has a default.
 
 BENCH_MATRIX=${BENCH_MATRIX:-smoke}
 BENCH_RESULTS=${BENCH_RESULTS:-results}
@@ -11,29 +11,29 @@ chmod 700 "$BENCH_WORK"
 
 say() { printf '%s %s\n' "$(date +%H:%M:%S)" "$*"; }
 
-# These hold words, quoted as for a shell.
+# Lists of words, quoted for a shell.
 container=() more_srun=() more_options=()
 eval "container=(${BENCH_CONTAINER:-}) more_srun=(${BENCH_SRUN:-}) more_options=(${BENCH_OPTIONS:-})"
 python=("${container[@]}" "$BENCH_PYTHON")
 bench() { "${python[@]}" -m bench "$@"; }
 
-# The run of this job: the same after a requeue, and for all tasks of an array.
+# Prints the id of this job's run, the same after a requeue and for all tasks of an array.
 run_of_job() {
   local file id
   file=$BENCH_WORK/run-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
   id=$(date -u +%Y%m%dT%H%M%S)-$(printf %04x $((${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} % 65536)))
-  (set -o noclobber; echo "$id" >"$file") 2>/dev/null || true # the first one names it
+  (set -o noclobber; echo "$id" >"$file") 2>/dev/null || true # the first task to get here chooses it
   cat "$file"
 }
 BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
 
-# The agent of one node: started anew where it, its step or its node was lost, until the head says that all is done (exit code 0), the
-# agent cannot work (2), or the run is over.
+# Keeps the agent of one node running: starts it again where it, its job step or its node was lost, until the run has ended or the agent
+# ends with exit code 0 (the head has said that all is done) or 2 (it cannot work). The head is the process `bench run`.
 keep_agent() { # MEETING NUMBER NAME
   local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
   options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
   trap '[ -z "$step" ] || kill "$step" 2>/dev/null; exit 1' TERM
-  while [ ! -e "$1.over" ] && kill -0 $$ 2>/dev/null; do # $$ is the shell of the batch step: not every SLURM kills what it leaves
+  while [ ! -e "$1.over" ] && kill -0 $$ 2>/dev/null; do # $$ is the shell of the batch step, whose children not every SLURM kills
     srun "${options[@]}" "${more_srun[@]}" "${python[@]}" -m harness.agent "$1" --node "$2" ${BENCH_INTERFACE:+--interface "$BENCH_INTERFACE"} &
     step=$!
     wait "$step"
@@ -43,7 +43,7 @@ keep_agent() { # MEETING NUMBER NAME
   done
 }
 
-# One keeper for each node, where it is not there already.
+# Starts keep_agent for each node for which it does not run.
 start_agents() { # MEETING
   local name number=0
   for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
@@ -55,7 +55,7 @@ start_agents() { # MEETING
   done
 }
 
-# Most agents go by themselves; one on a dead node is not waited for.
+# Waits up to 5 seconds for the agents to end, as most do by themselves, and kills the others.
 end_agents() { # MEETING
   local one tries=50
   touch "$1.over"
@@ -69,30 +69,30 @@ end_agents() { # MEETING
   rm -f "$1" "$1.over"
 }
 
-# A task that was warned, or lost its head, begins anew where it stopped; not for ever.
+# Puts the job back into the queue, to continue where it stopped, up to BENCH_REQUEUES times.
 requeue() {
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${BENCH_REQUEUES:-20}" ]; then
-    say "begun anew ${SLURM_RESTART_COUNT} times already: a trial may need longer than the time limit of the job"
+    say "requeued ${SLURM_RESTART_COUNT} times already: a trial may need longer than the time limit of the job"
     exit 1
   fi
   say "the current trial is recorded as interrupted; the job goes on where it stopped"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 300 # it ends here
+  scontrol requeue "$SLURM_JOB_ID" && sleep 300 # SLURM ends the job meanwhile
   exit 1
 }
 
-# The exit code of a process, however often a trap ends `wait` before it.
+# Waits for a process, also where traps interrupt `wait`, and returns its exit code.
 wait_for() {
   local code=127 got alive=yes
   while [ -n "$alive" ]; do
     kill -0 "$1" 2>/dev/null || alive=''
     wait "$1"
     got=$?
-    [ $got = 127 ] || code=$got # 127: it was told already
+    [ $got = 127 ] || code=$got # 127: `wait` has returned it before
   done
   return "$code"
 }
 
-# A node's driver lists its GPUs to every job, also to one that was given none of them.
+# Warns where the node has GPUs and the job was given none: the driver lists a node's GPUs to every job.
 say_without_gpus() {
   local there
   there=$(find "${BENCH_DRIVER:-/proc/driver/nvidia}/gpus" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)
@@ -101,8 +101,9 @@ say_without_gpus() {
   fi
 }
 
-# Runs what is open of the run and returns its exit code; where the job is warned of its end it does not return.
-run_matrix() { # further options of bench run
+# run_matrix OPTIONS...: runs what is still missing of the run and returns the exit code of `bench run`, which gets the options. Does not
+# return where SLURM has warned that the time limit is near: the job is then requeued.
+run_matrix() {
   local options=(--matrix "$BENCH_MATRIX" --run "$BENCH_RUN" --results "$BENCH_RESULTS" --with-parent "${more_options[@]}" "$@") code tries=0
   local meeting=''
   warned='' ended='' agents=() head=''
@@ -112,7 +113,7 @@ run_matrix() { # further options of bench run
     options+=(--share "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
   fi
   trap 'warned=yes; [ -z "$head" ] || kill -TERM "$head" 2>/dev/null' USR1
-  trap 'ended=yes' TERM # SLURM sends it to the head as well; the job is over when this shell is, so it waits for the head
+  trap 'ended=yes' TERM # SLURM sends TERM to the head too; the job ends with this shell, which therefore waits for the head
   if [ "$BENCH_NODES" -gt 1 ]; then
     meeting=$BENCH_WORK/meeting-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
     options+=(--nodes "$BENCH_NODES" --meeting "$meeting")
@@ -129,8 +130,8 @@ run_matrix() { # further options of bench run
     case $code in 0 | 1 | 2 | 130 | 143) break ;; esac
     tries=$((tries + 1))
     [ $tries -lt 5 ] || break
-    say "the head ended with exit code $code; it is started anew and goes on"
-    [ $tries -gt 1 ] || options+=(--patience 30) # most agents are there already; a node that is gone is not waited for again
+    say "the head ended with exit code $code; it is started again and continues"
+    [ $tries -gt 1 ] || options+=(--patience 30) # seconds: most agents are connected already, and a lost node is not waited for again
   done
   [ -z "$meeting" ] || end_agents "$meeting"
   trap - USR1 TERM

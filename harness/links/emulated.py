@@ -1,5 +1,4 @@
-"""Emulated nodes from the head's side: whether this host can have them, their start and end, and
-their links."""
+"""Emulated nodes: whether this host can have them, how they start and end, and their links."""
 
 from __future__ import annotations
 
@@ -11,26 +10,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.host.process import die_with_parent
-from harness.links.switch import LOG, TOOLS
+from harness.links.switch import LOG, TOOLS, NodeShare, Request
 from harness.nodes.coordinator import Nodes
 from harness.nodes.node import Node
 
 START_SECONDS = 60.0
 MEASUREMENTS = 2
-"""Of which the best counts: what else keeps the machine busy makes a link slower, never faster."""
+"""Of each link, of which the best counts: other work on the machine makes a link slower, never
+faster."""
 
 
 class NoLinks(Exception):
-    """The links cannot be had: a sentence that says why, and what to do."""
+    """The links cannot be emulated here; the message says why, and what to do."""
 
 
 class _Process:
-    """The switch's process and what is said to it."""
+    """The process of the switch (harness/links/switch.py)."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -38,37 +37,36 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a stop from the keyboard is the head's to hear
+            # Ctrl-C must reach this process only, which then ends the other.
+            start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
-    def ask(self, **what: Any) -> str:
-        """Its answer; raises NoLinks."""
+    def ask(self, request: Request) -> str:
+        """Sends a request and returns the answer; raises NoLinks where the answer is an error."""
         assert self.process.stdin
         assert self.process.stdout
         try:
-            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # what it said before it went is still to be read
+            pass  # the process has ended, and may have written the reason before
         line = self.process.stdout.readline()
-        told = json.loads(line) if line.endswith("\n") else {"error": "its process is gone"}
-        if "error" in told:
-            raise NoLinks(f"emulated links: {told['error']}")
-        return str(told["answer"])
+        answer = json.loads(line) if line.endswith("\n") else {"error": "its process is gone"}
+        if "error" in answer:
+            raise NoLinks(f"emulated links: {answer['error']}")
+        return str(answer["answer"])
 
     def end(self) -> None:
-        """Kills it; all below it die with it."""
+        """Kills the process; its children die with it."""
         self.process.kill()
         self.process.communicate()
 
 
 @functools.cache
 def lacking() -> str:
-    """Why this host cannot have emulated links, and what to do; empty where it can.
-
-    Tries it once.
-    """
+    """Why this host cannot emulate links, and what to do; empty where it can. Tried once per
+    process."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
     if missing := {tool: package for tool, package in TOOLS.items() if not shutil.which(tool)}:
@@ -78,10 +76,10 @@ def lacking() -> str:
         )
     process = _Process()
     try:
-        process.ask()
-    except NoLinks as why:
+        process.ask({})
+    except NoLinks as error:
         return (
-            f"{why}; run as root, or allow user namespaces (sysctl user.max_user_namespaces,"
+            f"{error}; run as root, or allow user namespaces (sysctl user.max_user_namespaces,"
             " kernel.unprivileged_userns_clone)"
         )
     finally:
@@ -90,7 +88,7 @@ def lacking() -> str:
 
 
 class EmulatedNodes:
-    """Nodes that are namespaces of this machine, started when they are first needed."""
+    """Nodes that are network namespaces of this machine, started when they are first needed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -98,38 +96,40 @@ class EmulatedNodes:
         self._nodes: Nodes | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._link = ""
-        self._measured: dict[str, dict[str, Any]] = {}
+        self._columns: dict[str, dict[str, object]] = {}
+        """Of the record, by link."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process above them all."""
+        """Of the switch's process, the parent of all others; None: not started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """The nodes, all of them there: started anew where one was lost; raises NoLinks where they
-        do not come."""
+        """The nodes, all connected; all are started anew where one was lost. Raises NoLinks where
+        they do not connect within START_SECONDS."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="parallelism-bench-")
         meeting = Path(self._folder.name) / "meeting"
         self._switch = _Process()
-        self._switch.ask(
-            nodes=[{"cores": c, "gpus": g} for c, g in shares(self.count)], meeting=str(meeting)
-        )
-        self._nodes = nodes = Nodes(
-            self.count, meeting, socket_file=meeting.with_name("head")
-        )  # only now: a node's link is up
+        parts: list[NodeShare] = [
+            {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
+        ]
+        self._switch.ask({"nodes": parts, "meeting": str(meeting)})
+        # Only after the answer, with which the interfaces of the nodes are up.
+        self._nodes = nodes = Nodes(self.count, meeting, socket_file=meeting.with_name("head"))
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
-            said = meeting.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
+            log = meeting.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
             raise NoLinks(
                 f"emulated links: {nodes.lacking(self.count)}"
-                + (f"; the agents' log ends: {said[-1]}" if said else "")
+                + (f"; the agents' log ends: {log[-1]}" if log else "")
             )
         return nodes
 
-    def use(self, link: str) -> dict[str, Any]:
-        """Makes the nodes' links such; returns the record's columns about them.
+    def use(self, link: str) -> dict[str, object]:
+        """Gives all nodes' links this rate and delay, written as in a cell; returns the record's
+        columns about them. Raises NoLinks where that fails.
 
         A link is measured when it is first used.
         """
@@ -137,25 +137,25 @@ class EmulatedNodes:
         assert self._switch
         if link != self._link:
             self._link = ""
-            how = self._switch.ask(link=link)
-            if link not in self._measured:
+            emulation = self._switch.ask({"link": link})
+            if link not in self._columns:
                 first, second = nodes.ready(2, 0.0)
-                found = [measured(first, second) for _ in range(MEASUREMENTS)]
-                self._measured[link] = {
-                    "link_bits_per_second": max(rate for rate, _ in found),
-                    "link_latency_seconds": min(latency for _, latency in found),
-                    "link_emulation": how,
+                measurements = [measured(first, second) for _ in range(MEASUREMENTS)]
+                self._columns[link] = {
+                    "link_bits_per_second": max(rate for rate, _ in measurements),
+                    "link_latency_seconds": min(latency for _, latency in measurements),
+                    "link_emulation": emulation,
                 }
             self._link = link
-        return self._measured[link]
+        return self._columns[link]
 
     def forget(self) -> None:
-        """The next use measures again."""
-        self._measured.clear()
+        """Makes the next use of each link measure it again."""
+        self._columns.clear()
         self._link = ""
 
     def close(self) -> None:
-        """Everything goes."""
+        """Ends all processes, and with them the namespaces; removes the files."""
         if self._nodes:
             self._nodes.close()
         if self._switch:
@@ -167,8 +167,9 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Bits per second and one-way latency between two nodes (see harness/nodes/probe.py); raises
-    NoLinks where an agent goes."""
+    """Bits per second and one-way latency in seconds between two nodes (see
+    harness/nodes/probe.py); raises NoLinks where they do not reach each other, or an agent ends.
+    """
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -183,18 +184,20 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
 
 
 def shares(count: int) -> list[tuple[list[int], str | None]]:
-    """Cores of each node, its own while there are enough, and its GPUs as CUDA_VISIBLE_DEVICES has
-    them; None: there are none."""
+    """For each node its cores, which several nodes share where there are fewer cores than nodes,
+    and its value of CUDA_VISIBLE_DEVICES; None without GPUs.
+    """
     cores, cards = allowed_cores(), _cards()
-    each = max(1, len(cores) // count)
-    found = []
-    for number in range(count):
-        own = sorted({cores[(number * each + i) % len(cores)] for i in range(each)})
-        here = len(cards) // count
-        found.append((own, ",".join(cards[number * here : (number + 1) * here]) if cards else None))
-    return found
+    cores_each, cards_each = max(1, len(cores) // count), len(cards) // count
+    parts: list[tuple[list[int], str | None]] = []
+    for node in range(count):
+        own = {cores[(node * cores_each + i) % len(cores)] for i in range(cores_each)}
+        gpus_here = ",".join(cards[node * cards_each : (node + 1) * cards_each])
+        parts.append((sorted(own), gpus_here if cards else None))
+    return parts
 
 
 def _cards() -> list[str]:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(len(gpus()))]
+    """The GPUs of this process, each as CUDA_VISIBLE_DEVICES would name it."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",") if names else [str(number) for number in range(len(gpus()))]

@@ -1,4 +1,4 @@
-"""Runs cells with links over emulated nodes, all others as ever."""
+"""Runs cells with emulated links on emulated nodes, and all other cells as without them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from harness.spec.cell import Cell
 from harness.workloads import DataSource
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
-"""What a runner is given: packages -> launcher."""
+"""Packages that ranks will need -> launcher."""
 
 
 class LinksLauncher:
-    """Takes the place of Launcher behind the runner."""
+    """A launcher for runs of which some cells have emulated links."""
 
     def __init__(
         self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]
@@ -33,20 +33,19 @@ class LinksLauncher:
         self.inner.ignore_pid(pid)
 
     def run(self, cell: Cell, data: DataSource, processes: int, **more: Any) -> Outcome:
-        """As Launcher.run. Where the links cannot be had the cell is `unavailable`."""
+        """As Launcher.run. A cell whose links cannot be emulated is `unavailable`."""
         if not cell.links:
             return self.inner.run(cell, data, processes, **more)
         try:
-            columns = self.emulated.use(
-                cell.links
-            )  # measured before the agents import what ranks need, which keeps cores busy
+            # Measured before the agents import packages for the ranks, which keeps cores busy.
+            columns = self.emulated.use(cell.links)
             over = NodesLauncher(self.emulated.ready(), self.packages)
         except KeyboardInterrupt:
-            self.emulated.close()  # half an answer may have been read
+            self.emulated.close()  # an answer may have been read in part
             return Outcome("interrupted", "stopped by the user", time.time(), 0.0)
-        except NoLinks as why:
+        except NoLinks as error:
             self.emulated.close()
-            return Outcome("unavailable", str(why), time.time(), 0.0)
+            return Outcome("unavailable", str(error), time.time(), 0.0)
         finally:
             if self.emulated.pid:
                 self.ignore_pid(self.emulated.pid)
@@ -55,8 +54,8 @@ class LinksLauncher:
 
 @contextlib.contextmanager
 def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
-    """The launcher of a run with these cells: where some have links, one that has emulated nodes
-    for them until the end."""
+    """What makes the launcher of a run with these cells. Where some cells have emulated links it
+    makes one with emulated nodes, which end with the context."""
     count = max((cell.nodes for cell in cells if cell.links), default=0)
     if not count:
         yield launcher

@@ -1,10 +1,10 @@
-"""python -m harness.links.switch: a process in a network namespace of its own, a bridge in it, and
-the nodes' agents as its children.
+"""python -m harness.links.switch: a process in a network namespace of its own, with a bridge in it,
+and the nodes' agents as its children.
 
-Each agent is in a network namespace of its own too, with its own host name. None of them has a name
-in the system, and each process dies with its parent: when they are gone, however they went, the
-kernel removes namespaces, interfaces and shaping. Told what to do by lines of JSON on its standard
-input, answers each with a line; its end is the end of that input.
+Each agent is in a further network namespace, with its own host name. The namespaces have no names
+in the system and each process dies with its parent: when the processes have ended, in whichever
+way, the kernel removes namespaces, interfaces and shaping. The process reads requests as lines of
+JSON from its standard input, answers each with a line, and ends with that input.
 """
 
 from __future__ import annotations
@@ -20,27 +20,42 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from harness.host.process import die_with_parent
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Of each node; a name that no machine has, because /sys goes on showing the machine's own
-interfaces."""
+"""Of each node. No machine has an interface of this name: /sys still shows the machine's own ones
+inside a namespace."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+"""Commands that are needed, and Debian's package of each."""
 LOG, HOSTS = "agents.log", "hosts"
-_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = (
-    0x00020000,
-    0x04000000,
-    0x10000000,
-    0x40000000,
-)  # linux/sched.h
+# linux/sched.h
+_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = 0x20000, 0x4000000, 0x10000000, 0x40000000
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _QUEUE = "50ms"
-
-
+"""How long a frame may wait for its turn at a limited rate; later ones are dropped."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class NodeShare(TypedDict):
+    """What a node gets of the machine."""
+
+    cores: list[int]
+    gpus: str | None
+    """Its CUDA_VISIBLE_DEVICES; None: as here."""
+
+
+class Request(TypedDict, total=False):
+    """With `nodes` and `meeting`: start these nodes' agents, which wait for the file `meeting`.
+    With `link`: give the links this rate and delay, written as in a cell. Empty: try whether all of
+    this may be done here.
+    """
+
+    nodes: list[NodeShare]
+    meeting: str
+    link: str
 
 
 def _checked(result: int) -> None:
@@ -49,22 +64,23 @@ def _checked(result: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """This process, which must have one thread, gets namespaces of its own; raises OSError where it
-    may not."""
+    """Gives this process, which must have one thread only, namespaces of its own; raises OSError
+    where it may not have them."""
     _checked(_LIBC.unshare(flags))
 
 
 def own_hosts(file: Path) -> None:
-    """This file stands in place of /etc/hosts, for this process and those below: libraries look
-    their own host's name up."""
+    """Puts this file in the place of /etc/hosts for this process and its children: libraries look
+    up the address of their own host's name.
+    """
     unshare(_NEW_MOUNTS)
     _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
     _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
 
 
 def own_network() -> None:
-    """A network namespace of its own; who has no right to one gets it in a user namespace, as root
-    of nothing else."""
+    """Gives this process a network namespace of its own; without the right to one inside a user
+    namespace, in which it is root. Raises OSError where that is forbidden too."""
     user, group = os.getuid(), os.getgid()
     try:
         unshare(_NEW_NETWORK)
@@ -76,38 +92,38 @@ def own_network() -> None:
             ("gid_map", f"0 {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(text)
-    die_with_parent()  # another user's identity may have made the kernel forget it
+    die_with_parent()  # a change of credentials makes the kernel forget it
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
-    """A tool with these lines as its input, in the network namespace of a process; raises
-    RuntimeError with what it said."""
+    """Runs a command with these lines as its input. `inside`: id of the process in whose network
+    namespace it runs; None: in this one. Raises RuntimeError with the first line of its errors."""
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
     done = subprocess.run(
         [*enter, *command], input="\n".join(lines), capture_output=True, text=True
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RuntimeError(f"{' '.join([*command, *lines[:1]])}: {said[0]}")
+        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(f"{' '.join([*command, *lines[:1]])}: {errors[0]}")
 
 
 def ip(*lines: str, inside: int | None = None) -> None:
+    """Runs commands of `ip`, each given without that word."""
     run(["ip", "-batch", "-"], lines, inside)
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """What may pass at once: 64 KiB at 100 Mbit/s, twice that for ten times the rate.
-
-    Less makes the kernel's timer the limit.
+    """Bytes that may pass at once (tc-tbf(8), `burst`): 64 KiB up to 100 Mbit/s, and twice as much
+    for ten times the rate. With less, the resolution of the kernel's timer would limit the rate.
     """
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 
 class Switch:
-    """The bridge, a port for each node, and what shapes them."""
+    """The bridge, with a port for each node, and the rates and delays of the links."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
-        """`nodes`: a process in each node's namespace."""
+        """`nodes`: id of a process in each node's namespace."""
         self.nodes = list(nodes)
         self.ports = [f"p{number}" for number in range(len(nodes))]
         self.relay: subprocess.Popen[str] | None = None
@@ -127,7 +143,7 @@ class Switch:
 
     @functools.cached_property
     def netem(self) -> bool:
-        """Whether the kernel can delay."""
+        """Whether the kernel can delay packets (its module sch_netem)."""
         try:
             run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
         except RuntimeError:
@@ -136,41 +152,27 @@ class Switch:
         return True
 
     def shape(self, link: Link) -> str:
-        """Every node's link from now on, at both of its ends; returns how it is done."""
+        """Sets rate and delay of every node's link, at both of its ends; returns by which means, in
+        words."""
         delay = f"{link.delay_seconds * 1e6:.0f}us" if link.delay_seconds else ""
         for port, node in zip(self.ports, self.nodes, strict=True):
             self._device(INTERFACE, node, link.bits_per_second)
             self._device(port, None, link.bits_per_second, delay if self.netem else "")
         self._relay(link.delay_seconds if not self.netem else 0.0)
-        how = ["network namespaces"] + ["tbf"] * bool(link.bits_per_second)
-        return ", ".join(how + ["netem" if self.netem else "user-space relay"] * bool(delay))
+        means = ["network namespaces"] + ["tbf"] * bool(link.bits_per_second)
+        return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """What leaves an interface: at most so fast, and so much later (netem outside, tbf inside
-        it, as tc-netem(8) has it)."""
+        """Sets rate (bits per second) and delay of what leaves an interface. tbf is a child of
+        netem, as in the examples of tc-netem(8).
+        """
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
         place = ["root"]
         if delay:
-            run(
-                [
-                    "tc",
-                    "qdisc",
-                    "add",
-                    "dev",
-                    name,
-                    "root",
-                    "handle",
-                    "1:",
-                    "netem",
-                    "delay",
-                    delay,
-                    "limit",
-                    "100000",
-                ],
-                inside=inside,
-            )
+            netem = f"tc qdisc add dev {name} root handle 1: netem delay {delay} limit 100000"
+            run(netem.split(), inside=inside)
             self.shaped.add((name, inside))
             place = ["parent", "1:1"]
         if rate:
@@ -179,7 +181,8 @@ class Switch:
             self.shaped.add((name, inside))
 
     def _relay(self, seconds: float) -> None:
-        """Between the ports: the bridge, or a process that delays."""
+        """Connects the ports by a process that delays frames, or by the bridge where `seconds` is
+        0."""
         if self.relay:
             self.relay.kill()
             self.relay.wait()
@@ -201,69 +204,55 @@ class Switch:
 
 
 def address(number: int) -> str:
+    """The IP address of a node, counted from 0."""
     return f"10.97.0.{number + 1}"
 
 
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, meeting: str
 ) -> subprocess.Popen[bytes]:
-    """The agent of a node, in its own namespaces when this returns; it waits for the file
-    `meeting`, and has its log beside it."""
+    """Starts the agent of a node, which is in its own namespaces when this returns. It waits for
+    the file `meeting`, and writes its log beside that file.
+    """
 
-    def before() -> None:
+    def enter_namespaces() -> None:
         die_with_parent()
         unshare(_NEW_NETWORK | _NEW_HOST_NAME)
         socket.sethostname(f"node{number}")
         own_hosts(Path(meeting).with_name(HOSTS))
         os.sched_setaffinity(0, cores)
 
-    words = [meeting, "--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
+    options = [meeting, "--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
     with open(Path(meeting).with_name(LOG), "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "harness.agent", *words],
+            [sys.executable, "-m", "harness.agent", *options],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})},
-            preexec_fn=before,
+            preexec_fn=enter_namespaces,
         )
 
 
-def obey(told: dict[str, Any], switch: Switch | None) -> tuple[Switch | None, str]:
-    """Does what one line says; returns the switch and the answer."""
-    if "nodes" in told:
+def serve(request: Request, switch: Switch | None) -> tuple[Switch, str]:
+    """Does what is requested; returns the switch and the answer."""
+    if "nodes" in request:
         names = [
             "127.0.0.1 localhost",
-            *(f"{address(number)} node{number}" for number in range(len(told["nodes"]))),
+            *(f"{address(number)} node{number}" for number in range(len(request["nodes"]))),
         ]
-        Path(told["meeting"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
+        Path(request["meeting"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
         started = [
-            start_node(number, node["cores"], node["gpus"], told["meeting"])
-            for number, node in enumerate(told["nodes"])
+            start_node(number, node["cores"], node["gpus"], request["meeting"])
+            for number, node in enumerate(request["nodes"])
         ]
         return Switch([process.pid for process in started]), ""
-    if switch is None:  # asked whether all this may be done here
+    if switch is None or "link" not in request:
         switch = Switch([])
         ip("link add p0 type veth peer name p1", "link set p0 master br0 up")
-        run(
-            [
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                "p0",
-                "root",
-                "tbf",
-                "rate",
-                "1gbit",
-                "burst",
-                "131072",
-                "latency",
-                _QUEUE,
-            ]
-        )
+        run(f"tc qdisc add dev p0 root tbf rate 1gbit burst 131072 latency {_QUEUE}".split())
         return switch, ""
-    return switch, switch.shape(Link.of(told["link"]))
+    return switch, switch.shape(Link.of(request["link"]))
 
 
 def main() -> None:
@@ -272,21 +261,12 @@ def main() -> None:
         try:
             own_network()
         except OSError as error:
-            print(
-                json.dumps(
-                    {
-                        "error": (
-                            "the system does not let this user make network namespaces"
-                            f" ({error.strerror})"
-                        )
-                    }
-                ),
-                flush=True,
-            )
+            reason = "the system does not let this user make network namespaces"
+            print(json.dumps({"error": f"{reason} ({error.strerror})"}), flush=True)
             return
         for line in sys.stdin:
             try:
-                switch, answer = obey(json.loads(line), switch)
+                switch, answer = serve(json.loads(line), switch)
                 print(json.dumps({"answer": answer}), flush=True)
             except (OSError, RuntimeError, ValueError) as error:
                 print(json.dumps({"error": str(error)}), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -14,10 +15,8 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """The strategy that all others are compared with: one process on one device. A part of what is
 recorded, as the names of columns are: records are read where no strategy can be imported."""
-# What may change without making it another measurement.
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
-# Parts of the id whatever their value. An axis that is added later is one only where it is not at
-# its default, so that ids stay; the default of such an axis must then never change.
+"""Fields that are no part of a cell's id: another value does not make another measurement."""
 _ALWAYS_IDENTITY = {
     "strategy",
     "options",
@@ -44,15 +43,18 @@ _ALWAYS_IDENTITY = {
     "threads_per_device",
     "memory_limit_bytes",
 }
+"""Fields that are part of a cell's id whatever their value. A field that is added later must not be
+listed here: it is part of the id only where it is not at its default, so that existing ids stay the
+same, and its default must never change."""
 
 
-def _hash(identity: dict[str, Any]) -> str:
+def _hash(identity: Mapping[str, object]) -> str:
     return hashlib.blake2s(json.dumps(identity, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 class Cell(BaseModel):
-    """One strategy with its options x one workload x one world size x one precision x one batch
-    regime."""
+    """One strategy with its options, one workload, one number of devices, one precision and one
+    batch size: what is measured in one or more trials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -62,8 +64,7 @@ class Cell(BaseModel):
     """The strategy's own options; what is not given keeps its default."""
     defaults: dict[str, Any] | None = None
     """The options that are not given, with the values that they had when the cell was planned; null
-    where that was not noted, as before schema version 7. Filled in by the suite, not by a matrix.
-    """
+    in records from before schema version 7. Filled in by the suite, not by a matrix."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -78,7 +79,7 @@ class Cell(BaseModel):
     """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
     delay); empty: the nodes' own network."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Type of the devices."""
+    """Type of the devices: CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision, or the precision that the strategy itself brings about (AMP)."""
     regime: Literal["strong", "weak"] = "strong"
@@ -119,18 +120,18 @@ class Cell(BaseModel):
 
     @field_validator("links", mode="before")
     @classmethod
-    def _one_text_for_one_link(cls, value: object) -> str:
+    def _normalise_link(cls, value: object) -> str:
         try:
             return link_text(value)
         except ValueError as error:
-            raise PydanticCustomError("link", "{said}", {"said": str(error)}) from None
+            raise PydanticCustomError("link", "{reason}", {"reason": str(error)}) from None
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, the same for the same measurement on every host: of all that it
-        depends on, defaults included.
+        """Twelve hex digits, the same for the same measurement on every host: a hash of all fields
+        that the measurement depends on, also of those at their defaults.
 
-        Where the defaults of the strategy's options were not noted it is the older id.
+        It is the older id where `defaults` is null.
         """
         if self.defaults is None:
             return self.older_id
@@ -140,26 +141,27 @@ class Cell(BaseModel):
 
     @property
     def older_id(self) -> str:
-        """The id by the rule of before schema version 7, which left out all that was at its
-        default.
+        """The id by the rule from before schema version 7, which left out fields at their defaults.
 
-        A default that changed gave another training the old id.
+        A default that changed then gave another training the same id.
         """
         return _hash(self._identity(set()))
 
-    def _identity(self, always: set[str]) -> dict[str, Any]:
-        """The fields that make it this measurement: these always, others where they are not at
-        their default."""
+    def _identity(self, always: set[str]) -> dict[str, object]:
+        """The fields that an id is made of: those in `always`, and others that are not at their
+        default."""
         fields = type(self).model_fields.items()
-        usual = {name: field.get_default(call_default_factory=True) for name, field in fields}
-        told = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        values = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
         return {
-            name: value for name, value in told.items() if name in always or value != usual[name]
+            name: value
+            for name, value in values.items()
+            if name in always or value != defaults[name]
         }
 
     @property
     def label(self) -> str:
-        """The strategy with its options, as a person would write it: `ddp(static_graph=true)`."""
+        """The strategy with its options, as reports write it: `ddp(static_graph=true)`."""
         shown = [
             f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
             for k, v in sorted(self.options.items())
@@ -174,7 +176,8 @@ class Cell(BaseModel):
 
     @property
     def name(self) -> str:
-        """The label with its axes: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
+        """The label with the other fields that a reader tells cells apart by:
+        `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
@@ -186,10 +189,12 @@ class Cell(BaseModel):
 
     @property
     def total_steps(self) -> int:
+        """Steps of a trial: enough for the timed ones and for parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self) -> Cell:
-        """The fp32 single-process cell that trains the same thing: what parity compares with."""
+        """The cell that does the same training in fp32 in one process, which parity compares
+        with."""
         return self.model_copy(
             update={
                 "strategy": BASELINE,

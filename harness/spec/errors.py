@@ -1,4 +1,4 @@
-"""The three ways of saying no."""
+"""The errors that are answers: to a user, and to a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class NothingToResume(UsageError):
 
 
 class Refused(Exception):
-    """The cell cannot exist (a batch that does not divide, an option that excludes another)."""
+    """The cell can run on no host: a batch that does not divide, options that exclude each
+    other."""
 
 
 class Unavailable(Exception):
@@ -38,7 +39,7 @@ class Unavailable(Exception):
 
 
 def first_error(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong: where, what, and what was given."""
+    """The first of pydantic's errors: the field, what is wrong with it, and what was given."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}, got {first['input']!r}"
+    field = ".".join(str(part) for part in first["loc"])
+    return f"{field}: {first['msg']}, got {first['input']!r}"

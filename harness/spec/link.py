@@ -1,4 +1,4 @@
-"""A link as it is asked for: text of a cell's axis, and what it means."""
+"""A link between nodes as a cell asks for it: its text, and its rate and delay."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from dataclasses import dataclass
 
 UNSHAPED = "none"
 _RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+"""Units in bits per second."""
 _DELAYS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""Units in seconds."""
 _LEAST_RATE, _MOST_RATE, _MOST_DELAY = 1e6, 1e11, 1.0
 _HOW = "write a link as none, 1gbit, 100mbit, or {rate: 1gbit, delay: 1ms}"
 
 
 @dataclass(frozen=True)
 class Link:
-    """What each node's link to the switch is asked to do."""
+    """Rate and delay of each node's link to the switch."""
 
     bits_per_second: float | None = None
-    """In each direction, frames with their headers; None: as fast as the machine can."""
+    """In each direction, counting frames with their headers; None: not limited."""
     delay_seconds: float = 0.0
-    """One way, from node to node."""
+    """Of a frame from one node to another."""
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """The link of a cell's text; raises ValueError with a sentence for anything that is
-        none."""
+        """The link that a text means; raises ValueError with a sentence for any other text."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
         words = text.lower().split()
         for place, word in enumerate(words):
-            found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:(gbit|mbit|kbit)|(s|ms|us))", word)
-            if not found or (found[2] and place > 0) or (found[3] and place < len(words) - 1):
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:(gbit|mbit|kbit)|(s|ms|us))", word)
+            if not match or (match[2] and place > 0) or (match[3] and place < len(words) - 1):
                 raise ValueError(_HOW)
-            if found[2]:
-                rate = float(found[1]) * _RATES[found[2]]
+            if match[2]:
+                rate = float(match[1]) * _RATES[match[2]]
             else:
-                delay = float(found[1]) * _DELAYS[found[3]]
+                delay = float(match[1]) * _DELAYS[match[3]]
         if not words:
             raise ValueError(_HOW)
         if rate is not None and not _LEAST_RATE <= rate <= _MOST_RATE:
@@ -48,19 +49,19 @@ class Link:
 
     @property
     def text(self) -> str:
-        """One text for one link: `1gbit 1ms`, `100mbit`, `none`."""
+        """The only text for this link: `1gbit 1ms`, `100mbit`, `none`."""
         words = [_in_units(self.bits_per_second, _RATES)] if self.bits_per_second else []
         words += [_in_units(self.delay_seconds, _DELAYS)] if self.delay_seconds else []
         return " ".join(words) or UNSHAPED
 
 
 def over(text: str) -> str:
-    """The link of a cell in words: `over 1gbit (emulated)`."""
+    """A cell's link in words: `over 1gbit (emulated)`."""
     return f"over {'unshaped links' if text == UNSHAPED else text} (emulated)"
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
-    """In the largest unit of which there is at least one."""
+    """The value in the largest unit of which it is at least one."""
     name = next(
         (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
     )
@@ -68,8 +69,8 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 
 
 def link_text(value: object) -> str:
-    """The text of what a matrix says: a text, a mapping with `rate`, `delay` or both, or nothing
-    (the machine's own network).
+    """The text of a link as a matrix gives it: a text, a mapping with `rate`, `delay` or both, or
+    nothing for the nodes' own network, whose text is empty.
 
     Raises ValueError with a sentence for anything else.
     """

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How devices are used: data x pipeline x tensor, tensor innermost; as data, so that the
-    harness can read it."""
+    """How devices are used: data x pipeline x tensor parallel, where neighbouring ranks are tensor
+    parallel."""
 
     data: int = 1
     pipeline: int = 1
@@ -23,8 +23,8 @@ class Layout:
     devices_per_process: int = 1
     """More than 1 where one process drives several devices (DataParallel)."""
     servers: int = 0
-    """Processes beside the devices', after them in rank, that hold the model and see no samples (a
-    parameter server)."""
+    """Parameter servers: further processes, last in rank, that hold the model and get no
+    samples."""
 
     @property
     def devices(self) -> int:
@@ -35,8 +35,8 @@ class Layout:
         return self.devices // self.devices_per_process + self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
-        """The devices that the process of this one drives: itself, or all where one process drives
-        several."""
+        """The devices that the process of this device drives: this one, or all where one process
+        drives several."""
         import torch
 
         count = self.devices_per_process
@@ -48,24 +48,25 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """Into how many parts the global batch is cut before ranks receive it."""
+        """Number of parts that the global batch is divided into, one for each data-parallel
+        process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Which part of the global batch a rank receives; a server is handed the last one's and
-        leaves it alone."""
+        """Number of the part of the global batch that a rank receives. A parameter server receives
+        the last one and does not use it."""
         return min(rank // (self.pipeline * self.tensor), self.shares - 1)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a strategy's training may be from the reference, and why."""
+    """How far a strategy's training may deviate from the reference, and why."""
 
     loss: float
     """Largest |loss - reference| / |reference| at any step of the segment."""
     update: float
-    """Largest norm of (parameters - reference parameters), relative to the reference's update, of
-    any tensor."""
+    """Largest norm of (parameters - reference parameters) over the norm of the reference's update,
+    of any tensor."""
     reason: str
 
 
@@ -88,6 +89,7 @@ class Batch:
     labels: Tensor
 
     def split(self, parts: int) -> Iterator[Batch]:
+        """Micro-batches: `parts` batches with an equal number of samples each."""
         for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
             yield Batch(self.step, inputs, labels)
 
@@ -95,17 +97,17 @@ class Batch:
 @dataclass(frozen=True)
 class States:
     """Bytes that a rank keeps between two steps: model states (ZeRO, arXiv 1910.02054, section 3.1)
-    and the library's own buffers."""
+    and the buffers of libraries."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     library: float = 0.0
-    """Copies and buffers that the library keeps beside them: communication buckets, masters, pools.
-    """
+    """Copies and buffers that a library keeps beside the states: communication buckets, fp32 master
+    weights, memory pools."""
     transient: float = 0.0
-    """The most that a step needs beside these for a while and then frees: gradients until the
-    update, gathered parameters."""
+    """The most that a step needs in addition and frees again: gradients until the update, gathered
+    parameters."""
 
     @property
     def total(self) -> float:
@@ -120,5 +122,5 @@ Retained = tuple[StateKind, str, "Tensor | int"]
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]
-"""One optimizer step on one global batch; the mean loss of this rank's samples, None where this
-rank has no loss."""
+"""Does one optimizer step on this rank's share of a global batch. Returns the mean loss of the
+rank's samples, None where the rank computes no loss."""
