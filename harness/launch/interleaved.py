@@ -78,7 +78,7 @@ class InterleavedLauncher:
         sides: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
-                keeper = self._keepers[number] = self._keepers[number].whole()
+                keeper = self._keepers[number] = self._keepers[number].alive()
                 sides.append(
                     _Slot(keeper, launch, folder / str(number) if by_turns else None, heard)
                 )
@@ -120,8 +120,8 @@ class _LauncherProcess:
         """Waits until it is warm; returns its process id."""
         return self._pid.result()
 
-    def whole(self) -> _LauncherProcess:
-        """This one, or another where somebody has killed it."""
+    def alive(self) -> _LauncherProcess:
+        """This process, or a new one where this one was killed."""
         try:
             self.pool.submit(os.getpid).result()
         except BrokenProcessPool:

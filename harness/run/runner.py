@@ -150,8 +150,17 @@ class Runner:
         ) as ring:
             launcher = ring or self.start(wanted)
             references = self._references.of(launcher, wanted, watcher.preparing)
+
+            def launch(group: Sequence[Todo]) -> list[TrialRecord]:
+                if ring:
+                    return self._by_turns(ring, group, references, watcher.step)
+                return [
+                    self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step)
+                    for at, cell, key in group
+                ]
+
             while todo:
-                if not self._trials(launcher, references, todo, watcher):
+                if not self._trials(launch, todo, watcher):
                     return False
                 todo = self.another_round(self.now() - began, watcher)
         return True
@@ -182,36 +191,32 @@ class Runner:
 
     def _trials(
         self,
-        launcher: LauncherProtocol,
-        references: dict[str, Reference],
+        launch: Callable[[Sequence[Todo]], list[TrialRecord]],
         todo: Sequence[Todo],
         watcher: Watcher,
     ) -> bool:
-        """Runs these trials in order; False if it was interrupted."""
+        """Runs these trials in order; False if it was interrupted.
+
+        `launch`: launches those that are launched at once, and records them.
+        """
         for group in self._groups(todo):
-            launched = [todo for todo in group if self._is_launched(*todo, watcher)]
+            launched = [trial for trial in group if self._is_launched(*trial, watcher)]
             for position, cell, key in launched:
                 watcher.trial_started(cell, key.trial, position)
-            if isinstance(launcher, InterleavedLauncher):
-                trials = self._by_turns(launcher, launched, references, watcher.step)
-            else:
-                trials = [
-                    self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step)
-                    for at, cell, key in launched
-                ]
-            for (_, cell, _), trial in zip(launched, trials, strict=True):
-                watcher.trial_finished(cell, trial)
-                if trial.status in NOT_AGAIN:
-                    self._given_up[cell.id] = trial.status
-            if any(trial.status == "interrupted" for trial in trials):
+            trials = launch(launched)
+            for (_, cell, _), record in zip(launched, trials, strict=True):
+                watcher.trial_finished(cell, record)
+                if record.status in NOT_AGAIN:
+                    self._given_up[cell.id] = record.status
+            if any(record.status == "interrupted" for record in trials):
                 return False
         return True
 
     def _groups(self, todo: Sequence[Todo]) -> list[list[Todo]]:
         """What is launched at once: one trial, or a round."""
         if not self.plan.by_turns:
-            return [[one] for one in todo]
-        return [list(group) for _, group in itertools.groupby(todo, key=lambda one: one[2].trial)]
+            return [[trial] for trial in todo]
+        return [list(group) for _, group in itertools.groupby(todo, key=lambda todo: todo[2].trial)]
 
     def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
         """False where an earlier trial ran out of memory or time, or where a cell that needs less
@@ -221,9 +226,8 @@ class Runner:
         """
         if cell.id in self._given_up and key.trial > 0:
             return False
-        if key.trial == 0 and (
-            reason := self._needs_more_memory(cell)
-        ):  # later ones have a trial that says it fits
+        # A later trial has an earlier one that fitted.
+        if key.trial == 0 and (reason := self._needs_more_memory(cell)):
             self._given_up[cell.id] = "skipped"
             trial = left_out_record(
                 self.plan.run_id, cell, "skipped", reason, key.attempt, position
