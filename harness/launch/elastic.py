@@ -62,8 +62,8 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     # ranks in the nodes' order and saves the c10d one's random wait of up to 0.3 s. A store that is
     # open already cannot lose its port to somebody else.
     if store is None and spec.node == 0:
-        store = open_store(spec.meeting[0])
-    address, port = spec.meeting[0], getattr(store, "port", spec.meeting[1])
+        store = open_store(spec.rendezvous[0])
+    address, port = spec.rendezvous[0], getattr(store, "port", spec.rendezvous[1])
     rendezvous = StaticTCPRendezvous(
         address, port, spec.node, spec.cell.nodes, spec.token, MEET_SECONDS
     )

@@ -19,14 +19,14 @@ from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
 from harness.nodes.facts import node_facts
 from harness.nodes.probe import listen, measure
-from harness.nodes.protocol import NodeConnection, addresses_of, interface_of, reach_head
+from harness.nodes.protocol import NodeConnection, addresses_of, interface_of, reach_coordinator
 from harness.spec.errors import UsageError
 from harness.worker.answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 
 
 class Agent:
-    """Blocks for work; its ranks die with it, and it goes when the head does."""
+    """Blocks for work; its ranks die with it, and it goes when the coordinator does."""
 
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
@@ -36,7 +36,7 @@ class Agent:
         self.orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Does what the head says, until it says that this is all."""
+        """Does what the coordinator says, until it says that this is all."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             word, what = self.orders.get()
@@ -61,7 +61,8 @@ class Agent:
                 self._run(what)
 
     def _listen(self) -> None:
-        """Hears the head at once, also while ranks run; where it is gone, ranks and agent go."""
+        """Hears the coordinator at once, also while ranks run; where it is gone, ranks and agent
+        go."""
         while True:
             try:
                 word, what = self.line.receive()
@@ -70,7 +71,7 @@ class Agent:
             if word in ("stop", "gone", "quit") and self.stop:
                 self.stop.set()
             if word == "gone":
-                print("agent: the head is gone", file=sys.stderr, flush=True)
+                print("agent: the coordinator is gone", file=sys.stderr, flush=True)
                 os._exit(1)  # the kernel takes the fork server and the ranks along
             if word == "run":
                 self.stop = threading.Event()
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument(
         "meeting",
         type=Path,
-        help="File in which the head says where it listens; it may come later.",
+        help="File in which the coordinator says where it listens; it may come later.",
     )
     parser.add_argument(
         "--node",
@@ -135,14 +136,14 @@ def main() -> None:
     parser.add_argument(
         "--interface",
         default="",
-        help="Network interface that reaches all nodes; default: the one to the head.",
+        help="Network interface that reaches all nodes; default: the one to the coordinator.",
     )
     parser.add_argument(
-        "--patience", type=float, default=120.0, help="Seconds to wait for the head."
+        "--patience", type=float, default=120.0, help="Seconds to wait for the coordinator."
     )
     given = parser.parse_args()
     try:
-        line = reach_head(given.meeting, given.patience)
+        line = reach_coordinator(given.meeting, given.patience)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
         line.send("hello", node_facts(given.node, given.name, interface, address))

@@ -1,5 +1,6 @@
-"""The head of a run over several nodes: who is there, and one trial at a time over as many of them
-as its cell needs."""
+"""The coordinator of a run over several nodes: who is there, and one trial at a time over as many
+of them as its cell needs.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +33,17 @@ class Nodes:
     def __init__(
         self,
         count: int,
-        meeting: Path,
+        rendezvous_file: Path,
         interface: str | None = None,
         socket_file: Path | None = None,
     ) -> None:
-        """Listens, and says where in the file `meeting`. `interface`: the one that reaches all
+        """Listens, and says where in `rendezvous_file`. `interface`: the one that reaches all
         nodes; None: any.
 
         `socket_file`: listens there instead, which nodes on this machine reach from any network
         namespace, past any link.
         """
-        self.count, self.meeting = count, meeting
+        self.count, self.rendezvous_file = count, rendezvous_file
         self.there: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
@@ -57,9 +58,9 @@ class Nodes:
             addresses = addresses_of(interface)
             self._listener = socket.create_server((addresses[0] if interface else "", 0))
             port = self._listener.getsockname()[1]
-        told = Rendezvous(machine_id(), tuple(addresses), port, new_key())
-        told.write(meeting)
-        threading.Thread(target=self._accept, args=(told.secret,), daemon=True).start()
+        rendezvous = Rendezvous(machine_id(), tuple(addresses), port, new_key())
+        rendezvous.write(rendezvous_file)
+        threading.Thread(target=self._accept, args=(rendezvous.secret,), daemon=True).start()
 
     def _accept(self, secret: bytes) -> None:
         while True:
@@ -71,7 +72,7 @@ class Nodes:
 
     def _welcome(self, raw: socket.socket, secret: bytes) -> None:
         try:
-            line = secure(raw, secret, head=True)
+            line = secure(raw, secret, coordinator=True)
             _, facts = line.receive()
         except (OSError, EOFError, AuthenticationError):
             raw.close()
@@ -143,12 +144,12 @@ class Nodes:
         machines = {node.facts["machine"] for node in nodes}
         if loopback and len(machines) > 1:
             raise UsageError(
-                f"node {loopback[0]} reaches the head over loopback, others do not; name the"
+                f"node {loopback[0]} reaches the coordinator over loopback, others do not; name the"
                 " network interface of the nodes"
             )
 
     def measure(self) -> None:
-        """Adds to each node's facts how the head reaches it, over one TCP connection."""
+        """Adds to each node's facts how the coordinator reaches it, over one TCP connection."""
         for node in list(self.there.values()):
             try:
                 node.facts |= measured_link(node.line)
@@ -166,7 +167,7 @@ class Nodes:
                     node.line.send("quit")
                 node.line.close()
             self.there.clear()
-        self.meeting.unlink(missing_ok=True)
+        self.rendezvous_file.unlink(missing_ok=True)
 
 
 class NodesLauncher:

@@ -1,4 +1,4 @@
-"""How head and agents find and trust each other, and what they say."""
+"""How coordinator and agents find and trust each other, and what they say."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _KEEPALIVE = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the head listens; written to a file that only its owner reads, in a folder that all
-    nodes share."""
+    """Where the coordinator listens; written to a file that only its owner reads, in a folder that
+    all nodes share.
+    """
 
     machine: str
-    """The head's, see machine_id."""
+    """The coordinator's, see machine_id."""
     addresses: tuple[str, ...]
     """In the order to be tried: of hosts, or the path of a socket on this machine."""
     port: int
@@ -132,12 +133,12 @@ class NodeConnection:
             self.connection.close()
 
 
-def secure(raw: socket.socket, secret: bytes, *, head: bool) -> NodeConnection:
+def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
     """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError
     where one does not in time.
 
-    The head keeps that patience: it reads when there is something to read, and a node may stall in
-    the middle of saying it.
+    The coordinator keeps that patience: it reads when there is something to read, and a node may
+    stall in the middle of saying it.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:
@@ -151,10 +152,12 @@ def secure(raw: socket.socket, secret: bytes, *, head: bool) -> NodeConnection:
     connection: Connection[Any, Any] = Connection(raw.detach())
     try:
         for turn in (
-            (deliver_challenge, answer_challenge) if head else (answer_challenge, deliver_challenge)
+            (deliver_challenge, answer_challenge)
+            if coordinator
+            else (answer_challenge, deliver_challenge)
         ):
             turn(connection, secret)
-        if not head:
+        if not coordinator:
             with socket.socket(fileno=os.dup(connection.fileno())) as same:
                 set_timeout(same, 0)
     except BaseException:
@@ -169,26 +172,29 @@ def set_timeout(raw: socket.socket, seconds: int) -> None:
         raw.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
-def reach_head(file: Path, seconds: float) -> NodeConnection:
-    """A line to the head, which may not have written its file yet; raises UsageError where there is
-    none in time."""
+def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
+    """A line to the coordinator, which may not have written its file yet; raises UsageError where
+    there is none in time.
+    """
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():
-            meeting = Rendezvous.read(file)
-            here = machine_id() == meeting.machine
-            for address in meeting.addresses:
+            rendezvous = Rendezvous.read(file)
+            here = machine_id() == rendezvous.machine
+            for address in rendezvous.addresses:
                 if address.startswith("127.") and not here:
                     continue
                 try:
-                    return secure(_connect(address, meeting.port), meeting.secret, head=False)
+                    return secure(
+                        _connect(address, rendezvous.port), rendezvous.secret, coordinator=False
+                    )
                 except (OSError, EOFError, AuthenticationError) as error:
                     why = (
-                        f"{address}:{meeting.port} of {str(file)!r}:"
+                        f"{address}:{rendezvous.port} of {str(file)!r}:"
                         f" {error or type(error).__name__}"
                     )
-        time.sleep(0.2)  # the head writes its file on a shared folder, which tells nobody
-    raise UsageError(f"no head of a run was found within {seconds:g} s: {why}")
+        time.sleep(0.2)  # the coordinator writes its file on a shared folder, which tells nobody
+    raise UsageError(f"no coordinator of a run was found within {seconds:g} s: {why}")
 
 
 def _connect(address: str, port: int) -> socket.socket:

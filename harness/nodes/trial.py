@@ -1,4 +1,4 @@
-"""One trial over several nodes, from the head's side."""
+"""One trial over several nodes, from the coordinator's side."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ OTHERS_SECONDS = 3.0
 """How long the other nodes may take to say what a failure on one of them did to them, before their
 ranks are killed."""
 END_SECONDS = 2.0
-"""Where agents go because the whole job is ended, the head is told within this time, and the trial
-is interrupted, not failed."""
+"""Where agents go because the whole job is ended, the coordinator is told within this time, and the
+trial is interrupted, not failed.
+"""
 ANSWER_SECONDS = 15.0
 """How long a node may take to answer when its ranks are killed, or past the time limit; then it is
 lost."""
@@ -26,7 +27,7 @@ lost."""
 
 class Trial:
     """Tells each node its part, waits for all of them, ends the others where one fails, and shifts
-    their clocks to the head's."""
+    their clocks to the coordinator's."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Trial:
         for node, spec in zip(self.nodes, self.specs, strict=True):
             self.open[node.line.connection] = node
             if not self._say(
-                node, "run", dataclasses.replace(spec, meeting=(first.facts["address"], port))
+                node, "run", dataclasses.replace(spec, rendezvous=(first.facts["address"], port))
             ):
                 return False
         return True

@@ -37,10 +37,10 @@ class TrialSpec:
     """Which of the cell's nodes this is."""
     node_name: str = ""
     """Empty: the host's."""
-    meeting: tuple[str, int] = ("127.0.0.1", 0)
+    rendezvous: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of the store at which the nodes meet; it is on node 0."""
     token: str = "trial"
-    """Tells this trial's keys in that store from another's."""
+    """Prefix of this trial's keys in that store."""
     interface: str | None = None
     """Network interface that reaches all ranks; None leaves the choice to the libraries."""
     scratch: str = ""

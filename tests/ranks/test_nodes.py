@@ -36,7 +36,7 @@ from tests.ranks.conftest import Silent, cell
 
 
 class Cluster:
-    """A head in this process, and agents that are its children."""
+    """A coordinator in this process, and agents that are its children."""
 
     def __init__(self, folder: Path, local: Launcher) -> None:
         self.nodes = Nodes(2, folder / "meeting", "lo")
@@ -53,7 +53,7 @@ class Cluster:
         core = sorted(os.sched_getaffinity(0))[number % os.cpu_count()]
         words = [
             "harness.agent",
-            str(self.nodes.meeting),
+            str(self.nodes.rendezvous_file),
             "--node",
             str(number),
             "--name",
@@ -251,9 +251,9 @@ def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
 
 
 def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
-    meeting = Rendezvous.read(cluster.nodes.meeting)
-    assert cluster.nodes.meeting.stat().st_mode & 0o777 == 0o600
-    raw = socket.create_connection((meeting.addresses[0], meeting.port))
+    rendezvous = Rendezvous.read(cluster.nodes.rendezvous_file)
+    assert cluster.nodes.rendezvous_file.stat().st_mode & 0o777 == 0o600
+    raw = socket.create_connection((rendezvous.addresses[0], rendezvous.port))
     with pytest.raises((OSError, EOFError, AuthenticationError)):
-        secure(raw, b"another key", head=False)
+        secure(raw, b"another key", coordinator=False)
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
