@@ -1,0 +1,92 @@
+"""Which runs and cells the words of a command line mean, whatever the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.select import (
+    RecordedCell,
+    closest,
+    find_cells,
+    find_runs,
+    find_sides,
+    keep,
+    matching,
+    plainest,
+    with_options,
+)
+from harness.record.plan import Plan
+from harness.record.run import RunRecord
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import NoRuns, UsageError
+from tests.unit.test_report import run_row
+
+PLAIN = Cell(strategy="ddp", devices=2)
+STATIC = Cell(strategy="ddp", devices=2, options={"static_graph": True})
+SHARDED = Cell(strategy="fsdp2", devices=2)
+CELLS = [STATIC, PLAIN, SHARDED]
+RECORDED = [RecordedCell(cell.id, cell.name, cell.label, cell.model_dump_json()) for cell in CELLS]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    kept = Store(tmp_path)
+    for run_id, cell in (("20260101T000000-aaaa", PLAIN), ("20260102T000000-bbbb", SHARDED)):
+        plan = Plan(run_id, "m", (cell,), 1)
+        kept.write_run(RunRecord(**run_row(run_id=run_id, plan=plan.to_json())))
+    return kept
+
+
+def test_runs(store: Store, tmp_path: Path) -> None:
+    old, new = store.run_ids()
+    assert find_runs(store, []) == [new]
+    assert find_runs(store, [], every=True) == [old, new]
+    assert find_runs(store, ["latest", "20260101", "latest~1"]) == [old, new]
+    with pytest.raises(UsageError, match="--all means every run"):
+        find_runs(store, ["latest"], every=True)
+    with pytest.raises(UsageError, match="is not clear"):
+        find_runs(store, ["2026"])
+    with pytest.raises(NoRuns, match="no runs in results folder"):
+        find_runs(Store(tmp_path / "empty"), [])
+
+
+def test_a_comparison_is_of_two(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="of two runs or folders, not of 1"):
+        find_sides(["latest"], None, tmp_path)
+    with pytest.raises(UsageError, match="of two runs or folders, not of 3"):
+        find_sides(["latest", "latest~1"], "release", tmp_path)
+
+
+def test_what_is_named_exactly_comes_before_what_a_pattern_means() -> None:
+    assert [cell.label for cell in closest(RECORDED, "ddp")] == ["ddp"]
+    assert [cell.label for cell in matching(RECORDED, "ddp")] == [STATIC.label, "ddp"]
+    for word in (STATIC.id, STATIC.name, STATIC.label):
+        assert [cell.cell_id for cell in closest(RECORDED, word)] == [STATIC.id]
+    assert [cell.label for cell in closest(RECORDED, "*x2*")] == [cell.label for cell in CELLS]
+    assert closest(RECORDED, "dpp") == []
+
+
+def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
+    assert find_cells(CELLS, "ddp", "m", store) == [STATIC, PLAIN]
+    assert find_cells([STATIC], SHARDED.id, "m", store) == [SHARDED]
+    assert find_cells([STATIC], SHARDED.name, "m", store) == [SHARDED]
+    with pytest.raises(UsageError, match=r"'dpp' is no strategy, .* matrix 'm' has ddp, fsdp2"):
+        find_cells(CELLS, "dpp", "m", store)
+    assert plainest([STATIC, PLAIN]) == PLAIN
+    assert with_options(PLAIN, "static_graph=true") == STATIC
+
+
+def test_only_and_skip() -> None:
+    assert keep(CELLS, ["ddp"], [STATIC.id]) == [PLAIN]
+    assert keep(CELLS, [], ["ddp*"]) == [SHARDED]
+    for only, skip, option, message in (
+        (["dpp"], [], "--only", "--only 'dpp' matches no cell of the matrix.*: ddp, fsdp2"),
+        (["dpp"], [], "--strategy", "--strategy 'dpp' matches no cell"),
+        (["ddp"], ["ddp"], "--only", "--only and --skip leave no cell"),
+        ([], ["*"], "--only", "^--skip leaves no cell"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            keep(CELLS, only, skip, option)
