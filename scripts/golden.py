@@ -1,6 +1,6 @@
 """Writes tests/golden/vN for the present schema version N from the files of the version before.
 
-`.venv/bin/python scripts/golden.py COLUMN=VALUE ...`: what trials that ended well have in the new
+`.venv/bin/python -m scripts.golden COLUMN=VALUE ...`: what trials that ended well have in the new
 columns of table `trials`, as JSON. Elsewhere a new column is null, or an empty list.
 """
 

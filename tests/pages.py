@@ -71,7 +71,8 @@ def blocks(text: str) -> list[Block]:
 def checkout(folder: Path) -> Path:
     """A copy of this checkout's code, tests and documents, to be changed at will."""
     copy = folder / "checkout"
-    for name in ("bench", "harness", "reports", "results/reference", "tests", "docs"):
+    folders = ("bench", "harness", "reports", "results/reference", "scripts", "slurm", "tests")
+    for name in (*folders, "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=IGNORED)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
         shutil.copy(ROOT / name, copy / name)

@@ -2,16 +2,16 @@
 explains a cell.
 
 History of the version:
-  1  first version. 2  systems, wrappers around DDP, trained parameters, states between steps with
-  their formula, bytes sent and offloaded,
-     distance to fp32.
-  3  table explained; idle time around a trial, foreign load, energy. 4  several nodes: their
-  number, names and facts, and the job that a run was part of. 5  emulated links between nodes: as
-  asked for, as measured, and how. 6  launches that train by turns: when each turn began, and its
-  throughput. 7  what a GPU's number needs beside it: versions, topology and settings of a run's
-  GPUs; their state around each trial, what
-     held them back in the timed steps, memory by NVML and of the host; cores of each rank; noise of
-     the reference.
+  1  first version.
+  2  systems, wrappers around DDP, trained parameters, states between steps with their formula,
+     bytes sent and offloaded, distance to fp32.
+  3  table explained; idle time around a trial, foreign load, energy.
+  4  several nodes: their number, names and facts, and the job that a run was part of.
+  5  emulated links between nodes: as asked for, as measured, and how.
+  6  launches that train by turns: when each turn began, and its throughput.
+  7  what a GPU's number needs beside it: versions, topology and settings of a run's GPUs; their
+     state around each trial, what held them back in the timed steps, memory by NVML and of the
+     host; cores of each rank; noise of the reference.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ def test_the_picture_is_that_of_the_code() -> None:
     before = architecture.PICTURE.read_text()
     if os.environ.get("UPDATE_DOCS"):
         architecture.PICTURE.write_text(wanted)
+        return
     assert before == wanted, (
         "draw it anew with: UPDATE_DOCS=1 make test ARGS=tests/unit/test_architecture.py"
     )
