@@ -121,8 +121,10 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
         and workload.blocks > 2
     ):
         return None
-    one, two = (model_facts(make_workload(f"{base}x{n}"), sequence_length) for n in (1, 2))
-    trainable, sizes = list(one.trainable), list(one.sizes)
+    smallest, next_one = (
+        model_facts(make_workload(f"{base}x{blocks}"), sequence_length) for blocks in (1, 2)
+    )
+    trainable, sizes = list(smallest.trainable), list(smallest.sizes)
     of_first = [
         i for i, name in enumerate(trainable) if name.startswith(f"{workload.split.blocks}.0.")
     ]
@@ -131,10 +133,11 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
         trainable[after:after] = [trainable[i].replace(".0.", f".{block}.", 1) for i in of_first]
         sizes[after:after] = [sizes[i] for i in of_first]
     more = workload.blocks - 1
-    parameters = one.parameters + more * (two.parameters - one.parameters)
-    flops = one.flops_per_sample + more * (two.flops_per_sample - one.flops_per_sample)
+    parameters = smallest.parameters + more * (next_one.parameters - smallest.parameters)
+    flops_of_block = next_one.flops_per_sample - smallest.flops_per_sample
+    flops = smallest.flops_per_sample + more * flops_of_block
     return ModelFacts(
-        tuple(trainable), parameters, flops, tuple(sizes), buffer_bytes=one.buffer_bytes
+        tuple(trainable), parameters, flops, tuple(sizes), buffer_bytes=smallest.buffer_bytes
     )
 
 

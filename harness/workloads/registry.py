@@ -30,8 +30,8 @@ def families() -> dict[str, Family]:
         importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.iter_modules(package.__path__)
     ]
-    found: list[Family] = [module.FAMILY for module in modules]
-    return {family.name: family for family in found}
+    defined: list[Family] = [module.FAMILY for module in modules]
+    return {family.name: family for family in defined}
 
 
 def workload_names() -> list[str]:
