@@ -27,7 +27,7 @@ from harness.record.status import NOT_LAUNCHED
 HOME = Path(__file__).with_name("gpu_check.yaml")
 ROOT = Path(__file__).parents[1]
 STOP_SECONDS = 20.0
-"""How long a step that is past its limit may take to record what it was at."""
+"""How long a step that is past its limit may take to record the trial that it stopped."""
 LEAST_SECONDS = 5.0
 GOOD_PARITY = ("exact", "within tolerance")
 TAIL = 20
@@ -134,7 +134,7 @@ def run_steps(
 
 
 def run_step(step: Step, results: Path, seconds: float) -> Outcome:
-    """Runs one step for so long at most."""
+    """Runs one step; stops it after so many seconds."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as traces:
         words = [*step.words, "--json", "--results", str(results)]
@@ -248,7 +248,7 @@ def command(
         out, error = process.communicate(timeout=seconds)
         return process.returncode, out, error
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # it records what it was at
+        process.send_signal(signal.SIGTERM)  # the run records its current trial, then ends
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
         return None, *_killed(process)

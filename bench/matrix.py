@@ -63,7 +63,7 @@ class Sizes(BaseModel):
     defaults: dict[str, Any] = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
-        """Both; where they say two things, this one's."""
+        """This and another one; where both give a value, this one's counts."""
         return Sizes(
             workloads={**other.workloads, **self.workloads},
             numbers={**other.numbers, **self.numbers},
@@ -137,7 +137,7 @@ def read_matrix(name: str) -> Matrix:
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """The same for a kind of matrix that has more keys."""
+    """Like read_matrix, for a kind of matrix that has more keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)

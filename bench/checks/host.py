@@ -14,7 +14,7 @@ from bench.checks.trouble import Trouble
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
 BUSY_SHARE = 0.1
-"""Of all cores, by other processes, from which on neighbours are told."""
+"""Share of all cores that other processes must use to be reported."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
 """NCCL takes tens of MiB of it for each pair of ranks; containers get 64 MiB unless they ask for

@@ -19,7 +19,7 @@ class StrategyEntry:
     options: dict[str, str]
     """Default and meaning by name."""
     requires: list[str]
-    """Packages, beside torch."""
+    """Packages that it needs besides torch."""
 
 
 @dataclass(frozen=True)

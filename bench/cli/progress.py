@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RunProgress:
     """A progress bar on a terminal, a line per trial elsewhere.
 
-    Draws only when told something, at most twice a second.
+    Draws only when the runner reports something: there is no thread of its own.
     """
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:

@@ -12,7 +12,7 @@ from bench.cluster.site import ROOT, Site
 
 @dataclass(frozen=True)
 class Job:
-    """What a job is to run, beside what its site says."""
+    """What a job is to run; where and how is its site's."""
 
     matrix: str
     run_id: str
