@@ -88,7 +88,8 @@ torch.cuda.get_arch_list = lambda: ["sm_90"]
 install(pytest.MonkeyPatch(), h100_node())
 
 from bench.host import Host
-from bench.matrix import expand, read_matrix
+from bench.expand import expand
+from bench.matrix import read_matrix
 from harness.host.environment import device_type
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import make_workload
