@@ -11,20 +11,21 @@ if TYPE_CHECKING:
 __all__ = ["write_report", "write_whole"]
 
 
-def write_report(results: Results, path: Path) -> Path:
-    """Writes the report of one run (whole or not at all) and returns its path.
+def write_report(results: Results, path: Path, instead: str = "") -> Path:
+    """Writes the report of one run (whole or not at all) and returns its path. `instead`: see
+    `write_whole`.
 
     Raises UsageError where the file cannot be written, ValueError where `results` is not one run.
     """
-    from reports.page import render
+    from reports.run_page import render
 
-    return write_whole(render(results), Path(path), "python -m bench report --out FILE")
+    return write_whole(render(results), Path(path), instead)
 
 
-def write_whole(text: str, path: Path, instead: str) -> Path:
+def write_whole(text: str, path: Path, instead: str = "") -> Path:
     """Writes a text file whole or not at all; raises UsageError where it cannot.
 
-    `instead`: the command that writes another file.
+    `instead`: what to do about that, for its message.
     """
     from harness.spec.errors import UsageError
 
@@ -34,7 +35,7 @@ def write_whole(text: str, path: Path, instead: str) -> Path:
         temporary.write_text(text, encoding="utf-8", newline="\n")
         return temporary.replace(path)
     except OSError as error:
+        advice = f"; choose a file with: {instead}" if instead else ""
         raise UsageError(
-            f"report {str(path)!r} cannot be written ({error.strerror}); choose a file with:"
-            f" {instead}"
+            f"report {str(path)!r} cannot be written ({error.strerror}){advice}"
         ) from None

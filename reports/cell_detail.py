@@ -3,24 +3,29 @@ its time goes, its parity."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.analysis.summary import compared
+from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import compared
 from harness.record.profile import COMPONENTS
+from harness.record.trial import TrialRecord
 from reports import facts
-from reports.export_records import known
+from reports.cautions import flags
+from reports.export_records import for_json
 from reports.export_records import records as cell_records
-from reports.groups import Group, Row
-from reports.profile import known as explained
+from reports.groups import RankedGroup
+from reports.ranked import RankedCell
 from reports.run_report import RunReport, ran
-from reports.table import flags
+from reports.stacks import KINDS
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.record.store import Results
 
+Record = dict[str, Any]
+"""Fit for JSON; unknown is None."""
 TRIAL = (
     "trial",
     "attempt",
@@ -41,117 +46,117 @@ KEPT = (
     "peak_memory_bytes_low",
     "memory_method",
 )
-KINDS = ("parameter", "gradient", "optimizer", "library")
 
 
-def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> dict[str, Any]:
+def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> Record:
     """Everything recorded of a cell, fit for JSON.
 
     `results`: of its run; `steps`: table `steps` of the cell. Unknown is None.
     """
-    one = ran(results)
-    (row,) = [row for row in one.cells if row["cell_id"] == cell_id]
-    (record,) = [record for record in cell_records(one) if record["cell_id"] == cell_id]
-    own = results.trials[results.trials["cell_id"] == cell_id].sort_values(["trial", "attempt"])
-    found = {
-        "started_at": known(one.run["started_at"]),
-        "hardware": facts.hardware(one.run),
+    report = ran(results)
+    (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
+    (record,) = [record for record in cell_records(report) if record["cell_id"] == cell_id]
+    every = TrialRecord.from_frame(results.trials[results.trials["cell_id"] == cell_id])
+    trials = sorted(every, key=lambda trial: (trial.trial, trial.attempt))
+    return {
+        "started_at": report.run.started_at.isoformat(),
+        "hardware": facts.hardware(report.run),
         "cell": record,
-        "cautions": [{"word": flag.word, "meaning": flag.meaning} for flag in flags(row)],
-        "trials": [_trial(trial, steps) for trial in own.to_dict("records")],
-        "ranking": _ranking(one, cell_id),
-        "memory": _memory(record, own),
-        "ranks": _ranks(record, steps, own),
-        "time": _time(one, row),
-    }
-    log = next((str(text) for text in reversed(own["log_tail"].tolist()) if text), "")
-    return found | {"log_tail": log}
-
-
-def _trial(trial: Mapping[Any, Any], steps: pd.DataFrame) -> dict[str, Any]:
-    mine = steps[(steps["trial"] == trial["trial"]) & (steps["attempt"] == trial["attempt"])]
-    slowest = mine.groupby("step")["step_seconds"].max()
-    phases = mine.groupby("step")["phase"].first()
-    told = {name: known(trial[name]) for name in TRIAL}
-    return told | {
-        "slowest_rank_step_seconds": known(slowest.tolist()),
-        "phases": [str(phase) for phase in phases.tolist()],
+        "cautions": [{"word": flag.word, "meaning": flag.meaning} for flag in flags(cell)],
+        "trials": [_trial(trial, steps) for trial in trials],
+        "ranking": _ranking(report, cell_id),
+        "memory": _memory(cell, trials),
+        "ranks": _ranks(cell, steps, trials),
+        "time": _time(report, cell_id),
+        "log_tail": next((trial.log_tail for trial in reversed(trials) if trial.log_tail), ""),
     }
 
 
-def _ranking(one: RunReport, cell_id: str) -> dict[str, Any] | None:
+def _trial(trial: TrialRecord, steps: pd.DataFrame) -> Record:
+    own = steps[(steps["trial"] == trial.trial) & (steps["attempt"] == trial.attempt)]
+    by_step = own.groupby("step")
+    return {name: for_json(getattr(trial, name)) for name in TRIAL} | {
+        "slowest_rank_step_seconds": for_json(by_step["step_seconds"].max().tolist()),
+        "phases": [str(phase) for phase in by_step["phase"].first().tolist()],
+    }
+
+
+def _ranking(report: RunReport, cell_id: str) -> Record | None:
     """Place within cells that differ in nothing but the strategy, and the ratio to the fastest of
     them; None where it is not ranked."""
-    for group in one.groups:
-        for row in group.rows:
-            if row["cell_id"] == cell_id:
-                return _place(group, row)
+    for group in report.groups:
+        for cell in group.rows:
+            if cell.cell_id == cell_id:
+                return _place(group, cell)
     return None
 
 
-def _place(group: Group, row: Row) -> dict[str, Any]:
+def _place(group: RankedGroup, cell: RankedCell) -> Record:
     fastest = group.rows[0]
-    ratio = None if row is fastest else compared(row, fastest)
+    ratio = None if cell is fastest else compared(cell, fastest)
     return {
-        "place": row["place"],
+        "place": cell.place,
         "of": len(group.rows),
-        "same_as_above": row["same_as_above"],
-        "setting": f"{group.workload} · {group.title}",
-        "fastest": fastest["label"],
+        "same_as_above": cell.same_as_above,
+        "setting": group.full_title,
+        "fastest": fastest.label,
         "ratio_to_fastest": ratio and ratio.ratio,
-        "ratio_low": ratio and known(ratio.low),
-        "ratio_high": ratio and known(ratio.high),
+        "ratio_low": ratio and for_json(ratio.low),
+        "ratio_high": ratio and for_json(ratio.high),
         "verdict": ratio and ratio.verdict,
     }
 
 
-def _memory(record: dict[str, Any], own: pd.DataFrame) -> dict[str, Any] | None:
+def _memory(cell: CellResult, trials: Sequence[TrialRecord]) -> Record | None:
     """What the fullest rank keeps between steps by kind, each with the formula's; None where it was
     not measured."""
-    if record["state_bytes"] is None:
+    if cell.state_bytes is None:
         return None
-    good = own[own["status"] == "ok"]
-    formula = {
-        kind: known(good[f"formula_{kind}_bytes"].iloc[-1]) if len(good) else None for kind in KINDS
-    }
+    good = [trial for trial in trials if trial.status == "ok"]
     kinds = [
-        {"kind": kind, "bytes": record[f"{kind}_bytes"], "formula_bytes": formula[kind]}
-        for kind in KINDS
+        {
+            "kind": field.removesuffix("_bytes"),
+            "bytes": getattr(cell, field),
+            "formula_bytes": for_json(getattr(good[-1], f"formula_{field}")) if good else None,
+        }
+        for field in KINDS.values()
     ]
-    return {"kinds": kinds, **{name: record[name] for name in KEPT}}
+    return {"kinds": kinds, **{name: for_json(getattr(cell, name)) for name in KEPT}}
 
 
-def _ranks(record: dict[str, Any], steps: pd.DataFrame, own: pd.DataFrame) -> list[dict[str, Any]]:
+def _ranks(cell: CellResult, steps: pd.DataFrame, trials: Sequence[TrialRecord]) -> list[Record]:
     """Per rank: its peak in the trial with the largest, and the median of its timed steps over all
     finished trials."""
-    good = own[own["status"] == "ok"][["trial", "attempt"]]
-    timed = steps[steps["phase"] == "timed"].merge(good, on=["trial", "attempt"])
-    medians = timed.groupby("rank")["step_seconds"].median()
-    peaks = record["peak_memory_bytes_by_rank"] or []
-    count = max(len(peaks), int(medians.index.max()) + 1 if len(medians) else 0)
+    good = {(trial.trial, trial.attempt) for trial in trials if trial.status == "ok"}
+    timed = steps[steps["phase"] == "timed"]
+    of_good = [key in good for key in zip(timed["trial"], timed["attempt"], strict=True)]
+    by_rank = timed.loc[of_good].groupby("rank")["step_seconds"].median()
+    medians = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
+    peaks = cell.peak_memory_bytes_by_rank
+    count = max(len(peaks), max(medians, default=-1) + 1)
     return [
         {
             "rank": rank,
-            "step_seconds_p50": known(medians.get(rank)),
+            "step_seconds_p50": for_json(medians.get(rank)),
             "peak_memory_bytes": peaks[rank] if rank < len(peaks) else None,
         }
         for rank in range(count)
     ]
 
 
-def _time(one: RunReport, row: Row) -> dict[str, Any] | None:
-    """Parts of a profiled step, mean of the ranks; None where the cell was not explained."""
-    told = explained([row], one.results.explained)
-    if not told:
-        return None
-    parts = {
-        f"{name}_seconds": known(told[0][f"{name}_ms"] / 1e3)
-        for name in COMPONENTS
-        if told[0][f"{name}_ms"] is not None
-    }
-    return {
-        **parts,
-        "profiled_step_seconds": known(told[0]["profiled_ms"] / 1e3),
-        "plain_step_seconds": known(told[0]["plain_ms"] / 1e3),
-        "straggler_rank": told[0]["straggler"],
-    }
+def _time(report: RunReport, cell_id: str) -> Record | None:
+    """Parts of a profiled step, mean of the ranks, in seconds; None where the cell was not
+    profiled."""
+    for cell in report.profiled:
+        if cell.cell_id == cell_id:
+            return {
+                **{
+                    f"{name}_seconds": s
+                    for name in COMPONENTS
+                    if (s := cell.parts[name]) is not None
+                },
+                "profiled_step_seconds": cell.profiled_step,
+                "plain_step_seconds": cell.plain_step,
+                "straggler_rank": cell.straggler,
+            }
+    return None

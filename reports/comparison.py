@@ -11,8 +11,9 @@ from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import ComparedCell, RunComparison
-    from harness.analysis.selection import Measured
+    from harness.analysis.compared_cell import ComparedCell
+    from harness.analysis.run_comparison import RunComparison
+    from harness.analysis.selection import MeasuredCell
 
 COLUMNS = (
     "cell",
@@ -35,7 +36,7 @@ def words(line: ComparedCell) -> list[str]:
         if speed and speed.low is not None and speed.high is not None
         else DASH
     )
-    speeds = [number(one.speed if one else None) for one in (line.first, line.second)]
+    speeds = [number(cell.speed if cell else None) for cell in (line.first, line.second)]
     return [
         line.cell_name,
         *speeds,
@@ -60,8 +61,8 @@ def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
     ]
 
 
-def trials(one: Measured | None) -> str:
-    return "" if one is None else plural(one.trials, "trial")
+def trials(cell: MeasuredCell | None) -> str:
+    return "" if cell is None else plural(cell.result.recorded_trials, "trial")
 
 
 def markdown(compared: RunComparison) -> str:
@@ -82,14 +83,13 @@ def markdown(compared: RunComparison) -> str:
                 *_md_lines(some),
                 "</details>",
             ]
-    if found := disturbed(compared):
-        said = "\n".join(f"- {escaped(name)}: {escaped(told)}" for name, told in found)
+    if cells := disturbed(compared):
         parts += [
-            f"<details><summary>disturbed trials of cells: {len(found)}</summary>",
-            said,
+            f"<details><summary>disturbed trials of cells: {len(cells)}</summary>",
+            "\n".join(f"- {escaped(name)}: {escaped(trials)}" for name, trials in cells),
             "</details>",
         ]
-    method = "\n".join(f"- {name}: {escaped(told)}" for name, told in compared.method.items())
+    method = "\n".join(f"- {name}: {escaped(text)}" for name, text in compared.method.items())
     parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
     return "\n\n".join(parts) + "\n"
 
@@ -97,7 +97,7 @@ def markdown(compared: RunComparison) -> str:
 def _md_lines(lines: Sequence[ComparedCell]) -> list[str]:
     measured = [line for line in lines if line.throughput]
     others = [
-        f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.said)}"
+        f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.reason)}"
         for line in lines
         if not line.throughput
     ]

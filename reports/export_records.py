@@ -7,11 +7,11 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from harness.record.run import RunRecord
-from harness.record.trial import TrialRecord
+from harness.analysis.cell_result import CellResult
 from reports.run_report import RunReport
 
 
@@ -43,73 +43,60 @@ FIGURES = _names(
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
 """Columns of JSON only."""
-_WHOLE = {c.name for table in (RunRecord, TrialRecord) for c in table.columns() if c.is_integer}
-"""What a frame with a null among them holds as floats."""
 _FORMULA_STARTS = tuple("=+-@\t\r")
 
 
-def known(value: Any) -> Any:
-    """A frame's value as JSON has it: null for NaN, infinity and NaT; numpy's numbers and arrays as
-    Python's, times as ISO 8601."""
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, dict):
-        return {str(key): known(one) for key, one in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+def for_json(value: object) -> object:
+    """A value as JSON has it: null for what is not finite, times as ISO 8601."""
+    if isinstance(value, Mapping):
+        return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [known(one) for one in value]
-    if value != value:
-        return None
-    if hasattr(value, "isoformat"):
+        return [for_json(item) for item in value]
+    if isinstance(value, datetime):
         return value.isoformat()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def records(one: RunReport) -> list[dict[str, Any]]:
+def records(report: RunReport) -> list[dict[str, Any]]:
     """A record for each cell of a run, ranked ones first in the order of their groups."""
-    ranked = {row["cell_id"]: row for group in one.groups for row in group.rows}
-    rest = [row for row in one.cells if row["cell_id"] not in ranked]
-    found = []
-    for row in [*ranked.values(), *rest]:
-        named = row | {
-            "disturbed_trials": row["disturbed"],
-            "samples_per_second_by_trial": row["by_round"],
-        }
-        found.append(
-            {name: _whole(name, known(named.get(name))) for name in (*IDENTITY, *FIGURES, *LISTS)}
-        )
-    return found
+    ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
+    rest = [cell for cell in report.cells if cell.cell_id not in ranked]
+    return [_record(cell) for cell in (*ranked.values(), *rest)]
 
 
-def _whole(name: str, value: Any) -> Any:
-    return (
-        int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value
-    )
+def _record(cell: CellResult) -> dict[str, Any]:
+    fields = vars(cell) | {
+        "disturbed_trials": cell.disturbed,
+        "samples_per_second_by_trial": cell.by_round,
+    }
+    return {name: for_json(fields.get(name)) for name in (*IDENTITY, *FIGURES, *LISTS)}
 
 
-def as_json(runs: Sequence[RunReport], **more: Any) -> str:
+def as_json(reports: Sequence[RunReport], **more: object) -> str:
     """`{"runs": [...], "cells": [...], ...}`; every cell's record names its run."""
-    told = [{name: _whole(name, known(one.run.get(name))) for name in RUN} for one in runs]
-    cells = [record for one in runs for record in records(one)]
-    return (
-        json.dumps({"runs": told, "cells": cells, **known(more)}, indent=1, allow_nan=False) + "\n"
-    )
+    runs = [{name: for_json(getattr(report.run, name)) for name in RUN} for report in reports]
+    cells = [record for report in reports for record in records(report)]
+    whole = {
+        "runs": runs,
+        "cells": cells,
+        **{name: for_json(value) for name, value in more.items()},
+    }
+    return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
 
-def as_csv(runs: Sequence[RunReport]) -> str:
+def as_csv(reports: Sequence[RunReport]) -> str:
     """A line per run and cell, after a line of names; numbers in full precision, unknown is empty,
     true and false in words."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*IDENTITY, *FIGURES])
-    for one in runs:
-        for record in records(one):
+    for report in reports:
+        for record in records(report):
             writer.writerow([_field(record[name]) for name in (*IDENTITY, *FIGURES)])
     return out.getvalue()
 
 
-def _field(value: Any) -> str:
+def _field(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from reports.curves import COLOURED, Losses, Scaling
-from reports.data import Scatter
+from reports.front import Scatter
 from reports.lines import around
-from reports.links import Bandwidths, bits
+from reports.link_facts import bits
+from reports.links import Bandwidths
+from reports.losses import Losses
+from reports.scaling import COLOURED, Scaling
 from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH
 from reports.text import plain, shortened
 

@@ -1,67 +1,49 @@
-"""Which cells may be compared with which, and what that comparison says."""
+"""Which cells may be compared with which, and their order by throughput."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Generic, TypeVar
 
-from harness.analysis.setting import SETTING, setting
-from harness.analysis.summary import alike, same
-from harness.spec.link import over
-from reports.text import MIB, missing, number, percent, plural
+from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import alike, same
+from harness.analysis.setting import setting
+from harness.analysis.stats import Estimate
+from reports.names import device_words, unit
+from reports.ranked import RankedCell
+from reports.text import plural
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
-
-Row = dict[str, Any]
-
-
-def marks(row: Row) -> str:
-    """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
-    measured = not missing(row["samples_per_second"])
-    return (STAND_IN if not missing(row["stand_in"]) else "") + (
-        OVERSUBSCRIBED if row["oversubscribed"] and measured else ""
-    )
-
-
-def named(row: Row) -> str:
-    """The label as a chart shows it: with its nodes and its regime where these are the unusual
-    ones, and its marks."""
-    nodes = f" · {row['nodes']} nodes" if row["nodes"] > 1 else ""
-    nodes += f" · {link}" if (link := link_words(row)) else ""
-    return f"{row['label']}{nodes}{' · weak' if row['regime'] == 'weak' else ''}{marks(row)}"
-
-
-def records(table: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as plain dictionaries."""
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+AnyCell = TypeVar("AnyCell", bound=CellResult)
 
 
 @dataclass(frozen=True)
-class Group:
-    """Cells that differ in nothing but the strategy, all ranked, fastest first."""
+class Group(Generic[AnyCell]):
+    """Cells that differ in nothing but the strategy."""
 
-    setting: Row
-    rows: tuple[Row, ...]
+    rows: tuple[AnyCell, ...]
+    """At least one."""
 
     @property
     def workload(self) -> str:
-        return str(self.setting["workload"])
+        return self.rows[0].workload
 
     @property
     def devices(self) -> int:
-        return int(self.setting["devices"])
+        return self.rows[0].devices
 
     @property
     def throughput(self) -> str:
         """Column of the throughput: tokens where every cell has them, else samples."""
-        known = all(not missing(row["tokens_per_second"]) for row in self.rows)
-        return "tokens_per_second" if known else "samples_per_second"
+        tokens = all(cell.tokens_per_second is not None for cell in self.rows)
+        return "tokens_per_second" if tokens else "samples_per_second"
+
+    def rate(self, cell: CellResult) -> Estimate:
+        """The throughput of a ranked cell, in the group's unit, with its interval."""
+        rate = cell.throughput(self.throughput)
+        assert rate is not None, "a ranked cell has a throughput"
+        return rate
 
     @property
     def unit(self) -> str:
@@ -69,91 +51,76 @@ class Group:
 
     @property
     def real(self) -> bool:
-        """Whether times of some of its cells say something of real hardware."""
-        return not all(row["oversubscribed"] for row in self.rows)
+        """Whether times of some of its cells hold for real hardware."""
+        return not all(cell.oversubscribed for cell in self.rows)
 
     @property
     def title(self) -> str:
         """`2 devices · fp32 · batch 8`, with what sets it apart from the usual."""
-        s = self.setting
-        optimizer = "" if s["optimizer"] == "adamw" else f" · {s['optimizer']}"
-        return f"{device_words(s)} · {s['precision']} · batch {s['global_batch']}{optimizer}"
+        cell = self.rows[0]
+        optimizer = "" if cell.optimizer == "adamw" else f" · {cell.optimizer}"
+        return f"{device_words(cell)} · {cell.precision} · batch {cell.global_batch}{optimizer}"
+
+    @property
+    def full_title(self) -> str:
+        """The title after the workload."""
+        return f"{self.workload} · {self.title}"
+
+    def title_beside(self, workload: str) -> str:
+        """The title on a page that is mostly about a workload: without naming that one again."""
+        return self.title if self.workload == workload else self.full_title
 
     @property
     def details(self) -> str:
         """The title with what a reader needs once: tokens of a sample, cores of a device."""
-        s = self.setting
-        tokens = (
-            f" of {s['sequence_length']} tokens" if self.throughput.startswith("tokens") else ""
-        )
-        cores = (
-            ""
-            if s["device"] == "cuda"
-            else f" · {plural(int(s['threads_per_device']), 'core')} per device"
-        )
+        cell = self.rows[0]
+        tokens = f" of {cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
+        cores = f" · {plural(cell.threads_per_device, 'core')} per device"
         alone = ", where nothing is communicated" if self.devices == 1 else ""
-        return f"{self.title}{tokens}{cores}{alone}"
+        return f"{self.title}{tokens}{'' if cell.device == 'cuda' else cores}{alone}"
 
 
-def unit(throughput: str) -> str:
-    """Unit of a throughput column."""
-    return "tokens/s" if throughput.startswith("tokens") else "samples/s"
+RankedGroup = Group[RankedCell]
+"""Ranked cells, fastest first."""
 
 
-def device_words(setting: Row) -> str:
-    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
-    on = f" on {setting['nodes']} nodes" if setting["nodes"] > 1 else ""
-    on += f" {link}" if (link := link_words(setting)) else ""
-    return plural(int(setting["devices"]), "GPU" if setting["device"] == "cuda" else "device") + on
-
-
-def link_words(row: Row) -> str:
-    """`over 1gbit (emulated)`; empty where nodes have a network of their own."""
-    if missing(row.get("links")):
-        return ""
-    return over(str(row["links"]))
-
-
-def find_groups(cells: Sequence[Row]) -> list[Group]:
+def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
     """All groups of ranked cells: the workload with most cells first, then by number of devices,
     then the largest group first."""
-    sizes = Counter(str(row["workload"]) for row in cells)
-    found = [ranking(group) for group in by_setting([row for row in cells if row["ranked"]])]
-    return sorted(found, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
-
-
-def by_setting(rows: Sequence[Row], *more: str) -> list[Group]:
-    """Rows that differ in nothing but the strategy (and agree in `more`), as they come; the
-    workload with most rows first."""
-    sizes = Counter(str(row["workload"]) for row in rows)
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault((*setting(row), *(str(row.get(name)) for name in more)), []).append(row)
-    groups = [
-        Group({name: rows[0][name] for name in SETTING}, tuple(rows)) for rows in found.values()
-    ]
+    sizes = Counter(cell.workload for cell in cells)
+    groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
-def ranking(group: Group) -> Group:
-    """The group by throughput, with the places that its cells have among themselves."""
-    rows = sorted(group.rows, key=lambda row: -float(row["samples_per_second"]))
-    places = [
-        row | {"place": place, "same_as_above": same}
-        for place, (row, same) in enumerate(zip(rows, alike(rows), strict=True), 1)
-    ]
-    return dataclasses.replace(group, rows=tuple(places))
+def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
+    """Cells that differ in nothing but the strategy (and agree in the fields `more`), in their
+    order; the workload with most cells first."""
+    cells = list(cells)
+    sizes = Counter(cell.workload for cell in cells)
+    found: dict[tuple[object, ...], list[AnyCell]] = {}
+    for cell in cells:
+        key = (*setting(cell), *(getattr(cell, name) for name in more))
+        found.setdefault(key, []).append(cell)
+    groups = [Group(tuple(rows)) for rows in found.values()]
+    return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
-def biggest(groups: list[Group]) -> list[Group]:
+def ranking(cells: Sequence[CellResult]) -> RankedGroup:
+    """Ranked cells by throughput, with the places that they have among themselves."""
+    ordered = sorted(cells, key=lambda cell: -(cell.samples_per_second or 0.0))
+    places = enumerate(zip(ordered, alike(ordered), strict=True), 1)
+    return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))
+
+
+def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
     """The largest group of each workload and number of devices."""
-    chosen: dict[tuple[str, int], Group] = {}
+    chosen: dict[tuple[str, int], RankedGroup] = {}
     for group in groups:
         chosen.setdefault((group.workload, group.devices), group)
     return list(chosen.values())
 
 
-def headline(groups: list[Group]) -> Group | None:
+def headline(groups: Sequence[RankedGroup]) -> RankedGroup | None:
     """The group that the verdict leads with: main workload, something to compare, real hardware,
     several devices, most cells."""
     if not groups:
@@ -162,141 +129,30 @@ def headline(groups: list[Group]) -> Group | None:
     return max(main, key=lambda g: (len(g.rows) > 1, g.real, g.devices > 1, len(g.rows), g.devices))
 
 
-def tied_with_fastest(group: Group) -> list[Row]:
-    """Cells that cannot be told apart from the fastest one; with one trial nothing can be said."""
-    fastest = group.rows[0]
-    return [row for row in group.rows[1:] if row["trials"] > 1 and same(row, fastest)]
+def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
+    """Cells that cannot be told apart from the first, the fastest one; with one trial nothing can
+    be said."""
+    return [cell for cell in cells[1:] if cell.trials > 1 and same(cell, cells[0])]
 
 
-@dataclass(frozen=True)
-class Pick:
-    """The best cell in one respect, as text."""
-
-    row: Row
-    value: str
-    """With its unit."""
-    interval: str
-    tied: tuple[Row, ...]
-    """Cells that cannot be told apart from it."""
-    then: str = ""
-    """What choosing it means for the other respect."""
+def of_real_things(group: RankedGroup) -> list[RankedCell]:
+    """Cells without stand-ins; all of them where there is nothing else."""
+    return [cell for cell in group.rows if cell.stand_in is None] or list(group.rows)
 
 
-@dataclass(frozen=True)
-class FastestVerdict:
-    group: Group
-    fastest: Pick
-    frugal: Pick | None
-    balanced: Pick | None
-    """The most throughput for its peak memory."""
-    faster: Pick | None
-    """A stand-in, or a cell with more ranks than cores, that was faster still: it says nothing of
-    the real thing, so it does not lead."""
-
-
-def verdict(group: Group) -> FastestVerdict:
-    """Fastest and most memory-frugal of a group, each with its interval; of the real things where
-    there are any.
-
-    More ranks than cores change a cell's times, not its memory.
-    """
-    genuine, timed = _real_things(group), fairly_timed(group)
-    best, first = timed[0], group.rows[0]
-    tied = tuple(tied_with_fastest(dataclasses.replace(group, rows=tuple(timed))))
-    ahead = _fast(group, first, ()) if best is not first else None
-    return FastestVerdict(
-        group,
-        _fast(group, best, tied),
-        _frugal(genuine, best),
-        _balanced(group, timed, best),
-        ahead,
-    )
-
-
-def _real_things(group: Group) -> list[Row]:
-    return [row for row in group.rows if missing(row["stand_in"])] or list(group.rows)
-
-
-def fairly_timed(group: Group) -> list[Row]:
+def fairly_timed(group: RankedGroup) -> list[RankedCell]:
     """Real things with a core for each rank, fastest first; where there are none, the next best."""
-    genuine = _real_things(group)
-    return [row for row in genuine if not row["oversubscribed"]] or genuine
+    genuine = of_real_things(group)
+    return [cell for cell in genuine if not cell.oversubscribed] or genuine
 
 
-def _fast(group: Group, row: Row, tied: tuple[Row, ...]) -> Pick:
-    low, high = row[f"{group.throughput}_low"], row[f"{group.throughput}_high"]
-    known = f"95 % interval {number(low)} to {number(high)}, {plural(row['trials'], 'trial')}"
-    return Pick(
-        row,
-        f"{number(row[group.throughput])} {group.unit}",
-        "1 trial: no interval" if missing(low) else known,
-        tied,
-    )
-
-
-def _frugal(genuine: Sequence[Row], fastest: Row) -> Pick | None:
-    rows = [row for row in genuine if not missing(row["peak_memory_bytes"])]
-    if not rows:
-        return None
-    row = min(rows, key=lambda r: (r["peak_memory_bytes"], -r["samples_per_second"]))
-    peak, low = row["peak_memory_bytes"], row["peak_memory_bytes_low"]
-    between = (
-        f"largest of {plural(row['trials'], 'trial')}, smallest {number(low / MIB)} MiB"
-        if row["trials"] > 1
-        else "1 trial: no range"
-    )
-    tied = tuple(r for r in rows if r is not row and r["peak_memory_bytes_low"] <= peak)
-    then = ""
-    if row is not fastest and not missing(fastest["peak_memory_bytes"]):
-        less = percent(1 - peak / fastest["peak_memory_bytes"])
-        speed = percent(row["samples_per_second"] / fastest["samples_per_second"])
-        comparable = bool(row["oversubscribed"]) == bool(fastest["oversubscribed"])
-        then = f"{less} less than the fastest needs" + (
-            f", at {speed} of its throughput" if comparable else ""
-        )
-    return Pick(row, f"{number(peak / MIB)} MiB", between, tied, then)
-
-
-def _balanced(group: Group, timed: Sequence[Row], fastest: Row) -> Pick | None:
-    """The cell with the most throughput for its peak memory, and those whose interval of that
-    reaches it."""
-    rows = [row for row in timed if not missing(row["peak_memory_bytes"])]
-    if not rows:
-        return None
-
-    def worth(row: Row, end: str = "") -> float:
-        figure = row[f"{group.throughput}{end}"]
-        return float(
-            (row[group.throughput] if missing(figure) else figure) * MIB / row["peak_memory_bytes"]
-        )
-
-    row = max(rows, key=worth)
-    between = (
-        f"95 % interval {number(worth(row, '_low'))} to {number(worth(row, '_high'))}"
-        if row["trials"] > 1
-        else "1 trial: no interval"
-    )
-    tied = tuple(
-        r
-        for r in rows
-        if r is not row and row["trials"] > 1 and worth(r, "_high") >= worth(row, "_low")
-    )
-    then = ""
-    if row is not fastest and not missing(fastest["peak_memory_bytes"]):
-        speed = percent(row[group.throughput] / fastest[group.throughput])
-        then = (
-            f"{speed} of the fastest's throughput in"
-            f" {percent(row['peak_memory_bytes'] / fastest['peak_memory_bytes'])} of its memory"
-        )
-    return Pick(row, f"{number(worth(row))} {group.unit} per MiB", between, tied, then)
-
-
-def pareto(group: Group) -> list[Row]:
+def pareto(group: RankedGroup) -> list[RankedCell]:
     """Cells that no other beats in both throughput and peak memory, fastest first."""
-    front: list[Row] = []
-    for row in group.rows:
-        if not missing(row["peak_memory_bytes"]) and all(
-            row["peak_memory_bytes"] < better["peak_memory_bytes"] for better in front
-        ):
-            front.append(row)
+    front: list[RankedCell] = []
+    least: float | None = None
+    for cell in group.rows:
+        peak = cell.peak_memory_bytes
+        if peak is not None and (least is None or peak < least):
+            front.append(cell)
+            least = peak
     return front

@@ -6,21 +6,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from harness.analysis.cell_result import CellResult
+from harness.analysis.maxsize import MaxsizeResult, limits, order_notes
+from harness.analysis.maxsize_table import maxsize_results
+from harness.record.plan import Plan
+from harness.record.run import RunRecord
+from harness.record.search import MATRIX
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
 from reports.data import Bar, Bars
-from reports.groups import Row
-from reports.table import Column, Grid, TableRow, figure, mebibytes, word
-from reports.text import missing, number, plain, size
+from reports.grid import Column, Grid, figure, full_grid, mebibytes, word
+from reports.text import number, plain, size
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from harness.analysis.maxsize import MaxsizeResult
     from harness.record.store import Results
 
-MATRIX = "maxsize"
 MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class LargestModel(CellResult):
+    """The largest model that a strategy trains, as a cell; without an id where there is none."""
+
+    reached: int | None = None
+    """Parameters."""
+    next: int | None = None
+    """Parameters of the smallest model that does not train."""
+    predicted: int | None = None
+    """Parameters by the formula."""
+    ratio: float | None = None
+    step: int | None = None
+    setup_peak_memory_bytes: int | None = None
+    failed_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -28,9 +47,9 @@ class Largest:
     """What a search found."""
 
     budget: str
-    winner: Row | None
+    winner: LargestModel | None
     bars: Bars
-    grid: Grid
+    grid: Grid[LargestModel]
     order: tuple[str, ...]
     """A sentence for each chain of strategies that theory puts in an order."""
     limits: tuple[tuple[str, str], ...]
@@ -38,77 +57,70 @@ class Largest:
     probes: int
 
 
-def is_search(run: Row) -> bool:
+def is_search(run: RunRecord) -> bool:
     """Whether the run is a search whose trials are probes."""
-    return bool(run["matrix"] == MATRIX)
+    return run.matrix == MATRIX
 
 
-def verified(trials: pd.DataFrame) -> pd.DataFrame:
-    """A search's trials without its probes, which only say whether a size fits; those that failed
-    otherwise are kept."""
-    return trials[(trials["trial"] == 1) | ~trials["status"].isin(["ok", "out_of_memory"])]
+def verified(trial: TrialRecord) -> bool:
+    """Whether a search's trial is more than a probe that only says whether a size fits; probes that
+    failed otherwise are kept."""
+    return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
     """The section of a search, None for any other run and for one whose plan another version
     wrote."""
-    from harness.analysis.maxsize import found, limits, order_notes
-    from harness.record.plan import Plan
-
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
-        rows = found(results) if plan.search else []
+        rows = maxsize_results(results) if plan.search else []
     except (KeyError, TypeError, ValueError):
         return None
     if not rows or plan.search is None:
         return None
-    devices = {cell.label: cell for cell in plan.cells}
-    lines = [_row(one, devices.get(one.label)) for one in rows]
-    told = [
-        (one.label, f"{one.status}: {one.reason}" if one.reason else limits(one)) for one in rows
+    cells = {cell.label: cell for cell in plan.cells}
+    lines = [_line(row, cells.get(row.label)) for row in rows]
+    reasons = [
+        (row.label, f"{row.status}: {row.reason}" if row.reason else limits(row)) for row in rows
     ]
     chains = [
         sentence for chain in plan.search["order"] if (sentence := order_sentence(rows, chain))
     ]
-    reached = [line for line in lines if line["reached"]]
+    reached = [line for line in lines if line.reached]
     return Largest(
         size(plan.search["budget"]),
-        max(reached, key=lambda line: line["reached"], default=None),
-        bars(lines),
-        table(lines),
+        max(reached, key=lambda line: line.reached or 0, default=None),
+        _bars(lines),
+        _table(lines),
         (*chains, *order_notes(rows, plan.search["order"])),
-        tuple((label, text) for label, text in told if text),
-        sum(one.probes for one in rows),
+        tuple((label, text) for label, text in reasons if text),
+        sum(row.probes for row in rows),
     )
 
 
-def _row(one: MaxsizeResult, cell: Any) -> Row:
-    return {
-        "cell_id": (
-            cell.model_copy(update={"workload": one.workload}).id if cell and one.parameters else ""
-        ),
-        "label": one.label,
-        "workload": one.workload,
-        "status": one.status,
-        "devices": cell.devices if cell else None,
-        "reached": one.parameters,
-        "next": one.next_parameters,
-        "predicted": one.predicted,
-        "ratio": one.ratio,
-        "step": one.step,
-        "peak_memory_bytes": one.peak_memory_bytes,
-        "setup_peak_memory_bytes": one.setup_peak_memory_bytes,
-        "state_bytes": sum(one.kept.values()) if one.kept else None,
-        "failed_in": one.failed_in,
-        "parity_verdict": one.parity,
-        # what the name of a cell is made of
-        "nodes": 1,
-        "links": None,
-        "regime": "strong",
-        "stand_in": None,
-        "oversubscribed": False,
-        "samples_per_second": None,
-    }
+def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
+    reached = cell.model_copy(update={"workload": row.workload}) if cell else None
+    return LargestModel(
+        run_id="",
+        cell_id=reached.id if reached and row.parameters else "",
+        cell_name=reached.name if reached else row.label,
+        label=row.label,
+        strategy=cell.strategy if cell else "",
+        workload=row.workload,
+        devices=cell.devices if cell else 0,
+        status=row.status,
+        reason=row.reason,
+        reached=row.parameters,
+        next=row.next_parameters,
+        predicted=row.predicted,
+        ratio=row.ratio,
+        step=row.step,
+        peak_memory_bytes=row.peak_memory_bytes,
+        setup_peak_memory_bytes=row.setup_peak_memory_bytes,
+        state_bytes=sum(row.kept.values()) if row.kept else None,
+        failed_in=row.failed_in,
+        parity_verdict=row.parity,
+    )
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
@@ -124,53 +136,45 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
     measured = sorted(present, key=lambda row: row.parameters or 0)
     words = f"{measured[0].label} {measured[0].largest_model}"
     for less, more in itertools.pairwise(measured):
-        words += (
-            f" {'<' if less.parameters != more.parameters else '='} {more.label}"
-            f" {more.largest_model}"
-        )
-    return (
-        f"Measured, and in the order of theory: {words}"
-        if kept
-        else f"Measured: {words}; theory has {' < '.join(r.label for r in present)}"
-    )
+        sign = "<" if less.parameters != more.parameters else "="
+        words += f" {sign} {more.label} {more.largest_model}"
+    if kept:
+        return f"Measured, and in the order of theory: {words}"
+    return f"Measured: {words}; theory has {' < '.join(row.label for row in present)}"
 
 
-def bars(lines: Sequence[Row]) -> Bars:
+def _bars(lines: Sequence[LargestModel]) -> Bars:
     """Millions of parameters reached, most first, with the formula's as a mark."""
-    ordered = sorted(lines, key=lambda line: -(line["reached"] or 0))
-    best = ordered[0]["reached"]
-    drawn = []
-    for line in ordered:
-        value, target = (
-            None if not line[name] else line[name] / MILLION for name in ("reached", "predicted")
-        )
-        ratio = "" if missing(line["ratio"]) else f" ({number(line['ratio'])})"
-        label = line["label"] if missing(line["devices"]) else f"{line['label']} x{line['devices']}"
-        text = f"{number(value)}M{ratio}" if value else str(line["status"])
-        drawn.append(
-            Bar(
-                label,
-                value,
-                text,
-                strong=bool(value) and line["reached"] == best,
-                target=target,
-                failed=not value and line["status"] != "unfinished",
-            )
-        )
-    words = "; ".join(f"{bar.label} {bar.text}" for bar in drawn)
-    summary = (
-        "Largest trainable model in millions of parameters, in brackets over the formula's:"
-        f" {words}"
-    )
-    axis = "millions of parameters; in brackets: over the formula's"
+    ordered = sorted(lines, key=lambda line: -(line.reached or 0))
+    bars = [_bar(line, ordered[0].reached) for line in ordered]
+    words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
     return Bars(
-        "largest", "Reached, and by the formula", axis, tuple(drawn), summary, (), False, "formula"
+        "largest",
+        "Reached, and by the formula",
+        "millions of parameters; in brackets: over the formula's",
+        tuple(bars),
+        "Largest trainable model in millions of parameters, in brackets over the formula's:"
+        f" {words}",
+        target="formula",
     )
 
 
-def table(lines: Sequence[Row]) -> Grid:
-    columns = (
-        Column("Ranks", "", "", figure("devices", plain)),
+def _bar(line: LargestModel, best: int | None) -> Bar:
+    value, target = (n / MILLION if n else None for n in (line.reached, line.predicted))
+    ratio = "" if line.ratio is None else f" ({number(line.ratio)})"
+    return Bar(
+        f"{line.label} x{line.devices}" if line.devices else line.label,
+        value,
+        f"{number(value)}M{ratio}" if value else line.status,
+        strong=bool(value) and line.reached == best,
+        target=target,
+        failed=not value and line.status != "unfinished",
+    )
+
+
+def _table(lines: Sequence[LargestModel]) -> Grid[LargestModel]:
+    columns: list[Column[LargestModel]] = [
+        Column("Ranks", "", "", figure("devices", lambda ranks: plain(ranks or None))),
         Column("Reached", "parameters", "the largest model that trains", figure("reached", plain)),
         Column(
             "Too large", "parameters", "the smallest model that does not", figure("next", plain)
@@ -189,8 +193,6 @@ def table(lines: Sequence[Row]) -> Grid:
         Column("Runs out in", "", "", word("failed_in")),
         Column("Parity", "", "", word("parity_verdict")),
         Column("Search", "", "", word("status")),
-    )
-    rows = tuple(
-        TableRow(line, tuple(column.make(line) for column in columns), ()) for line in lines
-    )
-    return Grid("largest-table", f"Largest trainable model, {len(rows)} strategies", columns, rows)
+    ]
+    label = f"Largest trainable model, {len(lines)} strategies"
+    return full_grid("largest-table", label, lines, columns)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable
 
 from reports.data import LABEL, Bar, Bars
-from reports.states import Ranks, Stacks
+from reports.rank_peaks import Ranks
+from reports.stacks import Stacks
 from reports.svg import WIDTH
 from reports.text import plain, shortened
 
@@ -219,14 +220,14 @@ def stacks(data: Stacks) -> str:
 def ranks(data: Ranks) -> str:
     """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100
     % is the mean."""
-    shares = [share for _, one, _ in data.lines for share in one]
+    shares = [share for _, of_cell, _ in data.lines for share in of_cell]
     low, high = around([90.0, 110.0, *shares])
     chart = Lines(data.name, len(data.lines), low, high)
-    for index, (label, one, text) in enumerate(data.lines):
+    for index, (label, of_cell, text) in enumerate(data.lines):
         chart.words(index, label, text)
-        chart.level(index, min(one), max(one), "rest")
+        chart.level(index, min(of_cell), max(of_cell), "rest")
         chart.upright(index, 100.0, 5.8, "ink")
-        for share in one:
+        for share in of_cell:
             chart.dot(index, share, 3.2, "best hollow")
     return chart.svg(data.axis, data.summary, round_numbers(low, high), left=False)
 

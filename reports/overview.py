@@ -3,20 +3,23 @@ before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from harness.analysis.compare import RunComparison, compare_sides
-from harness.analysis.selection import RunSelection, side
+from harness.analysis.compare import compare_sides
+from harness.analysis.run_comparison import RunComparison
+from harness.analysis.selection import RunSelection, select
+from harness.record.run import RunRecord
 from harness.spec.errors import UsageError
 from reports import facts
-from reports.groups import FastestVerdict, Row, headline, named, verdict
-from reports.largest import largest
+from reports.names import named
+from reports.page import fill
 from reports.run_report import RunReport, only, ran
 from reports.text import listed, plain, plural
+from reports.verdict import verdict
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -28,13 +31,13 @@ INDEX = "index.html"
 class Entry:
     """One run. `link`: of its report relative to the index, empty where there is none."""
 
-    run: Row
+    run: RunRecord
     link: str
     hardware: str
     verdict: str
     details: str
     failures: int
-    """Launched cells that are no good, expected divergences aside."""
+    """Launched cells without a valid result, expected divergences aside."""
     cells: int
     before: str
     """The run that it is compared with; empty: none before it has a cell in common on the same
@@ -43,30 +46,29 @@ class Entry:
     regressions: int
 
 
+Earlier = Sequence[tuple[RunRecord, RunSelection]]
+
+
 def entries(store: Store, folder: Path) -> list[Entry]:
     """Every run of the store, newest first; `folder`: where the index and the reports lie."""
-    found: list[Entry] = []
-    earlier: list[tuple[Row, RunSelection]] = []
+    entries: list[Entry] = []
+    earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
     for run_id in whole.runs["run_id"]:
-        one = ran(only(whole, [run_id]))
-        now = side(run_id, one.results)
-        found.append(_entry(one, folder, *_against(earlier, one, now)))
-        earlier.append((one.run, now))
-    return found[::-1]
+        report = ran(only(whole, [run_id]))
+        now = select(run_id, report.results)
+        entries.append(_entry(report, folder, *_against(earlier, report, now)))
+        earlier.append((report.run, now))
+    return entries[::-1]
 
 
 def _against(
-    earlier: Sequence[tuple[Row, RunSelection]], one: RunReport, now: RunSelection
+    earlier: Earlier, report: RunReport, now: RunSelection
 ) -> tuple[str, RunComparison | None]:
     """The newest earlier run of the same matrix on equal hardware, and the comparison with it."""
-    for row, was in reversed(earlier):
-        alike = any(
-            not a.hardware.difference(b.hardware, b.device)
-            for a in was.cells[:1]
-            for b in now.cells[:1]
-        )
-        if row["matrix"] == one.run["matrix"] and alike:
+    for run, was in reversed(earlier):
+        comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
+        if run.matrix == report.run.matrix and comparable:
             try:
                 return was.name, compare_sides(was, now)
             except UsageError:  # no cell in common
@@ -74,63 +76,55 @@ def _against(
     return "", None
 
 
-def _entry(one: RunReport, folder: Path, before: str, change: RunComparison | None) -> Entry:
-    said, details = _verdict(one)
-    file = f"{one.run_id}.html"
-    link = quote(file) if (folder / file).is_file() else ""
-    told = change.headline if change else ""
-    bad = len(change.regressions) if change else 0
+def _entry(report: RunReport, folder: Path, before: str, change: RunComparison | None) -> Entry:
+    words, details = _verdict(report)
+    file = f"{report.run_id}.html"
     return Entry(
-        one.run,
-        link,
-        facts.hardware(one.run),
-        said,
+        report.run,
+        quote(file) if (folder / file).is_file() else "",
+        facts.hardware(report.run),
+        words,
         details,
-        len(one.failures),
-        len(one.cells),
+        len(report.failed),
+        len(report.cells),
         before,
-        told,
-        bad,
+        change.headline if change else "",
+        len(change.regressions) if change else 0,
     )
 
 
-def _verdict(one: RunReport) -> tuple[str, str]:
-    if search := largest(one.results):
-        best = search.winner
-        return (f"largest: {named(best)}" if best else "nothing fits yet"), (
-            f"{plain(best['reached'])} parameters" if best else ""
-        )
-    if (group := headline(list(one.groups))) is None:
+def _verdict(report: RunReport) -> tuple[str, str]:
+    """The best of a run, and details of it."""
+    if report.largest:
+        best = report.largest.winner
+        if best is None:
+            return "nothing fits yet", ""
+        return f"largest: {named(best)}", f"{plain(best.reached)} parameters"
+    group = report.leading
+    if group is None:
         return "nothing is ranked", ""
-    found: FastestVerdict = verdict(group)
-    tied = [named(row) for row in found.fastest.tied]
+    fastest = verdict(group).fastest
+    tied = [named(cell) for cell in fastest.tied]
     alike = f"; cannot be told apart from {listed(tied, 3)}" if tied else ""
     return (
-        f"fastest: {named(found.fastest.row)}",
-        f"{found.fastest.value}, {found.fastest.interval}{alike}; {group.workload}, {group.title}",
+        f"fastest: {named(fastest.row)}",
+        f"{fastest.value}, {fastest.interval}{alike}; {group.workload}, {group.title}",
     )
 
 
 def page(store: Store, folder: Path) -> str:
     """One HTML page with a relative link to each report; reports of runs that the store lacks are
     listed after the runs."""
-    from reports.page import fill
-
-    found = entries(store, folder)
-    known = {f"{entry.run['run_id']}.html" for entry in found} | {INDEX}
+    shown = entries(store, folder)
+    own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(
         path.name
         for path in folder.glob("*.html")
-        if path.name not in known and not path.name.endswith(".print.html")
+        if path.name not in own and not path.name.endswith(".print.html")
     )
-    more = [(name, quote(name)) for name in others]
     return fill(
         "index.html.j2",
-        entries=found,
-        others=more,
-        failing=_count(found, lambda entry: entry.failures > 0),
+        entries=shown,
+        others=[(name, quote(name)) for name in others],
+        failing=plural(sum(entry.failures > 0 for entry in shown), "run"),
     )
-
-
-def _count(found: Sequence[Entry], chosen: Callable[[Entry], bool]) -> str:
-    return plural(sum(map(chosen, found)), "run")

@@ -1,53 +1,81 @@
-"""The view -> one HTML text that loads nothing and runs nothing but its own script."""
+"""One HTML text that loads nothing and runs nothing but its own script."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import gc
 import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import ParamSpec, TypeVar
 
-if TYPE_CHECKING:
-    from harness.record.store import Results
+from reports.panels import Panels
+from reports.sections import AnyReport, Section, with_data
 
 TEMPLATES = Path(__file__).parent / "templates"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def render(results: Results) -> str:
-    """The page of one run.
+@dataclass(frozen=True)
+class Page:
+    """A rendered page."""
 
-    Its content policy allows the one style and the one script by their hashes.
-    """
-    from reports.groups import marks, named, pareto
-    from reports.table import disturbance, disturbance_legend, gpu_findings
-    from reports.view import make_view
-
-    collecting = gc.isenabled()
-    # What a page is made of is kept until it is done: looking for garbage took an eighth of the
-    # time.
-    gc.disable()
-    try:
-        view = make_view(results)
-        return fill(
-            "report.html.j2",
-            view.figure_styles,
-            view=view,
-            named=named,
-            marks=marks,
-            pareto=pareto,
-            disturbance=disturbance,
-            disturbance_legend=disturbance_legend,
-            gpu_findings=gpu_findings,
-        )
-    finally:
-        if collecting:
-            gc.enable()
+    text: str
+    absent: list[str]
+    """Wanted sections for which there is no data."""
 
 
-def fill(template: str, more_style: str = "", **values: Any) -> str:
+def without_collection(function: Callable[P, T]) -> Callable[P, T]:
+    """Runs a function without looking for garbage: what a page is made of is kept until it is done,
+    and looking through it took an eighth of the time."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if collecting:
+                gc.enable()
+
+    return run
+
+
+def section_page(
+    template: str,
+    report: AnyReport,
+    sections: Iterable[Section[AnyReport]],
+    wanted: Sequence[str] = (),
+    printed: bool = False,
+    **values: object,
+) -> Page:
+    """A page of the wanted sections (all, where none is named). `values`: for its template, which
+    finds the sections in `shown`."""
+    panels = Panels()
+    on_page = [section for section in sections if section.html]
+
+    def make(section: Section[AnyReport]) -> object:
+        return section.html(report, panels) if section.html else None
+
+    parts, absent = with_data(on_page, wanted, make)
+    panels.pictures.draw()
+    shown = {section.name: (section, part) for section, part in parts}
+    style = panels.pictures.styles
+    text = fill(template, style, printed, report=report, shown=shown, **values)
+    return Page(text, absent)
+
+
+def fill(template: str, more_style: str = "", printed: bool = False, **values: object) -> str:
     """A template with the one style, the one script and these values; everything in them is
-    escaped."""
+    escaped. The content policy allows the style and the script by their hashes.
+
+    `printed`: the page as it is printed, on screens too: light, every detail open, nothing to
+    click, no script.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -55,6 +83,7 @@ def fill(template: str, more_style: str = "", **values: Any) -> str:
 
     style = f"\n{(TEMPLATES / 'style.css').read_text(encoding='utf-8')}\n{more_style}\n"
     script = f"\n{(TEMPLATES / 'script.js').read_text(encoding='utf-8')}\n"
+    style = _as_printed(style) if printed else style
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -74,9 +103,23 @@ def fill(template: str, more_style: str = "", **values: Any) -> str:
         style=Markup(style),
         script=Markup(script),
         style_hash=digest(style),
-        script_hash=digest(script),
+        script_hash="none" if printed else digest(script),
+        printed=printed,
+        opened=" open" if printed else "",
     )
     return text.printable(page)
+
+
+def _as_printed(style: str) -> str:
+    """The style in which screens show what is printed."""
+    changes = {
+        "@media screen and (prefers-color-scheme: dark)": "@media not all",
+        "@media print": "@media all",
+        "color-scheme: light dark": "color-scheme: light",
+    }
+    for before, after in changes.items():
+        style = style.replace(before, after)
+    return style
 
 
 def digest(content: str) -> str:

@@ -4,18 +4,17 @@ the memory at the peak."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from harness.record.profile import COMPONENTS, SPLIT
+from harness.analysis.cell_result import CellResult
+from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
 from reports.data import MOST_ROWS, notes_for, rest
-from reports.groups import Row, by_setting, named, records
-from reports.states import Stack, Stacks
-from reports.table import Column, Grid, device_columns, figure, grid, mebibytes, word
-from reports.text import DASH, missing, number, plural, scaled, signed
-
-if TYPE_CHECKING:
-    import pandas as pd
+from reports.grid import Column, Grid, Td, device_columns, in_mebibytes, numeral, some_grid, word
+from reports.groups import Group, by_setting
+from reports.names import named
+from reports.stacks import Stack, Stacks
+from reports.text import DASH, MIB, number, plural, scaled, signed
 
 WORDS = {
     "compute": "compute",
@@ -25,149 +24,187 @@ WORDS = {
 }
 
 
-def known(cells: Sequence[Row], explained: pd.DataFrame) -> list[Row]:
-    """Cells with what their newest explanation found: mean seconds of the ranks, bytes of the
-    fullest."""
-    found = {row["cell_id"]: row for row in records(explained) if row["status"] == "ok"}
-    return [row | _means(found[row["cell_id"]]) for row in cells if row["cell_id"] in found]
+@dataclass(frozen=True)
+class ProfiledCell(CellResult):
+    """A cell with what its newest profile found."""
+
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Seconds of the step by component, and of what overlaps them: mean of the ranks."""
+    plain_step: float = 0.0
+    """Seconds of the slowest rank's step without the profiler."""
+    profiled_step: float = 0.0
+    straggler: int | None = None
+    """Rank that is slower than the others."""
+    logical_bytes: float | None = None
+    """What a rank must send per step, by theory for the collectives it calls: mean of the ranks."""
+    off_theory: float | None = None
+    """That over the strategy's formula, less 1."""
+    off_algorithm: float | None = None
+    """Bytes on the sockets over those of the backend's algorithm, less 1."""
+    peak: Mapping[str, int | None] = field(default_factory=dict)
+    """Bytes at the peak by kind, and in all (`tracked`), of the fullest rank in each."""
+    private: int | None = None
+    """Peak of the same step as trials measure it, bytes."""
 
 
-def _means(row: Row) -> Row:
-    means: Row = {
-        f"{name}_ms": _mean(row[f"{name}_seconds"], 1e3)
-        for name in (*COMPONENTS, "overlapped", "operators")
-    }
-    logical, theory = _mean(row["logical_bytes"]), row["theory_bytes"]
-    sent, algorithm = _mean(row["sent_bytes"]), _mean(row["algorithm_bytes"])
-    means |= {
-        f"peak_{kind}": max(row[f"peak_{kind}_bytes"], default=None) for kind in (*SPLIT, "tracked")
-    }
-    return means | {
-        "plain_ms": row["plain_step_seconds"] * 1e3,
-        "profiled_ms": row["profiled_step_seconds"] * 1e3,
-        "straggler": None if missing(row["straggler"]) else int(row["straggler"]),
-        "logical": logical,
-        "off_theory": (
-            logical / theory - 1 if logical is not None and not missing(theory) and theory else None
-        ),
-        "off_algorithm": sent / algorithm - 1 if sent is not None and algorithm else None,
-        "private": max(row["private_bytes"], default=None),
-    }
+def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[ProfiledCell]:
+    """The cells that were profiled."""
+    newest = {profile.cell_id: profile for profile in profiles if profile.status == "ok"}
+    return [_profiled(cell, newest[cell.cell_id]) for cell in cells if cell.cell_id in newest]
 
 
-def _mean(values: Sequence[float], factor: float = 1.0) -> float | None:
-    return statistics.fmean(values) * factor if len(values) else None
+def _profiled(cell: CellResult, profile: ProfileRecord) -> ProfiledCell:
+    logical, theory = _mean(profile.logical_bytes), profile.theory_bytes
+    sent, algorithm = _mean(profile.sent_bytes), _mean(profile.algorithm_bytes)
+    parts = (*COMPONENTS, "overlapped", "operators")
+    return ProfiledCell(
+        **vars(cell),
+        parts={name: _mean(getattr(profile, f"{name}_seconds")) for name in parts},
+        plain_step=profile.plain_step_seconds or 0.0,
+        profiled_step=profile.profiled_step_seconds or 0.0,
+        straggler=profile.straggler,
+        logical_bytes=logical,
+        off_theory=logical / theory - 1 if logical is not None and theory else None,
+        off_algorithm=sent / algorithm - 1 if sent is not None and algorithm else None,
+        peak={
+            kind: max(getattr(profile, f"peak_{kind}_bytes"), default=None)
+            for kind in (*SPLIT, "tracked")
+        },
+        private=max(profile.private_bytes, default=None),
+    )
 
 
-def charts(rows: Sequence[Row]) -> list[Stacks]:
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _shortest_first(cells: Iterable[ProfiledCell]) -> list[ProfiledCell]:
+    return sorted(cells, key=lambda cell: cell.profiled_step)
+
+
+def charts(cells: Sequence[ProfiledCell]) -> list[Stacks]:
     """A chart for each setting, the shortest step first."""
-    groups = by_setting(rows)
-    main = groups[0].workload if groups else ""
-    found = []
-    for index, group in enumerate(groups):
-        ordered = sorted(group.rows, key=lambda row: float(row["profiled_ms"]))
-        stacks = []
-        for row in ordered[:MOST_ROWS]:
-            parts = tuple(max(0.0, float(row[f"{name}_ms"])) for name in COMPONENTS)
-            slow = "" if row["straggler"] is None else f" · rank {row['straggler']} slow"
-            text = f"{number(row['profiled_ms'])} ms{slow}"
-            stacks.append(
-                Stack(
-                    named(row),
-                    parts,
-                    text,
-                    float(row["plain_ms"]),
-                    None,
-                    not missing(row["stand_in"]),
-                    bool(slow),
-                )
-            )
-        limit = max(max(stack.total, stack.formula or 0.0) for stack in stacks) * 1.04
-        title = group.title if group.workload == main else f"{group.workload} · {group.title}"
-        words = "; ".join(f"{stack.label} {stack.text}" for stack in stacks[:5])
-        summary = (
-            f"Parts of a profiled step of {plural(len(ordered), 'cell')}, {title}, shortest first:"
-            f" {words}"
-        )
-        notes = notes_for(ordered) + rest(len(ordered))
-        found.append(
-            Stacks(
-                f"parts-{index}",
-                title,
-                "mean of the ranks (ms)",
-                COMPONENTS,
-                tuple(stacks),
-                limit,
-                summary,
-                notes,
-            )
-        )
-    return found
-
-
-def table(rows: Sequence[Row]) -> Grid | None:
-    """The same in numbers, with bytes against theory and algorithm."""
-    ordered = [
-        row
-        for group in by_setting(rows)
-        for row in sorted(group.rows, key=lambda row: float(row["profiled_ms"]))
+    groups = by_setting(cells)
+    return [
+        _chart(group, f"parts-{i}", group.title_beside(groups[0].workload))
+        for i, group in enumerate(groups)
     ]
-    columns = [
+
+
+def _chart(group: Group[ProfiledCell], name: str, title: str) -> Stacks:
+    cells = _shortest_first(group.rows)
+    stacks = [_stack(cell) for cell in cells[:MOST_ROWS]]
+    words = "; ".join(f"{stack.label} {stack.text}" for stack in stacks[:5])
+    return Stacks(
+        name,
+        title,
+        "mean of the ranks (ms)",
+        COMPONENTS,
+        tuple(stacks),
+        max(max(stack.total, stack.formula or 0.0) for stack in stacks) * 1.04,
+        f"Parts of a profiled step of {plural(len(cells), 'cell')}, {title}, shortest first:"
+        f" {words}",
+        notes_for(cells) + rest(len(cells)),
+    )
+
+
+def _stack(cell: ProfiledCell) -> Stack:
+    slow = "" if cell.straggler is None else f" · rank {cell.straggler} slow"
+    return Stack(
+        named(cell),
+        tuple(max(0.0, (cell.parts[name] or 0.0) * 1e3) for name in COMPONENTS),
+        f"{number(cell.profiled_step * 1e3)} ms{slow}",
+        cell.plain_step * 1e3,
+        None,
+        cell.stand_in is not None,
+        bool(slow),
+    )
+
+
+def _part(name: str) -> Column[ProfiledCell]:
+    """The mean of the ranks' seconds in one part, in ms."""
+
+    def make(cell: ProfiledCell) -> Td:
+        seconds = cell.parts[name]
+        return numeral(scaled(seconds, 1e3), f"{name}_ms", seconds and seconds * 1e3)
+
+    tips = {
+        "overlapped": "communication in flight during the others; not part of the sum",
+        "operators": "part of the step in which one ran",
+    }
+    return Column(WORDS.get(name, name).capitalize(), "ms", tips.get(name, ""), make)
+
+
+def _bytes(title: str, tip: str, kind: str) -> Column[ProfiledCell]:
+    """Bytes at the peak of one kind, in MiB."""
+
+    def make(cell: ProfiledCell) -> Td:
+        return numeral(in_mebibytes(cell.peak[kind]), f"peak_{kind}", cell.peak[kind])
+
+    return Column(title, "MiB", tip, make)
+
+
+def _straggler(cell: ProfiledCell) -> Td:
+    rank = cell.straggler
+    return numeral(DASH if rank is None else str(rank), "straggler", rank)
+
+
+def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
+    """The same in numbers, with bytes against theory and algorithm."""
+    rows = [cell for group in by_setting(cells) for cell in _shortest_first(group.rows)]
+    columns: list[Column[ProfiledCell]] = [
         Column("Workload", "", "", word("workload")),
-        *device_columns(ordered),
-        *(
-            Column(WORDS.get(name, name).capitalize(), "ms", "", figure(f"{name}_ms", number))
-            for name in COMPONENTS
-        ),
+        *device_columns(rows),
+        *map(_part, (*COMPONENTS, "overlapped", "operators")),
         Column(
-            "Overlapped",
+            "Step",
             "ms",
-            "communication in flight during the others; not part of the sum",
-            figure("overlapped_ms", number),
+            "profiled, slowest rank",
+            lambda c: numeral(scaled(c.profiled_step, 1e3), "profiled_ms", c.profiled_step * 1e3),
         ),
         Column(
-            "Operators", "ms", "part of the step in which one ran", figure("operators_ms", number)
+            "Plain step",
+            "ms",
+            "without the profiler",
+            lambda c: numeral(scaled(c.plain_step, 1e3), "plain_ms", c.plain_step * 1e3),
         ),
-        Column("Step", "ms", "profiled, slowest rank", figure("profiled_ms", number)),
-        Column("Plain step", "ms", "without the profiler", figure("plain_ms", number)),
-        Column(
-            "Straggler",
-            "rank",
-            "slower than the others by more than 15 %",
-            figure("straggler", lambda v: DASH if v is None else str(v)),
-        ),
+        Column("Straggler", "rank", "slower than the others by more than 15 %", _straggler),
         Column(
             "Must send",
             "MiB per rank",
             "by theory, for the collectives it calls",
-            mebibytes("logical"),
+            lambda c: numeral(in_mebibytes(c.logical_bytes), "logical", c.logical_bytes),
         ),
-        Column("Off the formula", "", "of the strategy", figure("off_theory", signed)),
+        Column(
+            "Off the formula",
+            "",
+            "of the strategy",
+            lambda c: numeral(signed(c.off_theory), "off_theory", c.off_theory),
+        ),
         Column(
             "Sent, off the algorithm",
             "",
             "bytes on the sockets over those of the backend's algorithm",
-            figure("off_algorithm", signed),
+            lambda c: numeral(signed(c.off_algorithm), "off_algorithm", c.off_algorithm),
         ),
     ]
-    return grid("parts-table", "Parts of a step", ordered, columns)
+    return some_grid("parts-table", "Parts of a step", rows, columns)
 
 
-def memory(rows: Sequence[Row]) -> Grid | None:
+def memory(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
     """What filled the fullest rank at its peak."""
-    ordered = [
-        row for group in by_setting(rows) for row in group.rows if not missing(row["peak_tracked"])
-    ]
-    columns = [
+    known = [cell for cell in cells if cell.peak["tracked"] is not None]
+    rows = [cell for group in by_setting(known) for cell in group.rows]
+    columns: list[Column[ProfiledCell]] = [
         Column("Workload", "", "", word("workload")),
-        *device_columns(ordered),
-        *(Column(kind.capitalize(), "MiB", "", mebibytes(f"peak_{kind}")) for kind in SPLIT),
-        Column("Tensors", "MiB", "at their peak", mebibytes("peak_tracked")),
+        *device_columns(rows),
+        *(_bytes(kind.capitalize(), "", kind) for kind in SPLIT),
+        _bytes("Tensors", "at their peak", "tracked"),
         Column(
             "Private memory",
             "MiB",
             "peak of the same step as trials measure it",
-            figure("private", lambda v: scaled(v, 1 / 2**20)),
+            lambda cell: numeral(scaled(cell.private, 1 / MIB), "private", cell.private),
         ),
     ]
-    return grid("peak-table", "What fills the memory at the peak", ordered, columns)
+    return some_grid("peak-table", "What fills the memory at the peak", rows, columns)

@@ -1,65 +1,102 @@
-"""One run as formats beside the HTML page read it: its row, its cells and their groups."""
+"""One run as every format reads it: its row, its trials, its cells and their groups."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.analysis.summary import cell_rows
+from harness.analysis.cell_result import CellResult
+from harness.analysis.summary import summarised
+from harness.analysis.systems import System
+from harness.record.profile import ProfileRecord
+from harness.record.run import RunRecord
 from harness.record.status import NO_RESULT
-from reports import groups, largest
-from reports.groups import Group, Row
+from harness.record.trial import TrialRecord
+from reports.failures import unreached
+from reports.groups import RankedGroup, find_groups, headline
+from reports.largest import Largest, is_search, largest, verified
+from reports.profile import ProfiledCell, profiled
+from reports.systems import all_systems
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from harness.record.store import Results
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run and what was found of its cells."""
+    """A run and the results of its cells."""
 
-    run: Row
-    trials: pd.DataFrame
+    run: RunRecord
+    trials: tuple[TrialRecord, ...]
     """Without a search's probes."""
-    cells: tuple[Row, ...]
-    groups: tuple[Group, ...]
+    cells: tuple[CellResult, ...]
+    groups: tuple[RankedGroup, ...]
     results: Results
 
     @property
     def run_id(self) -> str:
-        return str(self.run["run_id"])
+        return self.run.run_id
 
     @property
-    def failures(self) -> list[Row]:
-        """Cells that were launched and are no good, without those that the matrix expects to
-        diverge."""
-        return [row for row in self.cells if row["status"] in NO_RESULT and not row["expected"]]
+    def failed(self) -> list[CellResult]:
+        """Cells that were launched and have no valid result, without those that the matrix expects
+        to diverge."""
+        return [cell for cell in self.cells if cell.status in NO_RESULT and not cell.expected]
+
+    @property
+    def ranked(self) -> int:
+        """The number of ranked cells."""
+        return sum(len(group.rows) for group in self.groups)
+
+    @functools.cached_property
+    def largest(self) -> Largest | None:
+        """What a search found; None where the run is no search."""
+        return largest(self.results) if is_search(self.run) else None
+
+    @functools.cached_property
+    def leading(self) -> RankedGroup | None:
+        """The group that the verdict is about; models of a search are not compared by speed."""
+        return None if self.largest else headline(self.groups)
+
+    @functools.cached_property
+    def profiled(self) -> list[ProfiledCell]:
+        """Cells of which a profile was taken."""
+        profiles = [] if is_search(self.run) else self.profiles
+        return profiled(self.cells, profiles)
+
+    @functools.cached_property
+    def profiles(self) -> list[ProfileRecord]:
+        return ProfileRecord.from_frame(self.results.explained)
+
+    @functools.cached_property
+    def systems(self) -> list[System]:
+        """Recorded and planned cells by system; what a search plans are no cells."""
+        planned = [] if self.largest else unreached(self.run, self.cells)
+        return all_systems(self.cells, planned, self.run_id)
 
 
 def ran(results: Results) -> RunReport:
-    """Of one run's frames; ValueError where they are not of one."""
+    """Of one run's tables; ValueError where they are not of one."""
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
-    run = groups.records(results.runs)[0]
-    trials = largest.verified(results.trials) if largest.is_search(run) else results.trials
-    rows = cell_rows(trials)
-    lowest = trials.groupby("cell_id")["peak_memory_bytes"].min().to_dict()
-    for row in rows:
-        row["peak_memory_bytes_low"] = lowest.get(row["cell_id"])
-    return RunReport(run, trials, tuple(rows), tuple(groups.find_groups(rows)), results)
+    (run,) = RunRecord.from_frame(results.runs)
+    trials = tuple(TrialRecord.from_frame(results.trials))
+    if is_search(run):
+        trials = tuple(trial for trial in trials if verified(trial))
+    cells = summarised(trials)
+    return RunReport(run, trials, tuple(cells), tuple(find_groups(cells)), results)
 
 
 def each(results: Results) -> list[RunReport]:
-    """Every run of frames of several, as they come."""
+    """Every run of tables of several, in their order."""
     return [ran(only(results, [run_id])) for run_id in results.runs["run_id"]]
 
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:
-    """The frames of some of their runs."""
+    """The tables of some of their runs."""
     names = ("runs", "trials", "steps", "explained")
     frames = {name: getattr(results, name) for name in names}
     kept = {

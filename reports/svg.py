@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -41,7 +41,7 @@ WIDTH = 360
 FEW = 8
 """Pictures that are drawn before another process has started."""
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "sans-serif",
@@ -65,6 +65,21 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+class Shown(Protocol):
+    """Data of a picture."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the page."""
+
+    @property
+    def summary(self) -> str:
+        """For screen readers."""
+
+
+AnyShown = TypeVar("AnyShown", bound=Shown)
+
+
 class Pictures:
     """The figures of a page: asked for one by one, drawn together at the end, by as many processes
     as there are cores."""
@@ -73,18 +88,19 @@ class Pictures:
         self._asked: list[Picture] = []
         self._styles: dict[str, str] = {}
 
-    def add(self, draw: Callable[[Any], Figure], shown: Any) -> Picture:
-        """A picture that is empty until `draw()`; `shown`: data with a `name`, unique in the page,
-        and a `summary` for screen readers."""
+    def add(self, draw: Callable[[AnyShown], Figure], shown: AnyShown) -> Picture:
+        """A picture that is empty until `draw()`."""
         self._asked.append(picture := Picture(draw, shown))
         return picture
 
     @staticmethod
-    def write(write: Callable[[Any], str], shown: Any) -> Picture:
+    def write(write: Callable[[AnyShown], str], shown: AnyShown) -> Picture:
         """A picture that is its own SVG at once."""
         return Picture(write, shown, write(shown))
 
     def draw(self) -> None:
+        if not self._asked:
+            return
         import matplotlib.figure  # noqa: F401  # here, so that the processes forked off have it
 
         workers = min(len(os.sched_getaffinity(0)), len(self._asked) // FEW)
@@ -112,7 +128,7 @@ class Picture:
     """One figure as `<svg role=img>`, once it is drawn."""
 
     draw: Callable[[Any], Any]
-    shown: Any
+    shown: Shown
     svg: str = ""
 
     def __html__(self) -> str:
@@ -152,9 +168,9 @@ def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
 def _class_for(declarations: str, styles: dict[str, str]) -> str:
     """The class of these declarations, the same in every picture."""
     kept = [part.strip() for part in declarations.split(";") if part.strip()]
-    said = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
-    name = f"f{hashlib.blake2s(said.encode(), digest_size=4).hexdigest()}"
-    styles[name] = said
+    themed = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
+    name = f"f{hashlib.blake2s(themed.encode(), digest_size=4).hexdigest()}"
+    styles[name] = themed
     return name
 
 

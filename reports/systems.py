@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from harness.analysis.summary import System, systems
+from harness.analysis.cell_result import CellResult
+from harness.analysis.systems import System, systems
 from harness.record.status import NOT_LAUNCHED
 from harness.spec.cell import Cell
-from reports.groups import Group, Row, fairly_timed
-from reports.table import STATUS
-from reports.text import missing, number, percent, plural
+from reports.groups import Group, RankedGroup, fairly_timed
+from reports.names import STATUS
+from reports.ranked import RankedCell
+from reports.text import number, percent
 
 NOT_REACHED = "not reached"
-_GO_ON = "the run ended before it; go on with: python -m bench run --resume"
 _WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
+_PARITY = ("exact", "within tolerance", "diverged as expected", "diverged", "unknown")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Missing:
 class Best:
     """The fastest cell of a system, in the setting of the verdict where it has one there."""
 
-    row: Row
+    row: RankedCell
     value: str
     setting: str
     """Empty where it is the verdict's."""
@@ -70,118 +71,103 @@ class Overview:
     details: tuple[str, ...] = field(default=())
 
 
-def all_systems(cells: Sequence[Row], unreached: Sequence[Cell]) -> list[System]:
+def all_systems(
+    cells: Iterable[CellResult], unreached: Iterable[Cell], run_id: str = ""
+) -> list[System]:
     """The recorded cells and the planned ones that have no record, by system."""
-    planned = [
-        {
-            "cell_id": cell.id,
-            "cell_name": cell.name,
-            "label": cell.label,
-            "system": cell.system or None,
-            "status": NOT_REACHED,
-            "reason": _GO_ON,
-            "expected": False,
-        }
-        for cell in unreached
-    ]
+    reason = "the run ended before it; resume the run to launch it"
+    planned = [planned_cell(cell, run_id, NOT_REACHED, reason) for cell in unreached]
     return systems([*cells, *planned])
 
 
-def not_run(found: Sequence[System]) -> list[Missing]:
+def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResult:
+    """A cell of which nothing was measured."""
+    return CellResult(
+        run_id=run_id,
+        cell_id=cell.id,
+        cell_name=cell.name,
+        label=cell.label,
+        strategy=cell.strategy,
+        workload=cell.workload,
+        devices=cell.devices,
+        status=status,
+        reason=reason,
+        system=cell.system or None,
+    )
+
+
+def not_run(systems_: Iterable[System]) -> list[Missing]:
     """Systems with cells that were left out, refused, unavailable or not reached: those that this
     host cannot run first."""
     kinds = ("absent", "none", "part")
-    result = []
-    for system in found:
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for row in system.cells:
-            if row["status"] in _LEFT_OUT:
-                reasons.setdefault((_WORDS[row["status"]], str(row["reason"])), []).append(
-                    str(row["cell_name"])
-                )
-        if reasons:
-            launched = len(system.cells) - system.count(*_LEFT_OUT)
-            kind = "absent" if system.absent else "part" if launched else "none"
-            grouped = tuple(
-                Reason(what, reason, tuple(names)) for (what, reason), names in reasons.items()
-            )
-            result.append(Missing(system.name, launched, len(system.cells), kind, grouped))
-    return sorted(result, key=lambda one: kinds.index(one.kind))
+    missing = [found for system in systems_ if (found := _missing(system))]
+    return sorted(missing, key=lambda system: kinds.index(system.kind))
+
+
+def _missing(system: System) -> Missing | None:
+    """None where all its cells were launched."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for cell in system.cells:
+        if cell.status in _LEFT_OUT:
+            names.setdefault((_WORDS[cell.status], cell.reason), []).append(cell.cell_name)
+    if not names:
+        return None
+    launched = len(system.cells) - system.count(*_LEFT_OUT)
+    kind = "absent" if system.absent else "part" if launched else "none"
+    reasons = tuple(Reason(what, why, tuple(cells)) for (what, why), cells in names.items())
+    return Missing(system.name, launched, len(system.cells), kind, reasons)
 
 
 def overview(
-    found: Sequence[System], groups: Sequence[Group], leading: Group | None
+    systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[Overview]:
     """A line per system; nothing where the run files no cell under any."""
-    if not any(isinstance(row["system"], str) for system in found for row in system.cells):
+    if all(cell.system is None for system in systems_ for cell in system.cells):
         return []
-    return [_line(system, groups, leading) for system in found]
+    return [_line(system, groups, leading) for system in systems_]
 
 
-def _line(system: System, groups: Sequence[Group], leading: Group | None) -> Overview:
-    ok = sum(row["status"] == "ok" or row["expected"] for row in system.cells)
-    left = Counter(
-        _WORDS[row["status"]]
-        for row in system.cells
-        if row["status"] != "ok" and not row["expected"]
-    )
-    details = tuple(f"{count} {what}" for what, count in left.items())
-    broken = len(system.cells) - ok - system.count(*_LEFT_OUT, "interrupted")
+def _line(system: System, groups: Sequence[RankedGroup], leading: RankedGroup | None) -> Overview:
+    total = len(system.cells)
+    not_ok = [cell for cell in system.cells if cell.status != "ok" and not cell.expected]
+    ok = total - len(not_ok)
+    broken = len(not_ok) - system.count(*_LEFT_OUT, "interrupted")
+    counts = Counter(_WORDS[cell.status] for cell in not_ok)
     if system.absent:
         kind, status = "absent", "not on this host"
     elif broken:
         kind, status = "bad", "something failed"
-    elif ok == len(system.cells):
+    elif not not_ok:
         kind, status = "good", "all ran"
     else:
         kind, status = "part", "ran in part" if ok else "did not run"
-    return Overview(
-        system.name,
-        ok,
-        len(system.cells),
-        _best(system, groups, leading),
-        _parity(system),
-        kind,
-        status,
-        details,
-    )
+    details = tuple(f"{count} {what}" for what, count in counts.items())
+    best, parity = _best(system, groups, leading), _parity(system)
+    return Overview(system.name, ok, total, best, parity, kind, status, details)
 
 
 def _parity(system: System) -> str:
-    order = ("exact", "within tolerance", "diverged as expected", "diverged", "unknown")
     seen = Counter(
-        f"{row['parity_verdict']}{' as expected' if row['expected'] else ''}"
-        for row in system.cells
-        if isinstance(row.get("parity_verdict"), str)
+        f"{cell.parity_verdict}{' as expected' if cell.expected else ''}" for cell in system.cells
     )
-    return ", ".join(f"{seen[word]} {word}" for word in order if seen[word])
+    return ", ".join(f"{seen[word]} {word}" for word in _PARITY if seen[word])
 
 
-def _best(system: System, groups: Sequence[Group], leading: Group | None) -> Best | None:
-    own = {row["cell_id"] for row in system.cells}
+def _best(
+    system: System, groups: Sequence[RankedGroup], leading: RankedGroup | None
+) -> Best | None:
+    own = {cell.cell_id for cell in system.cells}
     for group in ([leading] if leading else []) + list(groups):
-        rows = [row for row in group.rows if row["cell_id"] in own]
-        if not rows:
+        cells = tuple(cell for cell in group.rows if cell.cell_id in own)
+        if not cells:
             continue
-        row = fairly_timed(dataclasses.replace(group, rows=tuple(rows)))[0]
-        low, high = row[f"{group.throughput}_low"], row[f"{group.throughput}_high"]
-        interval = "" if missing(low) else f" ± {number((high - low) / 2, 2)}"
-        value = f"{number(row[group.throughput])}{interval} {group.unit}"
-        same = group is leading
-        share = (
-            percent(row["samples_per_second"] / fairly_timed(group)[0]["samples_per_second"])
-            if same
-            else ""
-        )
-        return Best(row, value, "" if same else f"{group.workload} · {group.title}", share)
+        best = fairly_timed(Group(cells))[0]
+        rate = group.rate(best)
+        half = rate.half_width
+        interval = "" if half is None else f" ± {number(half, 2)}"
+        value = f"{number(rate.value)}{interval} {group.unit}"
+        if group is not leading:
+            return Best(best, value, group.full_title, "")
+        fastest = group.rate(fairly_timed(group)[0])
+        return Best(best, value, "", percent(rate.value / fastest.value))
     return None
-
-
-def absent_words(missing_systems: Sequence[Missing]) -> str:
-    """`2 systems are not on this host`; empty where all are."""
-    count = sum(one.kind == "absent" for one in missing_systems)
-    return (
-        f"{plural(count, 'system')} {'is' if count == 1 else 'are'} not on this host"
-        if count
-        else ""
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -13,24 +13,16 @@ DASH = "—"
 MIB = 2**20
 
 
-def missing(value: Any) -> bool:
-    """Whether a value of a frame is null, NaN, NaT or infinite."""
-    if value is None:
-        return True
-    if isinstance(value, str):
-        return False
-    try:
-        return not math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return bool(value != value)
+def finite(value: float | None) -> float | None:
+    """The value, None where it is unknown, not a number or infinite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
-def number(value: Any, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
     """At least `digits` significant digits, thousands separated: 12,345 and 0.0123; 1.2e-07 where
     zeros would fill the cell."""
-    if missing(value):
+    if value is None or not math.isfinite(value):
         return DASH
-    value = float(value)
     size = abs(value)
     if size == 0:
         return "0"
@@ -40,31 +32,31 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def plain(value: Any) -> str:
+def plain(value: float | None) -> str:
     """A count or a tick of an axis, no digit more than it has: 8 and 2,500 and 0.5."""
-    return DASH if missing(value) else f"{float(value):,.10g}"
+    return DASH if (known := finite(value)) is None else f"{float(known):,.10g}"
 
 
-def scaled(value: Any, factor: float, digits: int = 3) -> str:
+def scaled(value: float | None, factor: float, digits: int = 3) -> str:
     """`number` of value x factor, for a unit other than the record's."""
-    return DASH if missing(value) else number(float(value) * factor, digits)
+    return DASH if value is None else number(value * factor, digits)
 
 
-def percent(value: Any) -> str:
+def percent(value: float | None) -> str:
     """A fraction as `85 %`."""
-    return DASH if missing(value) else f"{float(value) * 100:.0f} %"
+    return DASH if (known := finite(value)) is None else f"{known * 100:.0f} %"
 
 
-def signed(value: Any) -> str:
+def signed(value: float | None) -> str:
     """A relative difference as `+1.2 %`."""
-    return (
-        DASH if missing(value) else f"{round(float(value) * 100, 1) + 0.0:+.1f} %".replace("-", "−")
-    )
+    known = finite(value)
+    return DASH if known is None else f"{round(known * 100, 1) + 0.0:+.1f} %".replace("-", "−")
 
 
-def size(value: Any) -> str:
+def size(value: float | None) -> str:
     """Bytes in the largest unit that they fill: `64 bytes`, `3.32 MiB`."""
-    if missing(value):
+    value = finite(value)
+    if value is None:
         return DASH
     for unit, factor in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
         if abs(value) >= factor:
@@ -72,16 +64,18 @@ def size(value: Any) -> str:
     return f"{plain(value)} bytes"
 
 
-def deviation(value: Any) -> str:
+def deviation(value: float | None) -> str:
     """A relative deviation as `1.2e-07`; 0 where the training is bit for bit the same."""
-    if missing(value):
+    value = finite(value)
+    if value is None:
         return DASH
-    return "0" if value == 0 else f"{float(value):.1e}"
+    return "0" if value == 0 else f"{value:.1e}"
 
 
-def exact(value: Any) -> str:
+def exact(value: float | None) -> str:
     """The full-precision value for machines; empty where unknown."""
-    if missing(value):
+    value = finite(value)
+    if value is None:
         return ""
     number_ = float(value)
     return str(int(number_)) if number_.is_integer() and abs(number_) < 2**53 else repr(number_)

@@ -5,117 +5,102 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports.data import MOST_ROWS, Bar, Bars, notes_for, rest
-from reports.groups import Row, by_setting, marks, named
-from reports.table import (
+from harness.analysis.cell_result import CellResult
+from reports.data import MOST_ROWS, Bar, Bars, first_few, notes_for, rest
+from reports.grid import (
     Column,
     Grid,
-    Part,
     Td,
     device_columns,
     figure,
-    grid,
     mebibytes,
+    numeral,
+    some_grid,
     throughput_column,
     word,
 )
-from reports.text import exact, missing, number, plain, plural
+from reports.groups import Group, by_setting
+from reports.names import marks, named
+from reports.text import number, plain, plural
 
 AT_BOUND = 1.02
 
 
-def gradient_bytes(row: Row) -> float:
-    """Size of the gradients in fp32: the unit of traffic."""
-    return 4.0 * float(row["trained_parameters"])
-
-
-def known(cells: Sequence[Row]) -> list[Row]:
+def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
     """Cells of several ranks whose bytes were counted."""
     return [
-        row
-        for row in cells
-        if row["status"] == "ok"
-        and not missing(row.get("sent_bytes_per_step"))
-        and not missing(row["trained_parameters"])
-        and row["trained_parameters"] > 0
-        and not missing(row["processes"])
-        and row["processes"] > 1
+        cell
+        for cell in cells
+        if cell.status == "ok"
+        and cell.sent_bytes_per_step is not None
+        and (cell.trained_parameters or 0) > 0
+        and (cell.processes or 1) > 1
     ]
 
 
-def sent(row: Row) -> float:
-    """Bytes that the rank which sends most sends in a step, in multiples of the gradients."""
-    return float(row["sent_bytes_per_step"]) / gradient_bytes(row)
+def sent(cell: CellResult) -> float:
+    """Bytes that the rank which sends most sends in a step, in multiples of the gradients' size in
+    fp32."""
+    return (cell.sent_bytes_per_step or 0.0) / (4.0 * (cell.trained_parameters or 1))
 
 
-def bound(row: Row) -> float | None:
+def bound(cell: CellResult) -> float | None:
     """2 (N - 1) / N: what averaging over N ranks takes by a ring (Patarasuk and Yuan, JPDC 69,
     2009); where all N have the whole model."""
-    if row["data_parallel"] != row["devices"] or row["data_parallel"] < 2:
+    ranks = cell.data_parallel or 1
+    if ranks != cell.devices or ranks < 2:
         return None
-    return 2 * (float(row["data_parallel"]) - 1) / float(row["data_parallel"])
+    return 2 * (ranks - 1) / ranks
 
 
-def charts(cells: Sequence[Row]) -> list[Bars]:
+def charts(cells: Sequence[CellResult]) -> list[Bars]:
     """A chart for each setting with several cells, least first."""
-    groups = [group for group in by_setting(known(cells)) if len(group.rows) > 1]
-    main = groups[0].workload if groups else ""
-    found = []
-    for index, group in enumerate(groups):
-        rows = sorted(group.rows, key=sent)
-        bars = []
-        for row in rows[:MOST_ROWS]:
-            limit = bound(row)
-            text = f"{number(sent(row))} x"
-            bars.append(
-                Bar(
-                    named(row),
-                    sent(row),
-                    text,
-                    strong=limit is not None and sent(row) <= limit * AT_BOUND,
-                    marks=marks(row),
-                    target=limit,
-                )
-            )
-        title = group.title if group.workload == main else f"{group.workload} · {group.title}"
-        words = "; ".join(f"{bar.label} {bar.text}" for bar in bars[:5])
-        summary = (
-            f"Bytes sent per rank and step in multiples of the gradients, {title}, least first:"
-            f" {words}"
-        )
-        notes = notes_for(rows) + rest(len(rows))
-        found.append(
-            Bars(
-                f"traffic-{index}",
-                title,
-                "sent per step (multiples of the gradients)",
-                tuple(bars),
-                summary,
-                notes,
-                False,
-                "theory",
-            )
-        )
-    return found
+    groups = [group for group in by_setting(with_traffic(cells)) if len(group.rows) > 1]
+    return [
+        _chart(group, f"traffic-{i}", group.title_beside(groups[0].workload))
+        for i, group in enumerate(groups)
+    ]
 
 
-def _sent(row: Row) -> Td:
-    return Td((Part(number(sent(row)), "sent_over_gradients", exact(sent(row))),))
+def _chart(group: Group[CellResult], name: str, title: str) -> Bars:
+    cells = sorted(group.rows, key=sent)
+    bars = []
+    for cell in cells[:MOST_ROWS]:
+        limit, value = bound(cell), sent(cell)
+        strong = limit is not None and value <= limit * AT_BOUND
+        text = f"{number(value)} x"
+        bars.append(Bar(named(cell), value, text, strong=strong, marks=marks(cell), target=limit))
+    return Bars(
+        name,
+        title,
+        "sent per step (multiples of the gradients)",
+        tuple(bars),
+        f"Bytes sent per rank and step in multiples of the gradients, {title}, least first:"
+        f" {first_few(bars, 5)}",
+        notes_for(cells) + rest(len(cells)),
+        False,
+        "theory",
+    )
 
 
-def _bound(row: Row) -> Td:
-    return Td((Part(number(bound(row)), "ring_bound", exact(bound(row))),))
+def _sent(cell: CellResult) -> Td:
+    return numeral(number(sent(cell)), "sent_over_gradients", sent(cell))
 
 
-def _over(row: Row) -> Td:
-    limit = bound(row)
-    share = None if limit is None else sent(row) / limit
-    return Td((Part(number(share), "sent_over_bound", exact(share)),))
+def _bound(cell: CellResult) -> Td:
+    return numeral(number(bound(cell)), "ring_bound", bound(cell))
 
 
-def table(cells: Sequence[Row]) -> Grid | None:
+def _over(cell: CellResult) -> Td:
+    limit = bound(cell)
+    share = None if limit is None else sent(cell) / limit
+    return numeral(number(share), "sent_over_bound", share)
+
+
+def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
     """The same of all cells, in bytes."""
-    rows = [row for group in by_setting(known(cells)) for row in sorted(group.rows, key=sent)]
+    groups = by_setting(with_traffic(cells))
+    rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
     columns = [
         Column("Workload", "", "", word("workload")),
         Column("Ranks", "", "", figure("processes", plain)),
@@ -127,14 +112,12 @@ def table(cells: Sequence[Row]) -> Grid | None:
         Column("Ring bound", "x gradients", "2 (N - 1) / N for N data-parallel ranks", _bound),
         Column("Sent / bound", "", "", _over),
     ]
-    return grid("traffic-table", "Bytes sent per rank and step", rows, columns)
+    return some_grid("traffic-table", "Bytes sent per rank and step", rows, columns)
 
 
-def offload(cells: Sequence[Row]) -> Grid | None:
+def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
     """Cells that keep states on a disk."""
-    rows = [
-        row for row in cells if row["status"] == "ok" and not missing(row.get("offload_kept_bytes"))
-    ]
+    rows = [cell for cell in cells if cell.status == "ok" and cell.offload_kept_bytes is not None]
     columns = [
         Column("Workload", "", "", word("workload")),
         *device_columns(rows),
@@ -157,15 +140,15 @@ def offload(cells: Sequence[Row]) -> Grid | None:
         Column("Peak", "MiB", "of the fullest device", mebibytes("peak_memory_bytes")),
         throughput_column(rows),
     ]
-    return grid("offload-table", "States on a disk", rows, columns)
+    return some_grid("offload-table", "States on a disk", rows, columns)
 
 
-def ranks(cells: Sequence[Row]) -> str:
-    """The bound in words for the numbers of data-parallel ranks that occur: `1.00 x for 2 ranks,
-    1.50 x for 4`."""
+def bounds_in_words(cells: Sequence[CellResult]) -> str:
+    """The bound for the numbers of data-parallel ranks that occur: `1.00 x for 2 ranks, 1.50 x for
+    4`."""
     limits = {
-        int(row["data_parallel"]): limit
-        for row in known(cells)
-        if (limit := bound(row)) is not None
+        cell.data_parallel or 1: limit
+        for cell in with_traffic(cells)
+        if (limit := bound(cell)) is not None
     }
     return ", ".join(f"{number(limits[n])} x for {plural(n, 'rank')}" for n in sorted(limits))

@@ -58,7 +58,7 @@ def trend(series: Series, name: str) -> Trend:
     ]
     cuts = [0, *(i for i, _ in marked), len(values)]
     levels = tuple((a, b - 1, statistics.median(values[a:b])) for a, b in itertools.pairwise(cuts))
-    said = (
+    changes = (
         "; ".join(f"{words} from {series.points[i].started_at:%Y-%m-%d} on" for i, words in marked)
         or "no change seen"
     )
@@ -79,7 +79,7 @@ def trend(series: Series, name: str) -> Trend:
         tuple(marked),
         levels,
         f"{series.figure.capitalize()} of {series.cell_name} over {plural(len(values), 'run')}:"
-        f" {newest}; {said}",
+        f" {newest}; {changes}",
     )
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import RunComparison
-    from harness.analysis.selection import Measured
+    from harness.analysis.run_comparison import RunComparison
 
 
 def compare(
@@ -94,6 +93,7 @@ def _within(
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
+    from harness.analysis.setting import setting
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
@@ -110,20 +110,14 @@ def _within(
         (a, b)
         for a in first
         for b in second
-        if a.cell_id != b.cell_id and _setting(a) == _setting(b)
+        if a.cell_id != b.cell_id and setting(a.result) == setting(b.result)
     ]
     if not pairs:
-        setting = "in one setting (workload, devices, precision, batch)"
+        alike = "in one setting (workload, devices, precision, batch)"
         raise UsageError(
-            f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {setting}"
+            f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {alike}"
         )
     return compare_cells(run_id, pairs, patterns)
-
-
-def _setting(cell: Measured) -> tuple[str, ...]:
-    from harness.analysis.setting import setting
-
-    return setting({"nodes": 1, "links": "", **json.loads(cell.cell)})
 
 
 def _by_suffix(out: Path | None) -> str:
@@ -184,7 +178,7 @@ def _table(found: RunComparison, out: Path | None) -> None:
         if not line.throughput:
             colour = _colour(line.regression, line.kind) or "default"
             console.print(
-                f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.said)}"
+                f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.reason)}"
             )
     for name, said in disturbed(found):
         console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(said)}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from harness.analysis.history import Series
-    from harness.analysis.selection import Measured
+    from harness.analysis.selection import MeasuredCell
 
 WIDTH = 28
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,8 @@ def history(
     Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
     """
     from bench.cli import terminal
-    from harness.analysis.history import MIN_RUNS, histories, method
+    from harness.analysis.change_points import MIN_RUNS
+    from harness.analysis.history import histories, method
 
     found = histories(_measured(results, cell), figure)
     if json_output:
@@ -70,7 +71,7 @@ def history(
         out.print(f"{name}: {said}")
 
 
-def _measured(results: Path, pattern: str | None) -> list[Measured]:
+def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
     """What every run says of the cells that are meant."""
     from bench.select import matching, no_such_cell
     from harness.analysis.selection import measured

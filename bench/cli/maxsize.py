@@ -78,7 +78,7 @@ def maxsize(
     Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
     """
     from bench.cli import terminal
-    from harness.analysis.maxsize import found
+    from harness.analysis.maxsize_table import maxsize_results
     from harness.record.plan import resumable
     from harness.record.search import MATRIX
     from harness.record.store import Store
@@ -105,7 +105,7 @@ def maxsize(
     with terminal.stop_signals():
         finished = Search(runner, Progress(console, plan)).run()
     loaded = store.load([plan.run_id], steps=False)
-    rows = found(loaded)
+    rows = maxsize_results(loaded)
     notes = _show(console, plan, rows)
     page = None
     if report:

@@ -160,34 +160,32 @@ def _one(
 
 def _text(results: Results, chosen: Format, sections: list[str]) -> str:
     """The report of these runs."""
-    from reports import export_records, runs, runs_markdown
-    from reports.markdown_report import SECTIONS, markdown
-    from reports.page import render
+    from reports import export_records, runs
+    from reports.markdown_report import markdown
+    from reports.run_page import run_page
     from reports.run_report import each, ran
-    from reports.sections import chosen as cut
-    from reports.sections import for_print, known, require_known
+    from reports.runs_page import runs_page, runs_text
 
     several = len(results.runs) > 1
     if chosen == "csv":
         return export_records.as_csv(each(results))
     if chosen == "json":
-        return export_records.as_json(
-            each(results), **(runs.as_json(runs.compare_all(results)) if several else {})
-        )
+        compared = runs.as_json(runs.compare_all(results)) if several else {}
+        return export_records.as_json(each(results), **compared)
     if chosen == "md":
-        require_known(sections, list(runs_markdown.SECTIONS if several else SECTIONS))
         text, absent = (
-            runs_markdown.markdown(runs.compare_all(results), sections)
+            runs_text(runs.compare_all(results), sections)
             if several
             else markdown(ran(results), sections)
         )
     else:
-        require_known(sections, known("runs.html.j2" if several else "report.html.j2"))
-        text, absent = runs.page(runs.compare_all(results)) if several else render(results), []
-        if sections:
-            text, absent = cut(text, sections)
-        if chosen == "pdf-ready":
-            text = for_print(text)
+        printed = chosen == "pdf-ready"
+        page = (
+            runs_page(runs.compare_all(results), sections, printed)
+            if several
+            else run_page(ran(results), sections, printed)
+        )
+        text, absent = page.text, page.absent
     if absent:
         typer.echo(f"without data, so left out: {', '.join(absent)}", err=True)
     return text

@@ -228,7 +228,8 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.analysis.summary import cells, too_wide
+    from harness.analysis.ranking import too_wide
+    from harness.analysis.summary import cell_results
 
     console = terminal.console(quiet=json_output)
     store.gather(plan.run_id)
@@ -236,14 +237,14 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     if loaded.trials.empty:
         console.print("nothing was recorded")
         return 0 if finished else 130
-    table = cells(loaded.trials)
-    terminal.ranking(console, table)
+    results = cell_results(loaded.trials)
+    terminal.ranking(console, results)
     wide = (
         too_wide(loaded.trials, plan.precision) if finished and plan.precision is not None else {}
     )
     wide = {cell: share for cell, share in wide.items() if cell not in plan.once}
     if plan.precision is not None and wide:
-        names = table.set_index("cell_id")["cell_name"]
+        names = {cell.cell_id: cell.cell_name for cell in results}
         said = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
         console.print(
             f"[yellow]interval wider than {plan.precision:.2%}[/yellow]: {escape(said)}; the time"
@@ -255,7 +256,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         from reports import write_report
 
         page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
-    fine = table["status"].isin(NOT_LAUNCHED) | table["ranked"] | table["expected"]
+    fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
     terminal.paths(console, store, plan, page, finished)
     if json_output:
         columns = [
@@ -267,7 +268,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
             "peak_memory_bytes",
             "parity_verdict",
         ]
-        records = json.loads(table[columns].to_json(orient="records"))
+        records = [{name: getattr(cell, name) for name in columns} for cell in results]
         print(
             json.dumps(
                 {
@@ -280,4 +281,4 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         )
     if not finished:
         return 130
-    return 0 if fine.all() else 1
+    return 0 if fine else 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,8 +16,7 @@ from rich.table import Table
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from harness.analysis.cell_result import CellResult
     from harness.record.plan import Plan
     from harness.record.store import Store
 
@@ -63,104 +61,95 @@ def stop_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def ranking(out: Console, table: pd.DataFrame) -> None:
-    """The cells by throughput, per workload; what was not ranked below, with the reason."""
-    from harness.analysis.disturbance import CAUSES
-    from harness.analysis.summary import alike, systems
-    from harness.spec.link import over
+def ranking(out: Console, cells: Sequence[CellResult]) -> None:
+    """The cells by throughput, per workload; what was not ranked below, with the reason.
 
-    for workload, group in table[table["ranked"]].groupby("workload", sort=False):
-        shown = Table(
-            title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)",
-            title_justify="left",
-        )
-        nodes = ["nodes"] if (group["nodes"] > 1).any() else []
-        for column in (
-            "",
-            "strategy",
-            "devices",
-            *nodes,
-            "precision",
-            "samples/s",
-            "95 %",
-            "peak MiB/rank",
-            "parity",
-            "loss deviation",
-        ):
-            shown.add_column(
-                column,
-                justify="left" if column in ("strategy", "precision", "parity", "") else "right",
-            )
-        rows = group.to_dict("records")
-        for same, row in zip(alike(rows), rows, strict=True):
-            half = (
-                (row["samples_per_second_high"] or 0) - row["samples_per_second"]
-                if _known(row["samples_per_second_high"])
-                else None
-            )
-            marks = "".join(
-                m
-                for m, on in (
-                    ("†", _known(row["stand_in"])),
-                    ("‡", row["oversubscribed"]),
-                    ("¶", row["disturbed"]),
-                )
-                if on
-            )
-            on = f" {over(row['links'])}" if _known(row["links"]) else ""
-            shown.add_row(
-                "~" if same else "",
-                escape(row["label"]) + marks,
-                f"{row['devices']}{on}{' weak' if row['regime'] == 'weak' else ''}",
-                *(str(row[name]) for name in nodes),
-                row["precision"],
-                f"{row['samples_per_second']:.1f}",
-                f"± {half:.1f}" if half is not None else "1 trial",
-                (
-                    f"{row['peak_memory_bytes'] / MEBIBYTE:.0f}"
-                    if _known(row["peak_memory_bytes"])
-                    else "-"
-                ),
-                row["parity_verdict"],
-                (
-                    f"{row['parity_max_loss_deviation']:.1e}"
-                    if _known(row["parity_max_loss_deviation"])
-                    else "-"
-                ),
-            )
-        out.print(shown)
-        if (group["devices"] == 1).all() and len(group) > 1:
+    `cells`: in ranking order.
+    """
+    from harness.analysis.disturbance import CAUSES
+    from harness.analysis.systems import systems
+
+    ranked: dict[str, list[CellResult]] = {}
+    for cell in cells:
+        if cell.ranked:
+            ranked.setdefault(cell.workload, []).append(cell)
+    for workload, group in ranked.items():
+        out.print(_ranked(workload, group))
+        if all(cell.devices == 1 for cell in group) and len(group) > 1:
             out.print(
                 "on one device nothing is communicated: this ranks what each library costs by"
                 " itself, not how it scales"
             )
-    if table["stand_in"].notna().any():
-        for said in sorted(set(table["stand_in"].dropna())):
-            out.print(f"† stand-in: {escape(said)}")
-    if table["oversubscribed"].any():
+    for stand_in in sorted({cell.stand_in for cell in cells if cell.stand_in is not None}):
+        out.print(f"† stand-in: {escape(stand_in)}")
+    if any(cell.oversubscribed for cell in cells):
         out.print("‡ more ranks than cores: its times say nothing of real hardware")
-    if table["disturbed"].any():
-        for cause, words in CAUSES.items():
-            if count := sum(causes.get(cause, 0) for causes in table["disturbed_by"]):
-                out.print(f"¶ {words} {count} of its trials")
-        for words in dict.fromkeys(itertools.chain.from_iterable(table["gpu_findings"])):
-            out.print(f"  {escape(words)}")
-    if absent := [system.name for system in systems(table.to_dict("records")) if system.absent]:
+    for cause, words in CAUSES.items():
+        if count := sum(cell.disturbed_by.get(cause, 0) for cell in cells):
+            out.print(f"¶ {words} {count} of its trials")
+    for words in dict.fromkeys(words for cell in cells for words in cell.gpu_findings):
+        out.print(f"  {escape(words)}")
+    if absent := [system.name for system in systems(cells) if system.absent]:
         out.print(
             f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below"
             " says what would change it"
         )
-    for row in table[~table["ranked"]].to_dict("records"):
-        expected = " (as expected)" if row["expected"] else ""
-        colour = "yellow" if row["expected"] or row["status"] in NOT_LAUNCHED else "red"
-        out.print(
-            f"[{colour}]{row['status']}{expected}[/{colour}] {escape(row['cell_name'])}:"
-            f" {escape(row['reason'])}"
+    for cell in cells:
+        if not cell.ranked:
+            expected = " (as expected)" if cell.expected else ""
+            colour = "yellow" if cell.expected or cell.status in NOT_LAUNCHED else "red"
+            out.print(
+                f"[{colour}]{cell.status}{expected}[/{colour}] {escape(cell.cell_name)}:"
+                f" {escape(cell.reason)}"
+            )
+
+
+def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
+    """The table of one workload's cells."""
+    from harness.analysis.ranking import alike
+    from harness.spec.link import over
+
+    table = Table(
+        title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)",
+        title_justify="left",
+    )
+    nodes = ["nodes"] if any(cell.nodes > 1 for cell in cells) else []
+    for column in (
+        "",
+        "strategy",
+        "devices",
+        *nodes,
+        "precision",
+        "samples/s",
+        "95 %",
+        "peak MiB/rank",
+        "parity",
+        "loss deviation",
+    ):
+        left = column in ("strategy", "precision", "parity", "")
+        table.add_column(column, justify="left" if left else "right")
+    for same, cell in zip(alike(cells), cells, strict=True):
+        marks = (
+            ("†", cell.stand_in is not None),
+            ("‡", cell.oversubscribed),
+            ("¶", cell.disturbed),
         )
-
-
-def _known(value: Any) -> bool:
-    return value is not None and value == value
+        on = f" {over(cell.links)}" if cell.links is not None else ""
+        speed, high = cell.samples_per_second or 0.0, cell.samples_per_second_high
+        peak, deviation = cell.peak_memory_bytes, cell.parity_max_loss_deviation
+        table.add_row(
+            "~" if same else "",
+            escape(cell.label) + "".join(mark for mark, shown in marks if shown),
+            f"{cell.devices}{on}{' weak' if cell.regime == 'weak' else ''}",
+            *([str(cell.nodes)] if nodes else []),
+            cell.precision,
+            f"{speed:.1f}",
+            "1 trial" if high is None else f"± {high - speed:.1f}",
+            "-" if peak is None else f"{peak / MEBIBYTE:.0f}",
+            cell.parity_verdict,
+            "-" if deviation is None else f"{deviation:.1e}",
+        )
+    return table
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:

@@ -1,5 +1,4 @@
-"""What is compared: the runs or folders that are meant, what each says of its cells, and on which
-hardware."""
+"""The results that a comparison is between: those of a run, or the newest ones of a folder."""
 
 from __future__ import annotations
 
@@ -7,215 +6,110 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.analysis.disturbance import disturbances
-from harness.analysis.stats import SliceRates
-from harness.analysis.summary import (
-    GPUS,
-    LOAD,
-    RANKED,
-    ended,
-    gpus_of,
-    known,
-    reason_of,
-    turns_of,
-    worst_of,
-)
+from harness.analysis.cell_result import CellResult
+from harness.analysis.hardware import Hardware
+from harness.analysis.summary import in_recorded_order
+from harness.record.run import RunRecord
 from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
-    import pandas as pd
-
-_SAME_MEMORY = 0.02
-"""Kernels of one machine differ in what they keep for themselves."""
-
 
 @dataclass(frozen=True)
-class Hardware:
-    """What must be equal for times to be compared."""
+class MeasuredCell:
+    """A cell's result with when and on which hardware its run measured it."""
 
-    host: str
-    cpu_model: str | None
-    cpu_cores: int
-    memory_bytes: int
-    gpus: tuple[str, ...]
-    gpu_memory_bytes: float | None
-    power_limits: tuple[str, ...] | None = None
-    """Of each GPU in words; None: unknown, as before schema version 7."""
-    ecc: tuple[str, ...] | None = None
-    """The same of error correction, which takes some of the memory's speed."""
-
-    @classmethod
-    def of(cls, run: Mapping[str, Any]) -> Hardware:
-        """From a run's row."""
-        gpus = () if run["gpus"] is None else tuple(run["gpus"])
-        memory, cores = int(run["memory_bytes"]), int(run["cpu_cores"])
-        limits, ecc = _settings(run.get("gpu_facts"))
-        return cls(
-            run["host"],
-            _text(run["cpu_model"]),
-            cores,
-            memory,
-            gpus,
-            known(run["gpu_memory_bytes"]),
-            limits,
-            ecc,
-        )
-
-    def difference(self, other: Hardware, device: str) -> str:
-        """Why times on the two say nothing of each other; empty where they are equal.
-
-        GPUs matter to cells on GPUs only.
-        """
-        if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
-            return "other hosts, whose CPU models are unknown"
-        if self.cpu_model != other.cpu_model:
-            return f"other CPU: {self.cpu_model or 'unknown'}, then {other.cpu_model or 'unknown'}"
-        if self.cpu_cores != other.cpu_cores:
-            return f"other number of CPU cores: {self.cpu_cores}, then {other.cpu_cores}"
-        if _apart(self.memory_bytes, other.memory_bytes):
-            return (
-                f"other memory: {self.memory_bytes / 2**30:.1f} GiB, then"
-                f" {other.memory_bytes / 2**30:.1f} GiB"
-            )
-        if device == "cpu":
-            return ""
-        if self.gpus != other.gpus:
-            return f"other GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
-        if _apart(self.gpu_memory_bytes or 0, other.gpu_memory_bytes or 0):
-            return (
-                f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then"
-                f" {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
-            )
-        if (
-            None not in (self.power_limits, other.power_limits)
-            and self.power_limits != other.power_limits
-        ):
-            return (
-                f"other GPU power limit: {_gpu_words(self.power_limits)}, then"
-                f" {_gpu_words(other.power_limits)}"
-            )
-        if None not in (self.ecc, other.ecc) and self.ecc != other.ecc:
-            return (
-                f"other error correction of GPU memory: {_gpu_words(self.ecc)}, then"
-                f" {_gpu_words(other.ecc)}"
-            )
-        return ""
-
-
-def _settings(facts: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Power limit and error correction of each GPU in words, from a run's `gpu_facts`; None where
-    one is unknown."""
-    gpus = json.loads(facts) if isinstance(facts, str) else []
-    limits = [one["power_limit_watts"] for one in gpus]
-    ecc = [one["ecc"] for one in gpus]
-    return (
-        tuple(f"{watts:.0f} W" for watts in limits) if gpus and None not in limits else None,
-        tuple("on" if on else "off" for on in ecc) if gpus and None not in ecc else None,
-    )
-
-
-def _apart(one: float, two: float) -> bool:
-    return abs(one - two) > _SAME_MEMORY * max(one, two)
-
-
-def _gpu_words(gpus: Sequence[str] | None) -> str:
-    """Each kind once, with its number."""
-    return ", ".join(f"{count} x {name}" for name, count in Counter(gpus or ()).items()) or "none"
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one run says of one cell; only the last attempt of each trial counts."""
-
-    run_id: str
+    result: CellResult
     started_at: datetime
+    """Of the run."""
     hardware: Hardware
     cell_id: str
-    """The one that it goes by, see `joined`."""
-    cell_name: str
-    label: str
-    cell: str
-    """JSON."""
-    device: str
-    state: str
-    """`ok` (verified, may be compared by speed), `unverified`, or the status of the worst of its
-    trials.
+    """The id under which results are compared, see `joined`."""
 
-    Trials that the user stopped count only where there is no other.
-    """
-    reason: str
-    trials: int
-    """Recorded ones, without those that the user stopped."""
-    speeds: Mapping[int, float] = field(default_factory=dict)
-    """Samples per second by round."""
-    peaks: Mapping[int, float] = field(default_factory=dict)
-    """Peak memory of the fullest rank in bytes by round, where it is known."""
-    turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Samples per second in each turn by round, of launches that trained by turns."""
-    memory_method: str | None = None
-    disturbed: tuple[str, ...] = ()
-    """Trials that something disturbed, in words."""
+    @property
+    def run_id(self) -> str:
+        return self.result.run_id
+
+    @property
+    def cell_name(self) -> str:
+        return self.result.cell_name
+
+    @property
+    def label(self) -> str:
+        return self.result.label
+
+    @property
+    def cell(self) -> str:
+        """JSON: the whole cell."""
+        return self.result.cell
 
     @property
     def ok(self) -> bool:
-        return self.state == "ok"
+        """Whether the cell may be compared by speed."""
+        return self.result.outcome == "ok"
 
     @property
     def speed(self) -> float | None:
-        """Median over trials, samples per second."""
-        return statistics.median(self.speeds.values()) if self.ok else None
+        """Median over trials, samples per second; None where the cell may not be compared."""
+        return self.result.samples_per_second if self.ok else None
 
     @property
     def peak(self) -> float | None:
-        """Median over trials, bytes."""
-        return statistics.median(self.peaks.values()) if self.peaks else None
+        """Peak memory of the fullest rank, median over trials, bytes."""
+        peaks = self.result.peak_by_round.values()
+        return statistics.median(peaks) if peaks else None
+
+    def comparable(self, other: MeasuredCell) -> bool:
+        """Whether the two were measured on equal hardware."""
+        return not self.hardware.difference(other.hardware, self.result.device)
 
 
-def measured(results: Results) -> list[Measured]:
-    """What each run says of each of its cells, oldest run first.
+def measured(results: Results) -> list[MeasuredCell]:
+    """Every cell's result in every run, oldest run first.
 
     Searches for the largest model are left out.
     """
-    runs = {
-        r["run_id"]: r
-        for r in results.runs.to_dict("records")
-        if "search" not in json.loads(r["plan"])
-    }
+    runs = {run.run_id: run for run in RunRecord.from_frame(results.runs) if not is_search(run)}
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
-    last = trials.sort_values(["run_id", "attempt"], kind="stable").drop_duplicates(
-        ["run_id", "cell_id", "trial"], keep="last"
+    cells = in_recorded_order(TrialRecord.from_frame(trials))
+    cells.sort(key=lambda cell: cell.run_id)
+    hardware = {run_id: Hardware.of(run) for run_id, run in runs.items()}
+    return joined(
+        [
+            MeasuredCell(cell, runs[cell.run_id].started_at, hardware[cell.run_id], cell.cell_id)
+            for cell in cells
+        ]
     )
-    found = []
-    for (run_id, _), group in last.groupby(["run_id", "cell_id"], sort=False):
-        found.append(_measured(runs[str(run_id)], group.sort_values("trial")))
-    return joined(found)
 
 
-def joined(cells: Sequence[Measured]) -> list[Measured]:
-    """The same, where records with ids by the older rule go by the id of the first with a newer one
-    that the older rule calls alike.
+def is_search(run: RunRecord) -> bool:
+    """Whether the run is a search for the largest model, whose trials are no measurements."""
+    return "search" in json.loads(run.plan)
+
+
+def joined(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
+    """The same cells, in which one with an id by the older rule goes by the id of the first newer
+    one that the older rule takes for the same cell.
 
     So a history goes on over the change of rules, and a default that changes after it begins
     another.
     """
-    first: dict[str, str] = {}
-    for one in sorted(cells, key=lambda one: one.started_at):
-        if one.cell_id != (older := _older_id(one.cell)):
-            first.setdefault(older, one.cell_id)
-    return [dataclasses.replace(one, cell_id=first.get(one.cell_id, one.cell_id)) for one in cells]
+    newer: dict[str, str] = {}
+    for cell in sorted(cells, key=lambda cell: cell.started_at):
+        if cell.cell_id != (older := _older_id(cell.result.cell)):
+            newer.setdefault(older, cell.cell_id)
+    return [
+        dataclasses.replace(cell, cell_id=newer.get(cell.cell_id, cell.cell_id)) for cell in cells
+    ]
 
 
 @functools.cache
@@ -225,117 +119,46 @@ def _older_id(cell: str) -> str:
     return Cell(**json.loads(cell)).older_id
 
 
-_TRIAL = (
-    "trial",
-    "status",
-    "reason",
-    "parity_verdict",
-    "parity_reason",
-    "samples_per_second",
-    "peak_memory_bytes",
-    "memory_method",
-    "turn_began",
-    "turn_samples_per_second",
-)
-
-
-def _measured(run: Mapping[Any, Any], group: pd.DataFrame) -> Measured:
-    first = group.iloc[0]
-    trials = ended(group[[*_TRIAL, *LOAD, *GPUS]].to_dict("records"))
-    unverified = [t for t in trials if t["status"] == "ok" and t["parity_verdict"] not in RANKED]
-    state, reason = worst_of(trials)["status"], reason_of(trials)
-    if state == "ok" and unverified:
-        state, reason = "unverified", _text(unverified[0]["parity_reason"]) or "parity unknown"
-    good = [t for t in trials if t["status"] == "ok"]
-    return Measured(
-        run["run_id"],
-        run["started_at"],
-        Hardware.of(run),
-        first["cell_id"],
-        first["cell_name"],
-        first["label"],
-        first["cell"],
-        first["device"],
-        state,
-        reason,
-        len(trials),
-        _by_round(good, "samples_per_second"),
-        _by_round(good, "peak_memory_bytes"),
-        turns_of(good),
-        _text(good[0]["memory_method"]) if good else None,
-        tuple(said for t in trials if (said := _foreign(t))),
-    )
-
-
-def _by_round(trials: Iterable[Mapping[Any, Any]], column: str) -> dict[int, float]:
-    return {int(t["trial"]): value for t in trials if (value := known(t[column]))}
-
-
-def _foreign(trial: Mapping[Any, Any]) -> str:
-    """What disturbed it, in words; empty where nothing did, and where the file is of a version that
-    did not look."""
-    foreign, before, after = (known(trial[name]) for name in LOAD)
-    gpus = gpus_of(trial)
-    causes = disturbances(foreign, before, after, gpus)
-    seen = [one.words for one in gpus.findings()]
-    if "busy" in causes:
-        seen += [] if foreign is None else [f"{foreign:.2f} cores used by others"]
-        seen += [
-            f"{share * 100:.0f} % idle {when}"
-            for share, when in ((before, "before"), (after, "after"))
-            if share is not None
-        ]
-    return f"trial {trial['trial']}: {', '.join(seen)}" if causes else ""
-
-
 @dataclass(frozen=True)
 class RunSelection:
     """One side of a comparison: a run, or the newest run of each cell and hardware of a folder."""
 
     name: str
-    cells: tuple[Measured, ...]
+    cells: tuple[MeasuredCell, ...]
     software: Mapping[str, tuple[str, ...]]
     """Versions by name; several where the runs differ."""
 
 
-def side(name: str, results: Results) -> RunSelection:
-    """A side from the frames of its runs."""
-    newest: list[Measured] = []
-    for one in reversed(measured(results)):
-        if not any(
-            one.cell_id == new.cell_id and not one.hardware.difference(new.hardware, one.device)
-            for new in newest
-        ):
-            newest.append(one)
-    used = {one.run_id for one in newest}
-    runs = [row for row in results.runs.to_dict("records") if row["run_id"] in used]
-    names = dict.fromkeys(key for run in runs for key in _software(run))
+def select(name: str, results: Results) -> RunSelection:
+    """One side of a comparison, from the tables of its runs."""
+    newest: list[MeasuredCell] = []
+    for cell in reversed(measured(results)):
+        if not any(cell.cell_id == new.cell_id and cell.comparable(new) for new in newest):
+            newest.append(cell)
+    used = {cell.run_id for cell in newest}
+    software = [_software(run) for run in RunRecord.from_frame(results.runs) if run.run_id in used]
+    names = dict.fromkeys(name for versions in software for name in versions)
     versions = {
-        key: tuple(dict.fromkeys(_software(run).get(key, "none") for run in runs)) for key in names
+        name: tuple(dict.fromkeys(versions.get(name, "none") for versions in software))
+        for name in names
     }
     return RunSelection(name, tuple(reversed(newest)), versions)
 
 
-_GPU_SOFTWARE = {
-    "NVIDIA driver": "driver_version",
-    "CUDA of torch": "torch_cuda_version",
-    "NCCL": "nccl_version",
-    "cuDNN": "cudnn_version",
-}
-
-
-def _software(run: Mapping[Any, Any]) -> dict[str, str]:
-    commit = _text(run["git_commit"])
+def _software(run: RunRecord) -> dict[str, str]:
+    commit = run.git_commit
+    gpu_software = {
+        "NVIDIA driver": run.driver_version,
+        "CUDA of torch": run.torch_cuda_version,
+        "NCCL": run.nccl_version,
+        "cuDNN": run.cudnn_version,
+    }
     return {
-        "torch": run["torch_version"],
-        "Python": run["python_version"],
-        **json.loads(run["libraries"]),
-        "operating system": run["operating_system"],
-        **{
-            name: version
-            for name, column in _GPU_SOFTWARE.items()
-            if (version := _text(run.get(column)))
-        },
+        "torch": run.torch_version,
+        "Python": run.python_version,
+        **json.loads(run.libraries),
+        "operating system": run.operating_system,
+        **{name: version for name, version in gpu_software.items() if version},
         "commit of the suite": (
             commit[:12] + ("+" if commit.endswith("+") else "") if commit else "unknown"
         ),
@@ -345,32 +168,37 @@ def _software(run: Mapping[Any, Any]) -> dict[str, str]:
 def find_run(store: Store, word: str) -> str:
     """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one
     before; raises UsageError."""
-    known = store.run_ids()
-    if not known:
-        store.load()  # says so
+    run_ids = store.run_ids()
+    if not run_ids:
+        store.load()  # raises the error of a folder without runs
     if word == "latest" or word.startswith("latest~"):
-        back = word.removeprefix("latest").removeprefix("~") or "0"
-        ordinary = [
-            run_id for run_id in known if "search" not in json.loads(store.run_row(run_id)["plan"])
-        ]
-        if not back.isdigit() or int(back) >= len(ordinary):
-            raise UsageError(
-                f"no run {word!r}: {str(store.folder)!r} has {len(ordinary)} to compare, the newest"
-                " is latest, then latest~1"
-            )
-        return str(ordinary[-1 - int(back)])
-    found = (
-        [word]
-        if word in known
-        else [run_id for run_id in known if word and run_id.startswith(word)]
-    )
-    if len(found) > 1:
-        raise UsageError(f"run {word!r} is not clear: {', '.join(found[-5:])} begin with it")
-    if not found:
+        return _latest(store, word)
+    if word in run_ids:
+        return word
+    matching = [run_id for run_id in run_ids if word and run_id.startswith(word)]
+    if len(matching) > 1:
+        raise UsageError(f"run {word!r} is not clear: {', '.join(matching[-5:])} begin with it")
+    if not matching:
         raise UsageError(
-            f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(known[-5:])}"
+            f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(run_ids[-5:])}"
         )
-    return found[0]
+    return matching[0]
+
+
+def _latest(store: Store, word: str) -> str:
+    """The run that `latest` or `latest~N` means, searches left out."""
+    back = word.removeprefix("latest").removeprefix("~") or "0"
+    run_ids = [
+        run_id
+        for run_id in store.run_ids()
+        if "search" not in json.loads(store.run_row(run_id)["plan"])
+    ]
+    if not back.isdigit() or int(back) >= len(run_ids):
+        raise UsageError(
+            f"no run {word!r}: {str(store.folder)!r} has {len(run_ids)} to compare, the newest"
+            " is latest, then latest~1"
+        )
+    return run_ids[-1 - int(back)]
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
@@ -378,35 +206,42 @@ def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, Run
 
     A folder that holds the other side's run is taken without it. Raises UsageError.
     """
-    (one, first_id, was), (two, second_id, now) = (
-        _resolve(word, results) for word in (first, second)
-    )
-    if one == two:
-        if first_id == second_id:
-            raise UsageError(
-                f"{first!r} and {second!r} are the same {'run' if first_id else 'folder'}; a"
-                " comparison needs two"
-            )
-        was, now = (
-            (was if first_id else _without(was, second_id)),
-            (now if second_id else _without(now, first_id)),
+    a, b = (_resolve(word, results) for word in (first, second))
+    if a.folder == b.folder and a.run_id == b.run_id:
+        raise UsageError(
+            f"{first!r} and {second!r} are the same {'run' if a.run_id else 'folder'}; a"
+            " comparison needs two"
         )
-    sides = side(first_id or f"folder {first}", was), side(second_id or f"folder {second}", now)
-    for found in sides:
-        if not found.cells:
-            raise UsageError(f"{found.name} has no recorded trial of a matrix to compare with")
+    sides = a.selection(first, b), b.selection(second, a)
+    for side in sides:
+        if not side.cells:
+            raise UsageError(f"{side.name} has no recorded trial of a matrix to compare with")
     return sides
 
 
-def _without(results: Results, run_id: str | None) -> Results:
-    runs, trials = (frame[frame["run_id"] != run_id] for frame in (results.runs, results.trials))
-    return dataclasses.replace(results, runs=runs, trials=trials)
+@dataclass(frozen=True)
+class _Meant:
+    """What a word on the command line means."""
+
+    folder: Path
+    run_id: str | None
+    """None: the whole folder."""
+    results: Results
+
+    def selection(self, word: str, other: _Meant) -> RunSelection:
+        """This side; a whole folder without the run that is the other side."""
+        results = self.results
+        if self.run_id is None and self.folder == other.folder:
+            runs, trials = (
+                frame[frame["run_id"] != other.run_id] for frame in (results.runs, results.trials)
+            )
+            results = dataclasses.replace(results, runs=runs, trials=trials)
+        return select(self.run_id or f"folder {word}", results)
 
 
-def _resolve(word: str, results: Path) -> tuple[Path, str | None, Results]:
-    """Folder, run (None: the whole folder) and frames of a word."""
+def _resolve(word: str, results: Path) -> _Meant:
     store = Store(results)
     if Path(word).is_dir() and word not in store.run_ids():
-        return Path(word).resolve(), None, Store(word).load(steps=False)
+        return _Meant(Path(word).resolve(), None, Store(word).load(steps=False))
     run_id = find_run(store, word)
-    return results.resolve(), run_id, store.load([run_id], steps=False)
+    return _Meant(results.resolve(), run_id, store.load([run_id], steps=False))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.analysis.cell_result import CellResult
 
 SETTING = (
     "workload",
@@ -18,35 +21,31 @@ SETTING = (
     "optimizer",
     "threads_per_device",
 )
-"""Columns of a trial: what is trained, and on what."""
+"""Fields of a cell: what is trained, and on what."""
 SCALED = ("devices", "nodes", "links", "global_batch")
 """Those of them that scaling changes.
 
 The batch is then compared as it is, or for each device (weak scaling).
 """
 SERIES = ("strategy", "options", "micro_batches", "launcher")
-"""Columns of a trial: which strategy trains it, and how.
+"""Fields of a cell: which strategy trains it, and how.
 
 A curve follows one of them over the number of devices.
 """
 
 
-def setting(row: Mapping[Any, Any], without: Collection[str] = ()) -> tuple[str, ...]:
-    """The setting of a trial's or cell's row, but for these columns.
-
-    Equal settings are equal tuples.
-    """
-    return tuple(str(row.get(name)) for name in SETTING if name not in without)
+def setting(cell: CellResult, without: Collection[str] = ()) -> tuple[object, ...]:
+    """The setting of a cell, but for these fields. Equal settings are equal tuples."""
+    return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
-def series(row: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Which strategy a trial's or cell's row is of, with its options."""
-    return tuple(str(row.get(name)) for name in SERIES)
+def series(cell: CellResult) -> tuple[object, ...]:
+    """Which strategy trains a cell, with its options."""
+    return tuple(getattr(cell, name) for name in SERIES)
 
 
-def batch(row: Mapping[Any, Any]) -> int:
-    """Samples a step that stay the same over the numbers of devices: all of them (strong scaling),
-    or each device's (weak)."""
-    return int(
-        row["global_batch"] // row["devices"] if row["regime"] == "weak" else row["global_batch"]
-    )
+def batch(cell: CellResult, regime: str | None = None) -> int:
+    """Samples per step that stay the same over the numbers of devices: all of them (strong
+    scaling), or each device's (weak). `regime`: as if the cell were of this one."""
+    weak = (regime or cell.regime) == "weak"
+    return cell.global_batch // cell.devices if weak else cell.global_batch

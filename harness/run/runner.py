@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Protocol
 
-from harness.analysis.summary import too_wide
+from harness.analysis.ranking import too_wide
 from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
 from harness.host.gpu_state import GpuLook

@@ -6,12 +6,14 @@ No server.
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.record.trial import TrialRecord
 from reports import facts
-from reports.export_records import known, records
-from reports.publish.published import AXES, Published, figures, loss_curve, quiet
+from reports.export_records import records
+from reports.publish.published import AXES, CellRecord, Published, figures, loss_curve, quiet
 from reports.run_report import RunReport, each
 from reports.text import printable
 
@@ -31,59 +33,57 @@ def write(results: Results, folder: Path) -> Published:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri=folder.resolve().as_uri())
-        found = client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT)
+        kept = client.get_experiment_by_name(EXPERIMENT)
+        experiment = kept.experiment_id if kept else client.create_experiment(EXPERIMENT)
         there = _there(client, experiment)
         cells = already = 0
-        for one in each(results):
-            for record in records(one):
-                if (one.run_id, record["cell_id"]) in there:
+        for report in each(results):
+            for record in records(report):
+                if (report.run_id, record["cell_id"]) in there:
                     already += 1
                 else:
-                    _cell(client, experiment, one, record)
+                    _cell(client, experiment, report, record)
                     cells += 1
     return Published(folder, cells, already)
 
 
 def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
     """Run and cell of everything whose writing was finished."""
-    found: set[tuple[str, str]] = set()
+    there: set[tuple[str, str]] = set()
     token = None
     while True:
         page = client.search_runs([experiment], max_results=1000, page_token=token)
         tags = [run.data.tags for run in page if run.info.status in ("FINISHED", "FAILED")]
-        found |= {
-            (one[RUN_TAG], one[CELL_TAG]) for one in tags if RUN_TAG in one and CELL_TAG in one
-        }
+        there |= {(t[RUN_TAG], t[CELL_TAG]) for t in tags if RUN_TAG in t and CELL_TAG in t}
         token = page.token
         if not token:
-            return found
+            return there
 
 
-def _cell(client: Any, experiment: str, one: RunReport, record: dict[str, Any]) -> None:
+def _cell(client: Any, experiment: str, report: RunReport, record: CellRecord) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
-    own = one.results.trials[one.results.trials["cell_id"] == record["cell_id"]].to_dict("records")
-    began = _milliseconds(own[0]["started_at"])
+    trials = TrialRecord.from_frame(report.results.trials)
+    own = [trial for trial in trials if trial.cell_id == record["cell_id"]]
+    began = _milliseconds(own[0].started_at)
     tags = {
-        RUN_TAG: one.run_id,
+        RUN_TAG: report.run_id,
         CELL_TAG: record["cell_id"],
         "bench.status": record["status"],
         "bench.reason": record["reason"],
         "bench.parity": record["parity_verdict"] or "",
-        "bench.matrix": one.run["matrix"],
-        "bench.hardware": facts.hardware(one.run),
-        "bench.commit": known(one.run["git_commit"]) or "",
+        "bench.matrix": report.run.matrix,
+        "bench.hardware": facts.hardware(report.run),
+        "bench.commit": report.run.git_commit or "",
     }
     name = printable(record["cell_name"])[:MOST_PARAM] or record["cell_id"]
     run = client.create_run(experiment, start_time=began, run_name=name)
     metrics = [Metric(key, value, began, 0) for key, value in figures(record).items()]
     for trial in own:
-        at = _milliseconds(trial["started_at"])
-        there = {key: value for key in _TRIAL if (value := known(trial[key])) is not None}
+        at = _milliseconds(trial.started_at)
+        values = {key: value for key in _TRIAL if (value := getattr(trial, key)) is not None}
         metrics += [
-            Metric(f"trial_{key}", float(value), at, int(trial["trial"]))
-            for key, value in there.items()
+            Metric(f"trial_{key}", float(value), at, trial.trial) for key, value in values.items()
         ]
     metrics += [
         Metric("loss", loss, began, step)
@@ -99,18 +99,17 @@ def _cell(client: Any, experiment: str, one: RunReport, record: dict[str, Any]) 
     for begin in range(0, len(metrics), 1000):  # MLflow takes no more at once
         client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])
     ended = max(
-        _milliseconds(trial["started_at"]) + int(1000 * (known(trial["wall_seconds"]) or 0))
-        for trial in own
+        _milliseconds(trial.started_at) + int(1000 * (trial.wall_seconds or 0)) for trial in own
     )
     client.set_terminated(
         run.info.run_id, "FINISHED" if record["status"] == "ok" else "FAILED", end_time=ended
     )
 
 
-def _milliseconds(time: Any) -> int:
+def _milliseconds(time: datetime) -> int:
     return int(time.timestamp() * 1000)
 
 
-def _text(value: Any, most: int) -> str:
+def _text(value: object, most: int) -> str:
     """Text that a file store keeps on one line and within its limits."""
     return " ".join(printable(str(value)).split())[:most]

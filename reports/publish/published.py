@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
+CellRecord = Mapping[str, Any]
+"""A cell's record, see reports/export_records.py."""
 
 FIGURES = (
     "samples_per_second",
@@ -83,11 +82,11 @@ def quiet() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def figures(record: Mapping[str, Any]) -> dict[str, float]:
+def figures(record: CellRecord) -> dict[str, float]:
     """The known ones of a cell's record."""
     return {name: float(record[name]) for name in FIGURES if record[name] is not None}
 
 
-def loss_curve(record: Mapping[str, Any]) -> Sequence[float | None]:
+def loss_curve(record: CellRecord) -> Sequence[float | None]:
     """Mean loss of each step, of the trial that parity judged by."""
     return record["losses"] or []

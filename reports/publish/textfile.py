@@ -39,22 +39,22 @@ def write(results: Results, folder: Path) -> Published:
             f"a Prometheus textfile has the figures of one run, not of {len(results.runs)}: name"
             " one, by default the newest"
         )
-    one = ran(results)
+    report = ran(results)
     registry = CollectorRegistry()
-    where = {"matrix": str(one.run["matrix"]), "host": str(one.run["host"])}
+    where = {"matrix": report.run.matrix, "host": report.run.host}
     about_run = {
         "run_started_timestamp_seconds": (
             "When the run started.",
-            one.run["started_at"].timestamp(),
+            report.run.started_at.timestamp(),
         ),
-        "run_cells": ("Cells of the run that have a record.", len(one.cells)),
+        "run_cells": ("Cells of the run that have a record.", len(report.cells)),
         "run_failures": (
             "Launched cells that failed or diverged though the matrix does not expect it.",
-            len(one.failures),
+            len(report.failed),
         ),
     }
-    for name, (said, value) in about_run.items():
-        Gauge(PREFIX + name, said, list(where), registry=registry).labels(**where).set(value)
+    for name, (meaning, value) in about_run.items():
+        Gauge(PREFIX + name, meaning, list(where), registry=registry).labels(**where).set(value)
     gauges = {
         name: Gauge(
             f"{PREFIX}cell_{name}", f"Of a cell, as its record's {name}.", LABELS, registry=registry
@@ -67,8 +67,8 @@ def write(results: Results, folder: Path) -> Published:
         LABELS,
         registry=registry,
     )
-    found = records(one)
-    for record in found:
+    written = records(report)
+    for record in written:
         labels = (
             {name: str(record[name]) for name in LABELS if name in record}
             | where
@@ -78,4 +78,4 @@ def write(results: Results, folder: Path) -> Published:
         for name, value in figures(record).items():
             gauges[name].labels(**labels).set(value)
     write_to_textfile(str(folder / FILE), registry)
-    return Published(folder / FILE, len(found), 0)
+    return Published(folder / FILE, len(written), 0)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.compare import compare_sides
-from harness.analysis.selection import side
+from harness.analysis.selection import select
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
 from reports.run_report import only
+from reports.runs_page import runs_page
 from tests.browser.conftest import Watched, serious_faults
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
@@ -24,8 +25,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for day in range(DAYS):
         add(store, day, trials(DDP, 90.0 if day >= DAYS // 2 else 100.0))
     results = store.load(steps=False)
-    found = {"runs": runs.page(runs.compare_all(results)), "index": overview.page(store, folder)}
-    first, last = (side(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
+    found = {
+        "runs": runs_page(runs.compare_all(results)).text,
+        "index": overview.page(store, folder),
+    }
+    first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
     found["compare"] = comparison.page(compare_sides(first, last))
     write_report(only(results, [run_id(0)]), folder / f"{run_id(0)}.html")
     return {name: write_whole(text, folder / f"{name}.html", "") for name, text in found.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 
 import pynvml
 import pytest
 import torch
 
-from harness.analysis.selection import Hardware
+from harness.analysis.hardware import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
 from harness.host.gpu_facts import gpu_facts, gpu_topology
 from harness.nodes.facts import node_facts
@@ -33,6 +34,15 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ARCHITECTURES)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+
+
+def hardware_of(row: dict[str, object]) -> Hardware:
+    """The hardware of a run with this row, which lacks what says which run it is."""
+    texts = dict.fromkeys(("run_id", "matrix", "plan"), "")
+    started = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    return Hardware.of(
+        RunRecord.from_row({**row, **texts, "schema_version": 7, "started_at": started})
+    )
 
 
 def run_row(monkeypatch: pytest.MonkeyPatch, host: FakeNvml) -> dict[str, object]:
@@ -197,7 +207,7 @@ def test_other_power_limits_and_other_error_correction_are_other_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Finding 14: a power-capped node was called equal hardware."""
-    plain = Hardware.of(run_row(monkeypatch, h100_node()))
+    plain = hardware_of(run_row(monkeypatch, h100_node()))
     capped, uncorrected = h100_node(), h100_node()
     for device in capped.gpus:
         device.enforced_limit_milliwatts = 500_000
@@ -206,13 +216,13 @@ def test_other_power_limits_and_other_error_correction_are_other_hardware(
         (capped, "other GPU power limit: 8 x 700 W, then 8 x 500 W"),
         (uncorrected, "other error correction of GPU memory: 8 x on, then 7 x on, 1 x off"),
     ):
-        other = Hardware.of(run_row(monkeypatch, host))
+        other = hardware_of(run_row(monkeypatch, host))
         assert plain.difference(other, "cuda") == words
         assert plain.difference(other, "cpu") == ""
-    old = Hardware.of(run_row(monkeypatch, h100_node()) | {"gpu_facts": None})
+    old = hardware_of(run_row(monkeypatch, h100_node()) | {"gpu_facts": None})
     assert plain.difference(old, "cuda") == old.difference(plain, "cuda") == ""
-    sliced = Hardware.of(run_row(monkeypatch, a100_in_slices()))
+    sliced = hardware_of(run_row(monkeypatch, a100_in_slices()))
     whole = a100_in_slices()
     whole.gpus[0].slices = None
     words = "other GPUs: 1 x NVIDIA A100-SXM4-80GB MIG 3g.40gb, then 2 x NVIDIA A100"
-    assert words in sliced.difference(Hardware.of(run_row(monkeypatch, whole)), "cuda")
+    assert words in sliced.difference(hardware_of(run_row(monkeypatch, whole)), "cuda")

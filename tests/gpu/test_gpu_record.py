@@ -12,8 +12,8 @@ import pytest
 
 from bench.cli import terminal as show
 from harness.analysis.compare import compare_sides
-from harness.analysis.selection import side
-from harness.analysis.summary import cells
+from harness.analysis.selection import select
+from harness.analysis.summary import cell_results
 from harness.host.gpu_record import GIB, as_json
 from harness.host.gpu_state import GpuLook, GpuProcess, GpuState, GpuUse
 from harness.launch.outcome import Outcome
@@ -180,7 +180,7 @@ def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Pat
 
 
 def test_the_terminal_marks_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show.ranking(show.console(), cells(noisy(tmp_path).trials))
+    show.ranking(show.console(), cell_results(noisy(tmp_path).trials))
     text = capsys.readouterr().out
     assert "ddp¶" in text
     assert "fsdp2¶" not in text
@@ -192,12 +192,12 @@ def test_another_driver_is_other_software(tmp_path: Path) -> None:
     runs = {"A": {}, "B": {"driver_version": "590.10"}}
     for name, changes in runs.items():
         stored(tmp_path / name, trial_rows(CELL, [900.0, 905.0]), **NOISY_RUN | changes)
-    compared = compare_sides(*(side(name, Store(tmp_path / name).load()) for name in runs))
+    compared = compare_sides(*(select(name, Store(tmp_path / name).load()) for name in runs))
     assert compared.differences == ("NVIDIA driver 580.95.05 → 590.10",)
 
 
 def test_a_comparison_names_them(tmp_path: Path) -> None:
-    sides = [side(name, noisy(tmp_path / name, disturbed=name == "B")) for name in "AB"]
+    sides = [select(name, noisy(tmp_path / name, disturbed=name == "B")) for name in "AB"]
     (line,) = [one for one in compare_sides(*sides).lines if one.disturbed]
     heat = "rank 0: held back by heat for 4.0 of 20.0 timed seconds"
     clocks = "GPU 0 in the timed steps: thermal slowdown by the driver at 88 °C"

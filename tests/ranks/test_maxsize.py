@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.maxsize import found
+from harness.analysis.maxsize_table import maxsize_results
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from harness.run.maxsize import Search, plan_of
@@ -40,7 +40,7 @@ def table(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[
     runner = Runner(store, plan, launcher=lambda packages: launcher)
     runner.begin()
     assert Search(runner, Silent()).run()
-    return {row.label: row for row in found(store.load())}
+    return {row.label: row for row in maxsize_results(store.load())}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

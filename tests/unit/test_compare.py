@@ -19,14 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bench.cli.compare import compare
-from harness.analysis.compare import (
-    REGRESSIONS,
-    ComparedCell,
-    RunComparison,
-    compare_cells,
-    compare_sides,
-)
-from harness.analysis.selection import find_run, measured, side, two_sides
+from harness.analysis.compare import compare_cells, compare_sides
+from harness.analysis.compared_cell import REGRESSIONS, ComparedCell
+from harness.analysis.run_comparison import RunComparison
+from harness.analysis.selection import find_run, measured, select, two_sides
 from harness.analysis.stats import COMPARISON_METHOD
 from harness.record.run import RunRecord
 from harness.record.store import Results, Store
@@ -67,7 +63,7 @@ def compared(
     was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any
 ) -> RunComparison:
     """B (with changes to its run's row) against A."""
-    return compare_sides(side("old", frames(was)), side("new", frames(now, NEW, **changes)))
+    return compare_sides(select("old", frames(was)), select("new", frames(now, NEW, **changes)))
 
 
 def only(
@@ -170,9 +166,9 @@ def test_what_became_of_a_cell(was: str, now: str, kind: str) -> None:
     assert line.kind == kind
     assert line.regression == (kind in REGRESSIONS)
     assert line.throughput is None
-    assert line.said, "a finding has its reason"
+    assert line.reason, "a finding has its reason"
     if now == "failed" and was != "":
-        assert "1 of 2 trials: the reason" in line.said
+        assert "1 of 2 trials: the reason" in line.reason
 
 
 def test_findings_come_first_and_the_headline_counts_them() -> None:
@@ -223,7 +219,7 @@ def test_only_equal_hardware_is_compared(changes: dict[str, Any], device: str, s
     rows = trial_rows(CELL.model_copy(update={"device": device}), [10.0, 10.1])
     line = only(rows, rows, **changes)
     assert line.kind == ("not compared" if said else "no difference seen")
-    assert line.said == said
+    assert line.reason == said
     assert not line.regression
 
 
@@ -233,8 +229,8 @@ def test_gpus_of_another_size_are_other_hardware() -> None:
         frames(rows, run, gpus=["A GPU"], gpu_memory_bytes=size)
         for run, size in ((OLD, 2**34), (NEW, 2**35))
     )
-    (line,) = compare_sides(side("old", one), side("new", two)).lines
-    assert line.said == "other GPU memory: 16.0 GiB, then 32.0 GiB"
+    (line,) = compare_sides(select("old", one), select("new", two)).lines
+    assert line.reason == "other GPU memory: 16.0 GiB, then 32.0 GiB"
 
 
 @pytest.mark.parametrize(
@@ -243,8 +239,8 @@ def test_gpus_of_another_size_are_other_hardware() -> None:
 def test_unknown_processors_are_equal_on_one_host_only(host: str, kind: str) -> None:
     rows = trial_rows(CELL, [10.0, 10.1])
     was, now = (
-        side("old", frames(rows, cpu_model=None)),
-        side("new", frames(rows, NEW, cpu_model=None, host=host)),
+        select("old", frames(rows, cpu_model=None)),
+        select("new", frames(rows, NEW, cpu_model=None, host=host)),
     )
     assert compare_sides(was, now).lines[0].kind == kind
 
@@ -330,11 +326,11 @@ def test_a_folder_stands_for_the_newest_run_of_each_cell() -> None:
         frames(trial_rows(CELL, [10.0, 10.1]) + trial_rows(OTHER, [5.0, 5.1])),
         frames(trial_rows(CELL, [20.0, 20.1]), NEW),
     )
-    both = side("folder", together(old, new))
+    both = select("folder", together(old, new))
     assert {(one.label, one.run_id) for one in both.cells} == {("ddp", NEW), ("fsdp2", OLD)}
     elsewhere = frames(trial_rows(CELL, [1.0, 1.1]), "20260103T000000-cccc", cpu_cores=64)
-    many = side("folder", together(old, new, elsewhere))
-    assert [line.kind for line in compare_sides(many, side("new", new)).lines] == [
+    many = select("folder", together(old, new, elsewhere))
+    assert [line.kind for line in compare_sides(many, select("new", new)).lines] == [
         "missing",
         "no difference seen",
     ], "of equal hardware"
@@ -365,13 +361,13 @@ def test_two_cells_of_a_run_are_compared_within_its_rounds() -> None:
     assert found.headline == "slower 1"
     assert (found.test, line.cell_name) == (COMPARISON_METHOD, f"{OTHER.name} against ddp")
     between = compare_sides(
-        side("a", frames(trial_rows(CELL, drift))),
-        side("b", frames(trial_rows(CELL, [0.97 * s for s in drift]), NEW)),
+        select("a", frames(trial_rows(CELL, drift))),
+        select("b", frames(trial_rows(CELL, [0.97 * s for s in drift]), NEW)),
     )
     assert between.lines[0].kind == "no difference seen", "two runs have no rounds in common"
-    failed = replace(second, state="failed", reason="the reason")
+    failed = replace(second, result=replace(second.result, status="failed", reason="the reason"))
     assert (
-        compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].said
+        compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].reason
         == "fsdp2 failed: the reason"
     )
 

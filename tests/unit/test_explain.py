@@ -430,11 +430,9 @@ def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
 
 def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_path: Path) -> None:
     """Mean of two ranks: compute 2 and 3 of a step of 4 s, so 2.5 s; 310 bytes sent of 300."""
-    import pandas as pd
-
     from harness.record.store import Results
-    from reports import profile, write_report
-    from reports.groups import records
+    from reports import write_report
+    from reports.run_report import ran
     from tests.unit.test_report import run_row as report_run
     from tests.unit.test_report import trial_rows
 
@@ -452,8 +450,8 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     page = write_report(results, tmp_path / "page.html").read_text()
     assert "Where the time goes" not in bare
     assert page.count("Where the time goes") == 2, "in the list of sections and above its own"
-    (row,) = profile.known(records(pd.DataFrame([{"cell_id": cell.id}])), results.explained)
-    assert row["compute_ms"] == pytest.approx(2500)
-    assert row["off_theory"] == pytest.approx(-0.25)
-    assert row["off_algorithm"] == pytest.approx(310 / 300 - 1)
-    assert (row["straggler"], row["peak_tracked"], row["private"]) == (1, 21, 30)
+    (row,) = ran(results).profiled
+    assert row.parts["compute"] == pytest.approx(2.5)
+    assert row.off_theory == pytest.approx(-0.25)
+    assert row.off_algorithm == pytest.approx(310 / 300 - 1)
+    assert (row.straggler, row.peak["tracked"], row.private) == (1, 21, 30)

@@ -22,10 +22,10 @@ from harness.record.store import Results, Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.export_records import FIGURES, IDENTITY, LISTS, as_csv, as_json
-from reports.markdown_report import SECTIONS, markdown
-from reports.page import render
+from reports.markdown_report import markdown
+from reports.run_page import render, run_page
 from reports.run_report import RunReport, ran
-from reports.sections import chosen, for_print, known
+from reports.run_sections import SECTIONS
 from tests import commands
 from tests.unit.test_report import (
     HOSTILE,
@@ -42,6 +42,8 @@ from tests.unit.test_report import (
 )
 
 RUN_ID = "20260101T000000-abcd"
+ON_PAGE = [section.name for section in SECTIONS if section.html]
+IN_TEXT = [section.name for section in SECTIONS if section.markdown]
 
 
 @pytest.fixture(scope="module")
@@ -175,29 +177,26 @@ def test_sections_of_markdown(one: RunReport) -> None:
     assert absent == []
 
 
-def test_sections_of_the_page(html: str) -> None:
-    page, absent = chosen(html, ["cells", "verdict", "parts"])
-    assert absent == ["parts"]
-    shown = Page(page)
+def test_sections_of_the_page(one: RunReport, html: str) -> None:
+    page = run_page(one, ["cells", "verdict", "parts"])
+    assert page.absent == ["parts"]
+    shown = Page(page.text)
     assert shown.headings == ["verdict", "cells"]
     assert {f"cell-{Cell(strategy='fast', devices=2).id}"} <= set(shown.rows)
     whole = Page(html)
-    assert known("report.html.j2") == sorted(
-        known("report.html.j2"), key=known("report.html.j2").index
-    )
-    assert set(whole.headings) <= set(known("report.html.j2"))
-    only, _ = chosen(html, ["parity"])
-    cut = Page(only)
+    assert whole.headings == [name for name in ON_PAGE if name in whole.headings]
+    cut = Page(run_page(one, ["parity"]).text)
+    assert cut.headings == ["parity"]
     ids = {a["id"] for _, a in cut.tags if a.get("id")}
     assert all(str(a["href"])[1:] in ids for tag, a in cut.tags if tag == "a" and a.get("href")), (
         "no link leads nowhere"
     )
     with pytest.raises(UsageError, match="no data for it; it has verdict"):
-        chosen(html, ["parts"])
+        run_page(one, ["parts"])
 
 
-def test_the_page_for_print_is_light_open_and_without_script(html: str) -> None:
-    text = for_print(html)
+def test_the_page_for_print_is_light_open_and_without_script(one: RunReport, html: str) -> None:
+    text = run_page(one, printed=True).text
     page = Page(text)
     tags = [tag for tag, _ in page.tags]
     assert "details" in tags
@@ -291,8 +290,8 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
         7,
         8,
     }, "no pipe opens a column"
-    for page in (for_print(render(found)), chosen(render(found), ["verdict"])[0]):
-        tags = [tag for tag, _ in Page(page).tags]
+    for page in (run_page(one, printed=True), run_page(one, ["verdict"])):
+        tags = [tag for tag, _ in Page(page.text).tags]
         assert not {"img", "iframe", "object"} & set(tags)
         assert tags.count("script") <= 1
 
@@ -327,11 +326,11 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (
             ["--section", "verdit"],
-            f"'verdit' is no section .* {', '.join(known('report.html.j2')[:2])}",
+            f"'verdit' is no section .* {', '.join(ON_PAGE[:2])}",
         ),
         (
             ["--section", "cells", "--format", "md"],
-            f"'cells' is no section .* {', '.join(SECTIONS)}",
+            f"'cells' is no section .* {', '.join(IN_TEXT)}",
         ),
         (["--section", "verdict", "--format", "csv"], "leave --section out"),
         (["--format", "md", "--json"], "name a file with --out"),

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bench.cli.history import history, sparkline
-from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
+from harness.analysis.change_points import FALSE_ALARM_RATE, MIN_RUNS, change_points
+from harness.analysis.history import histories
 from harness.analysis.selection import measured
 from harness.record.run import RunRecord
 from harness.record.store import Store

@@ -18,14 +18,14 @@ from harness.record.store import Store
 from harness.record.table import Record
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from reports import overview, runs, runs_markdown
+from reports import overview, runs
 from reports.cell_detail import in_full
 from reports.export_records import as_csv, as_json
 from reports.markdown_report import markdown
-from reports.page import render
 from reports.publish import LIBRARIES, publish
-from reports.run_report import each
-from reports.sections import for_print
+from reports.run_page import run_page
+from reports.run_report import each, ran
+from reports.runs_page import runs_page, runs_text
 from tests.unit.recording import left_out_fields
 from tests.unit.test_report import Page, run_row, trial_rows
 
@@ -89,13 +89,13 @@ def harmless(page: Page) -> None:
 
 def test_pages(store: Store, tmp_path: Path) -> None:
     whole = store.load(steps=False)
-    newest = render(store.load([NEW], steps=False))
-    compared = runs.page(runs.compare_all(whole))
+    newest = ran(store.load([NEW], steps=False))
+    compared = runs.compare_all(whole)
     for text in (
-        newest,
-        for_print(newest),
-        compared,
-        for_print(compared),
+        run_page(newest).text,
+        run_page(newest, printed=True).text,
+        runs_page(compared).text,
+        runs_page(compared, printed=True).text,
         overview.page(store, tmp_path),
     ):
         harmless(Page(text))
@@ -104,13 +104,13 @@ def test_pages(store: Store, tmp_path: Path) -> None:
 
 def test_text_and_data(store: Store) -> None:
     whole = store.load(steps=False)
-    ran = each(whole)
-    for text, _ in (markdown(ran[-1]), runs_markdown.markdown(runs.compare_all(whole))):
+    reports = each(whole)
+    for text, _ in (markdown(reports[-1]), runs_text(runs.compare_all(whole))):
         assert "<script>" not in text
         assert "\u202e" not in text
         assert not re.search(r"\b(nan|NaT|None|inf)\b", text)
     told = json.loads(
-        as_json(ran, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail
+        as_json(reports, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail
     )
     bare = next(cell for cell in told["cells"] if cell["cell_id"] == BARE.id)
     assert bare["label"] == NAME
@@ -119,7 +119,7 @@ def test_text_and_data(store: Store) -> None:
         for name in ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")
     } == {None}
     assert not bare["ranked"]
-    lines = list(csv.DictReader(io.StringIO(as_csv(ran))))
+    lines = list(csv.DictReader(io.StringIO(as_csv(reports))))
     assert len(lines) == 6
     assert not {"nan", "None", "inf", "NaT"} & {value for line in lines for value in line.values()}
 

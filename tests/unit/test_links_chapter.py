@@ -7,16 +7,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
+from harness.record.profile import ProfileRecord
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports import links
-from reports.links import Chapter, bits
+from reports.link_facts import bits
+from reports.links import Chapter
 from reports.markdown_report import markdown
 from reports.run_report import ran
 from tests.unit.test_figures import rounded
@@ -67,7 +69,7 @@ def run_over_links(
 
 def chapters(results: Results) -> list[Chapter]:
     one = ran(results)
-    return links.chapters(one.cells, one.trials, results.explained)
+    return links.chapters(one.cells, one.trials, one.profiles)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +184,7 @@ def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: 
         == "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order"
         " of the bytes sent, fewest first, in all 3 pairs that can be told apart."
     )
-    sent = {row.row["label"]: row.row["sent"] / MIB for row in chapter.grid.rows}
+    sent = {row.row.label: (row.row.sent or 0.0) / MIB for row in chapter.grid.rows}
     assert sent == {"chatty": 8.0, "frugal": 1.0, "talker": 0.5}
     (one,) = chapters(run_over_links(tmp_path, {"slow": (0.9, 0.5, 2), "quick": (0.010, 2.0, 2)}))
     assert one.by_bytes.endswith(
@@ -192,10 +194,16 @@ def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: 
 
 
 def test_bytes_of_an_explained_cell_go_before_those_of_its_trials() -> None:
-    explained = pd.DataFrame(
-        {"cell_id": ["a", "b"], "status": ["ok", "failed"], "sent_bytes": [[3.0, 5.0], [7.0]]}
+    known = ProfileRecord(
+        run_id="run",
+        cell_id="a",
+        cell_name="a",
+        started_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
+        status="ok",
+        sent_bytes=(3.0, 5.0),
     )
-    assert links._wire(explained) == {"a": 5.0}
+    failed = dataclasses.replace(known, cell_id="b", status="failed", sent_bytes=(7.0,))
+    assert links._wire_bytes([known, failed]) == {"a": 5.0}
 
 
 def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emulated(
@@ -220,7 +228,7 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
     values = {
         float(value) for _, field, value in page.grids if field == "tokens_per_second" and value
     }
-    assert {row["tokens_per_second"] for row in frame.cells} <= values
+    assert {cell.tokens_per_second for cell in frame.cells} <= values
     (summary,) = [
         str(a["aria-label"])
         for tag, a in page.tags
@@ -245,10 +253,10 @@ def test_it_is_left_out_where_no_links_were_emulated(tmp_path: Path) -> None:
     plain = stored(tmp_path / "plain", rows)
     assert chapters(plain) == []
     assert "links" not in page_of(plain, tmp_path).headings
-    one = ran(plain)
-    older = [{name: value for name, value in row.items() if name != "links"} for row in one.cells]
-    frame = one.trials.drop(columns=[name for name in one.trials if str(name).startswith("link")])
-    assert links.chapters(older, frame, plain.explained) == []
+    columns = [name for name in plain.trials if str(name).startswith("link")]
+    assert columns
+    older = dataclasses.replace(plain, trials=plain.trials.drop(columns=columns))
+    assert chapters(older) == []
 
 
 @pytest.mark.parametrize(

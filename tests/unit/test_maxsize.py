@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.maxsize import MaxsizeResult, found, limits, order_notes
+from harness.analysis.maxsize import Holding, MaxsizeResult, limits, order_notes
+from harness.analysis.maxsize_table import maxsize_results
 from harness.launch.outcome import Ending, RankOutputs, judge
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage
@@ -227,7 +228,7 @@ def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool
 def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     finished, runner, store = searched(tmp_path)
     assert finished
-    [row] = found(store.load())
+    [row] = maxsize_results(store.load())
     assert (row.label, row.status, row.workload, row.parity) == (
         "ddp",
         "found",
@@ -249,13 +250,13 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     finished, first, store = searched(tmp_path, stop_after=3)
     assert not finished
-    [row] = found(store.load())
+    [row] = maxsize_results(store.load())
     assert row.status == "unfinished"
     assert "--resume" in row.reason
     finished, second, store = searched(tmp_path, resumable(store, "maxsize"))
     assert finished
     assert not set(first.asked[:-1]) & set(second.asked)
-    assert found(store.load())[0].workload == "llama-64x20"
+    assert maxsize_results(store.load())[0].workload == "llama-64x20"
     trials = store.load().trials
     assert sorted(trials[trials["attempt"] == 2]["status"]) == ["out_of_memory"] or set(
         trials[trials["attempt"] == 2]["status"]
@@ -284,7 +285,7 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
     runner.oddly = dict.fromkeys(range(1, 400), "failed")
     runner.begin()
     assert Dry(runner, Silent()).run()
-    [row] = found(store.load())
+    [row] = maxsize_results(store.load())
     assert (row.status, row.parameters) == ("stopped", None)
     assert "failed: said failed" in row.reason
     assert len(runner.asked) == 2 + 2, "each probe twice"
@@ -293,7 +294,7 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
 def test_a_failure_that_only_the_limit_brings_about_is_too_large(tmp_path: Path) -> None:
     finished, runner, store = searched(tmp_path, oddly=dict.fromkeys(range(21, 400), "timeout"))
     assert finished
-    [row] = found(store.load())
+    [row] = maxsize_results(store.load())
     assert (row.status, row.workload) == ("found", "llama-64x20")
     assert "fail under the limit only: said timeout" in limits(row)
     assert any(unlimited for _, _, unlimited in runner.asked)
@@ -301,18 +302,16 @@ def test_a_failure_that_only_the_limit_brings_about_is_too_large(tmp_path: Path)
 
 def test_nothing_fits(tmp_path: Path) -> None:
     _, _, store = searched(tmp_path, most=0)
-    [row] = found(store.load())
+    [row] = maxsize_results(store.load())
     assert (row.status, row.parameters, row.largest_model) == ("none fits", None, "none fits")
 
 
 def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
-    held = {
-        "parameters": 40 * 2**20,
-        "buffers": {"fp32 master partition": 30 * 2**20},
-        "in_use": 100 * 2**20,
-        "other": 0,
-        "largest": {},
-    }
+    held = Holding(
+        in_use=100 * 2**20,
+        kinds={"parameters": 40 * 2**20, "gradients": 0, "optimizer": 0, "library": 0},
+        buffers={"fp32 master partition": 30 * 2**20},
+    )
     known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
     one = MaxsizeResult("stage 1", parameters=50, **known)  # type: ignore[arg-type]
     two = MaxsizeResult("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import hashlib
 import json
 import math
@@ -21,23 +22,28 @@ from typer.testing import CliRunner
 
 from bench.cli import terminal as show
 from bench.cli.report import report
+from harness.analysis.cell_result import CellResult
 from harness.analysis.stats import median_error
+from harness.analysis.summary import cell_results
 from harness.analysis.summary import cells as summarise
-from harness.analysis.summary import systems
+from harness.analysis.systems import systems
 from harness.record.run import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import strategies
+from reports import rank_peaks, traffic, write_report
 from reports import states as kept
-from reports import traffic, write_report
-from reports.compared import variants, wrappers
-from reports.curves import scaling
-from reports.data import bubble_theory, throughput_bars
-from reports.groups import find_groups, headline, pareto, records
+from reports.bubble import bubble_theory
+from reports.data import throughput_bars
+from reports.groups import find_groups, headline, pareto
+from reports.scaling import scaling
+from reports.stacks import state_stacks
 from reports.systems import all_systems, not_run, overview
 from reports.text import deviation, number, shortened, signed, size
+from reports.variants import variants
+from reports.wrappers import wrappers
 from tests.unit.recording import left_out_fields
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]
@@ -406,7 +412,7 @@ def test_flags_and_failures_are_told(page: Page) -> None:
         "steps still changed by 7 %",
         *failures,
         *left,
-        "python -m bench run --resume",
+        "the run ended before it; resume the run to launch it",
     ):
         assert words in page.text, words
 
@@ -564,24 +570,23 @@ def test_deviation_and_shortened() -> None:
 
 
 def test_figure_data_by_hand(results: Results) -> None:
-    frame = summarise(results.trials)
-    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
-    group = headline(find_groups(records(frame)))
+    cells = cell_results(results.trials)
+    group = headline(find_groups(cells))
     assert group is not None
-    assert [row["label"] for row in group.rows] == [
+    assert [row.label for row in group.rows] == [
         "fast",
         "near",
         "small(micro_batches=4)",
         "once",
     ]
-    assert [row["label"] for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
+    assert [row.label for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
     bars = throughput_bars(group, "x").bars
     assert [bar.strong for bar in bars] == [True, True, False, False]
     assert bars[3].label == "once†"
     assert (bars[3].low, bars[3].high) == (None, None)
-    (strong,) = scaling(records(frame), "strong")
+    (strong,) = scaling(cells, "strong")
     assert strong.ideal == ((1, 40.5 * 64), (2, 81.0 * 64))
-    assert bubble_theory({"pipeline_parallel": 2, "micro_batches": 4}) == pytest.approx(1 / 5)
+    assert bubble_theory(2, 4) == pytest.approx(1 / 5)
 
 
 def test_no_strategy_is_named_in_the_code() -> None:
@@ -608,14 +613,11 @@ def more_page(more: Results, tmp_path_factory: pytest.TempPathFactory) -> Page:
     return page_of(more, tmp_path_factory.mktemp("more-page"))
 
 
-def rows_of(results: Results) -> dict[str, dict[str, Any]]:
-    """The cells' rows by label, workload and, past 2, devices, in the order of the ranking."""
-    frame = summarise(results.trials)
-    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
+def rows_of(results: Results) -> dict[str, CellResult]:
+    """The cells by label, workload and, past 2, devices, in the order of the ranking."""
     return {
-        f"{row['label']} {row['workload']}"
-        + (f" x{row['devices']}" if row["devices"] > 2 else ""): row
-        for row in records(frame)
+        f"{cell.label} {cell.workload}" + (f" x{cell.devices}" if cell.devices > 2 else ""): cell
+        for cell in cell_results(results.trials)
     }
 
 
@@ -679,7 +681,7 @@ def test_systems_that_are_not_on_this_host_come_first(more: Results, more_page: 
     ]
     assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
     assert (later_one.system, later_one.kind) == ("30 later", "none")
-    assert "--resume" in later_one.reasons[0].reason
+    assert "resume the run" in later_one.reasons[0].reason
     text = more_page.text
     assert "Not on this host 6 Rare. Why, and what would change it" in text
     assert text.index("6 Rare none of 3 cells ran") < text.index("10 disks 1 of 2 cells ran")
@@ -688,10 +690,9 @@ def test_systems_that_are_not_on_this_host_come_first(more: Results, more_page: 
 
 
 def test_overview_of_systems(more: Results) -> None:
-    frame = summarise(more.trials)
-    frame["peak_memory_bytes_low"] = frame["peak_memory_bytes"]
-    groups = find_groups(records(frame))
-    wrapped, rare, disks, adapters = overview(systems(records(frame)), groups, headline(groups))
+    cells = cell_results(more.trials)
+    groups = find_groups(cells)
+    wrapped, rare, disks, adapters = overview(systems(cells), groups, headline(groups))
     assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (
         2,
         2,
@@ -699,7 +700,7 @@ def test_overview_of_systems(more: Results) -> None:
         "2 exact",
     )
     assert wrapped.best is not None
-    assert (wrapped.best.row["label"], wrapped.best.share, wrapped.best.setting) == (
+    assert (wrapped.best.row.label, wrapped.best.share, wrapped.best.setting) == (
         "plain",
         "100 %",
         "",
@@ -716,13 +717,14 @@ def test_overview_of_systems(more: Results) -> None:
     assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
     assert adapters.best is not None
     assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
-    stopped = {"status": "interrupted"}
     halted = [
-        row | (stopped if row["system"] == wrapped.name and row["label"] != "plain" else {})
-        for row in records(frame)
+        dataclasses.replace(cell, status="interrupted")
+        if cell.system == wrapped.name and cell.label != "plain"
+        else cell
+        for cell in cells
     ]
     assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
-    plain = [row | {"system": None} for row in records(frame)]
+    plain = [dataclasses.replace(cell, system=None) for cell in cells]
     assert overview(systems(plain), groups, headline(groups)) == []
 
 
@@ -745,19 +747,21 @@ def test_states_against_the_formula(more: Results) -> None:
         False,
     )
     buffers = {
-        one.names: [row["label"] for row in one.rows] for one in kept.buffers(list(rows.values()))
+        one.names: [row.label for row in one.rows] for one in kept.buffers(list(rows.values()))
     }
     assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
-    far = rows["wrap llama-mini"] | {"library_bytes": 2000 * MIB, "state_bytes": 2012 * MIB}
+    far = dataclasses.replace(
+        rows["wrap llama-mini"], library_bytes=2000 * MIB, state_bytes=2012 * MIB
+    )
     rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
-    stacked = kept.stacked([far, *rest], "x", "title", lambda row: str(row["label"]))
+    stacked = state_stacks([far, *rest], "x", "title", lambda cell: cell.label)
     assert stacked.limit < 200
     assert stacked.stacks[-1].total == 2012
     assert "goes on beyond the axis" in stacked.notes[0]
 
 
 def test_uneven_memory_by_rank(more: Results) -> None:
-    chart = kept.ranks(list(rows_of(more).values()))
+    chart = rank_peaks.chart(list(rows_of(more).values()))
     assert chart is not None
     ((label, shares, text),) = chart.lines
     assert (label, text) == ("sharded x2 fp32", "1.33 · 100 MiB")
@@ -774,11 +778,11 @@ def test_traffic_against_the_ring(more: Results) -> None:
     ]
     assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
     plain = rows["plain llama-mini"]
-    assert traffic.bound(plain | {"data_parallel": 4, "devices": 4}) == 1.5
-    assert traffic.bound(plain | {"data_parallel": 2, "devices": 4}) is None, (
+    assert traffic.bound(dataclasses.replace(plain, data_parallel=4, devices=4)) == 1.5
+    assert traffic.bound(dataclasses.replace(plain, data_parallel=2, devices=4)) is None, (
         "a rank does not have the whole model"
     )
-    assert traffic.ranks(list(rows.values())) == "1.00 x for 2 ranks"
+    assert traffic.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
     disk = traffic.offload(list(rows.values()))
     assert disk is not None
     (line,) = disk.rows
@@ -792,15 +796,15 @@ def test_wrappers_cost(more: Results, more_page: Page) -> None:
     (one,) = wrappers(list(rows_of(more).values()))
     assert [bar.label for bar in one.bars.bars] == ["torchrun", "Wrapper"]
     fast, slow = (line.row for line in one.grid.rows)
-    assert (fast["step_ratio"], fast["extra_seconds"]) == (1.0, 0.0)
-    assert slow["step_ratio"] == pytest.approx(1.25)
-    assert slow["extra_seconds"] == pytest.approx(8 / 40 - 8 / 50)
+    assert (fast.step_ratio, fast.extra_seconds) == (1.0, 0.0)
+    assert slow.step_ratio == pytest.approx(1.25)
+    assert slow.extra_seconds == pytest.approx(8 / 40 - 8 / 50)
     assert "wrap Wrapper" in more_page.text
 
 
 def test_variants_beside_their_model(more: Results) -> None:
     (one,) = variants(list(rows_of(more).values()))
-    assert [line.row["workload"] for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
+    assert [line.row.workload for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
     titles = [column.title for column in one.grid.columns]
     cells = {
         title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)
@@ -898,10 +902,10 @@ def test_runs_of_older_versions_have_their_report(version: str, tmp_path: Path) 
 def test_the_terminal_names_systems_that_are_not_on_this_host(
     more: Results, results: Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show.ranking(show.console(), summarise(more.trials))
+    show.ranking(show.console(), cell_results(more.trials))
     assert "not on this host: 6 Rare; each reason below" in capsys.readouterr().out
     here = more.trials[more.trials["system"] == "3 wrapped"]
-    show.ranking(show.console(), summarise(here))
+    show.ranking(show.console(), cell_results(here))
     assert "not on this host" not in capsys.readouterr().out
 
 
@@ -918,9 +922,9 @@ def test_nodes_are_a_column_only_where_a_cell_has_several(
     assert [
         value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)
     ] == ["1", "2"], "of the efficiency"
-    show.ranking(show.console(), summarise(several.trials[several.trials["nodes"] == 1]))
+    show.ranking(show.console(), cell_results(several.trials[several.trials["nodes"] == 1]))
     assert "nodes" not in capsys.readouterr().out
-    show.ranking(show.console(), summarise(several.trials))
+    show.ranking(show.console(), cell_results(several.trials))
     table = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
     split = [[word.strip() for word in line.replace("┃", "│").split("│")] for line in table]
     place = split[0].index("nodes")

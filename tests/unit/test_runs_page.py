@@ -15,7 +15,7 @@ import pytest
 
 from bench.cli.report import report
 from harness.analysis.compare import compare_sides
-from harness.analysis.selection import side
+from harness.analysis.selection import select
 from harness.record.run import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
@@ -23,8 +23,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports import overview, runs, trends
 from reports.run_report import only
-from reports.runs_markdown import SECTIONS, markdown
-from reports.sections import known
+from reports.runs_page import SECTIONS, runs_page, runs_text
 from tests import commands
 from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, trial_rows
 
@@ -99,12 +98,12 @@ class Numbers(Page):
 def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(
     results: Results, view: runs.Runs
 ) -> None:
-    page = Numbers(runs.page(view))
-    newest = side("newest", only(results, [run_id(DAYS - 1)]))
+    page = Numbers(runs_page(view).text)
+    newest = select("newest", only(results, [run_id(DAYS - 1)]))
     ratios = newer = 0
     for row, td, field, value in page.numbers:
         if field == "ratio":
-            other = side("other", only(results, [str(td["data-run"])]))
+            other = select("other", only(results, [str(td["data-run"])]))
             (line,) = [
                 x
                 for x in compare_sides(other, newest).lines
@@ -126,11 +125,11 @@ def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(
 
 
 def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
-    page = Page(runs.page(view))
+    page = Page(runs_page(view).text)
     assert (
         page.headings
         == ["verdict", "cells", "others", "history", "changes", "method"]
-        == known("runs.html.j2")
+        == [section.name for section in SECTIONS]
     )
     assert (
         f"Against the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly"
@@ -163,7 +162,7 @@ def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
 def test_nothing_is_loaded_and_only_the_own_script_runs(
     view: runs.Runs, store: Store, tmp_path: Path
 ) -> None:
-    for text in (runs.page(view), overview.page(store, tmp_path)):
+    for text in (runs_page(view).text, overview.page(store, tmp_path)):
         page = Page(text)
         assert not re.search(r"https?://|url\((?!#)|@import", text)
         assert [tag for tag, _ in page.tags].count("script") == 1
@@ -178,14 +177,14 @@ def test_nothing_is_loaded_and_only_the_own_script_runs(
 
 
 def test_markdown_of_several_runs(view: runs.Runs) -> None:
-    text, _ = markdown(view)
+    text, _ = runs_text(view)
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
-        title for title, _ in SECTIONS.values()
+        section.title for section in SECTIONS if section.markdown
     ]
     assert "1 regression: newly failing 1" in text
     assert "▼ 10.0 % slower since 2026-01-08" in text
     assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
-    few, _ = markdown(view, ["verdict"])
+    few, _ = runs_text(view, ["verdict"])
     assert few.count("\n## ") == 1
 
 
@@ -204,7 +203,7 @@ def test_runs_without_anything_in_common(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add(store, 0, trials(DDP, 100.0))
     add(store, 1, trials(FSDP, 80.0))
-    page = Page(runs.page(runs.compare_all(store.load(steps=False))))
+    page = Page(runs_page(runs.compare_all(store.load(steps=False))).text)
     assert "have no cell in common" in page.text
     assert page.headings == ["verdict", "changes", "method"]
 
@@ -297,7 +296,7 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         )
     (tmp_path / "<b>&'.html").write_text("")
     view = runs.compare_all(store.load(steps=False))
-    for page in (Page(runs.page(view)), Page(overview.page(store, tmp_path))):
+    for page in (Page(runs_page(view).text), Page(overview.page(store, tmp_path))):
         assert [tag for tag, _ in page.tags].count("script") == 1
         assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
         assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
@@ -305,7 +304,7 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         assert not set(page.text) & set("\x00\x08\x1b\u202e")
         if text.isprintable():
             assert " ".join(text.split())[:200] in page.text
-    told, _ = markdown(view)
+    told, _ = runs_text(view)
     assert "<script>" not in told
     assert "<img" not in told
     assert "\u202e" not in told

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.analysis.ranking import alike, too_wide
 from harness.analysis.selection import measured
-from harness.analysis.summary import alike, cells, too_wide
+from harness.analysis.summary import cell_results, cells
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
 from harness.record.schema import TABLES, VERSION, arrow_schema
@@ -280,7 +281,7 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     assert list(table["ranked"]) == [True, True, False]
     assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
     assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
-    assert alike(table.iloc[:2].to_dict("records")) == [False, True], "two rounds say nothing"
+    assert alike(cell_results(frame_of(rows))[:2]) == [False, True], "two rounds say nothing"
 
 
 def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
@@ -520,7 +521,10 @@ def test_a_cell_has_one_status_in_reports_and_in_comparisons(
         store.write_trial(TrialRecord(**trial_row(Cell(strategy="ddp"), number, **figures)))
     loaded = store.load(steps=False)
     [of_report], [of_comparison] = cells(loaded.trials).to_dict("records"), measured(loaded)
-    assert (of_report["status"], of_report["reason"]) == (of_comparison.state, of_comparison.reason)
+    assert (of_report["status"], of_report["reason"]) == (
+        of_comparison.result.outcome,
+        of_comparison.result.outcome_reason,
+    )
     assert of_report["status"] == ("failed" if "failed" in statuses else "ok"), (
         "the worst of its trials"
     )

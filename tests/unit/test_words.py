@@ -19,12 +19,6 @@ from harness.spec.errors import UsageError
 ROOT = Path(__file__).parents[2]
 OWN_COMMAND = "harness/nodes/agent.py"
 """python -m harness.agent has options of its own."""
-NOT_YET = {
-    "harness/analysis/maxsize.py",
-    "reports/__init__.py",
-    "reports/sections.py",
-    "reports/systems.py",
-}
 OPTIONS = {
     option
     for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
@@ -65,7 +59,7 @@ def test_a_word_of_the_command_line_is_seen() -> None:
 def test_nothing_below_the_command_line_names_its_commands_or_options(folder: str) -> None:
     files = {str(file.relative_to(ROOT)): file for file in (ROOT / folder).rglob("*.py")}
     named = {name: lines for name, file in files.items() if (lines := naming_texts(file))}
-    assert named.keys() <= {OWN_COMMAND, *NOT_YET}, named
+    assert named.keys() <= {OWN_COMMAND}, named
 
 
 def test_the_command_line_says_what_helps(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""The table of a search for the largest model, from what was recorded alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.analysis.maxsize import Holding, MaxsizeResult
+from harness.record.plan import Plan
+from harness.record.search import COLUMNS, KINDS, MATRIX, ODD, family
+from harness.record.store import Results
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+
+
+def maxsize_results(results: Results) -> list[MaxsizeResult]:
+    """What each search in these results found, in the order of its cells."""
+    rows: list[MaxsizeResult] = []
+    for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
+        plan = Plan.from_row(run)
+        if plan.search is None:
+            continue
+        search = Search.of(results, plan)
+        rows += [search.result(cell) for cell in plan.cells]
+        rows += [
+            MaxsizeResult(
+                left.cell.label, left.status, left.reason, left.cell.workload, search.budget
+            )
+            for left in plan.left_out
+        ]
+    return rows
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search: what it knew before it began, and its trials."""
+
+    budget: int
+    predicted: Mapping[str, Mapping[str, Any]]
+    """By cell: step and parameters by the formula, activations of the first and of each further
+    block."""
+    trials: Mapping[str, Sequence[TrialRecord]]
+    """By cell: the last attempt of each trial, in the order of their attempts."""
+    unlimited: Sequence[TrialRecord]
+    """Trials without a limit of memory, of probes that failed for another reason than memory."""
+
+    @classmethod
+    def of(cls, results: Results, plan: Plan) -> Search:
+        assert plan.search is not None
+        run = results.trials[results.trials["run_id"] == plan.run_id]
+        trials = sorted(TrialRecord.from_frame(run), key=lambda trial: trial.attempt)
+        last = {(trial.cell_id, trial.trial): trial for trial in trials}
+        by_cell: dict[str, list[TrialRecord]] = {}
+        for trial in last.values():
+            cell = family(Cell(**json.loads(trial.cell)))
+            by_cell.setdefault(cell.id, []).append(trial)
+        unlimited = [trial for trial in trials if trial.memory_limit_bytes is None]
+        return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited)
+
+    def result(self, cell: Cell) -> MaxsizeResult:
+        """What was found for one strategy. `cell`: of one block."""
+        trials = self.trials.get(cell.id, ())
+        trains = {
+            trial.workload
+            for trial in self.unlimited
+            if trial.label == cell.label and trial.status == "ok"
+        }
+        odd = [trial for trial in trials if trial.status in ODD]
+        stopped = next((trial for trial in odd if trial.workload not in trains), None)
+        short = [trial for trial in odd if trial.workload in trains]
+        short += [trial for trial in trials if trial.status == "out_of_memory"]
+        smallest = min(short, key=_parameters, default=None)
+        fits = [trial for trial in trials if trial.status == "ok" and trial.trial == 0]
+        verified = [trial for trial in trials if trial.status == "ok" and trial.trial == 1]
+        if stopped is not None:
+            status, reason = "stopped", f"{stopped.cell_name}: {stopped.status}: {stopped.reason}"
+        elif verified:
+            status, reason = ("found" if smallest else "all fit"), ""
+        elif smallest is not None and smallest.workload == cell.workload:
+            status, reason = "none fits", smallest.reason
+        else:
+            status, reason = "unfinished", "the search has not been finished"
+        best = max(verified or fits, key=_parameters, default=None)
+        return self._result(cell, status, reason, best, smallest)
+
+    def _result(
+        self,
+        cell: Cell,
+        status: str,
+        reason: str,
+        best: TrialRecord | None,
+        smallest: TrialRecord | None,
+    ) -> MaxsizeResult:
+        """`best`: of the largest model that trains; `smallest`: of the smallest that does not."""
+        predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
+        buffers = json.loads(best.library_buffers or "{}") if best else {}
+        return MaxsizeResult(
+            label=cell.label,
+            status=status,
+            reason=reason,
+            workload=best.workload if best else cell.workload,
+            budget=self.budget,
+            step=predicted["step"],
+            parameters=best.parameters if best else None,
+            next_parameters=smallest.parameters if smallest else None,
+            predicted=predicted["parameters"],
+            peak_memory_bytes=best.peak_memory_bytes if best else None,
+            setup_peak_memory_bytes=best.setup_peak_memory_bytes if best else None,
+            parity=best.parity_verdict if best else None,
+            kept=_kept(best) if best else {},
+            buffers=buffers,
+            failed_in=smallest.failed_in if smallest else None,
+            failure=smallest.reason if smallest and smallest.status != "out_of_memory" else "",
+            holding=_holding(smallest.failed_holding) if smallest else None,
+            formula=_formula(smallest, predicted["activations"]) if smallest else {},
+            probes=len(trials),
+            seconds=sum(trial.wall_seconds or 0.0 for trial in trials),
+        )
+
+
+def _parameters(trial: TrialRecord) -> int:
+    return trial.parameters or 0
+
+
+def _kept(trial: TrialRecord) -> dict[str, int]:
+    """Bytes of the fullest rank between steps, by kind."""
+    return {
+        kind: max(getattr(trial, f"{column}_bytes"), default=0) for kind, column in COLUMNS.items()
+    }
+
+
+def _holding(text: str | None) -> Holding | None:
+    """From the column `failed_holding`."""
+    held = json.loads(text or "{}")
+    if not held:
+        return None
+    return Holding(
+        in_use=held["in_use"],
+        kinds={kind: float(held.get(kind, 0)) for kind in KINDS},
+        other=float(held.get("other", 0)),
+        stacks=float(held.get("stacks", 0)),
+        buffers={name: float(size) for name, size in (held.get("buffers") or {}).items()},
+        largest=tuple(held.get("largest") or ()),
+    )
+
+
+def _formula(trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
+    """What the formula gives for a trial's states and activations, bytes by kind; empty where there
+    is no formula."""
+    columns = {**COLUMNS, "transient": "transient"}
+    sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
+    if None in sizes.values():
+        return {}
+    blocks = int(trial.workload.rpartition("x")[2])
+    first, further = activations
+    return sizes | {"activations": float(first + (blocks - 1) * further)}

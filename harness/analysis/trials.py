@@ -1,0 +1,69 @@
+"""What the trials of one cell say together: its status with the reason, and what disturbed them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from harness.analysis.disturbance import Cause, disturbances
+from harness.host.gpu_record import GpuRecord
+from harness.record.status import WORST_FIRST
+
+if TYPE_CHECKING:
+    from harness.analysis.stats import SliceRates
+    from harness.record.trial import TrialRecord
+
+
+def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
+    """Without those that the user stopped, which say nothing of the cell; all of them where none
+    came to an end."""
+    return [trial for trial in trials if trial.status != "interrupted"] or trials
+
+
+def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
+    """The trial whose status is its cell's: the first of those that ended worst."""
+    return min(trials, key=lambda trial: WORST_FIRST.index(trial.status))
+
+
+def reason_of(trials: Sequence[TrialRecord]) -> str:
+    """Why a cell's status is what it is; with the number of its trials that ended so, where others
+    ended otherwise."""
+    worst = worst_of(trials)
+    same = sum(trial.status == worst.status for trial in trials)
+    if same == len(trials) or worst.status == "ok":
+        return worst.reason
+    return f"{same} of {len(trials)} trials: {worst.reason}"
+
+
+def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
+    """Begin and throughput of each time slice, by number of trial, of trials that trained in time
+    slices."""
+    return {
+        trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
+        for trial in trials
+        if trial.turn_began
+    }
+
+
+def gpus_of(trial: TrialRecord) -> GpuRecord:
+    """What a trial recorded of its GPUs."""
+    return GpuRecord.read(trial.gpu_before, trial.gpu_after, trial.gpu_use)
+
+
+def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
+    """What disturbed a trial; empty where nothing did, or where its file is of a version that did
+    not record it."""
+    return disturbances(
+        trial.foreign_load_cores, trial.idle_before, trial.idle_after, gpus_of(trial)
+    )
+
+
+def disturbance_in_words(trial: TrialRecord, causes: Collection[Cause]) -> str:
+    """`trial 2: 1.30 cores used by others, 40 % idle before`."""
+    seen = [finding.words for finding in gpus_of(trial).findings()]
+    if "busy" in causes:
+        if trial.foreign_load_cores is not None:
+            seen.append(f"{trial.foreign_load_cores:.2f} cores used by others")
+        idle = ((trial.idle_before, "before"), (trial.idle_after, "after"))
+        seen += [f"{share * 100:.0f} % idle {when}" for share, when in idle if share is not None]
+    return f"trial {trial.trial}: {', '.join(seen)}"

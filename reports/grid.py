@@ -1,0 +1,185 @@
+"""Tables of cells: their columns, and each number with its full-precision value for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from harness.analysis.cell_result import CellResult
+from reports.cautions import Flag, flags
+from reports.names import unit
+from reports.text import DASH, MIB, exact, number, plain, scaled
+
+AnyCell = TypeVar("AnyCell", bound=CellResult)
+AnyCell_contra = TypeVar("AnyCell_contra", bound=CellResult, contravariant=True)
+AnyCell_co = TypeVar("AnyCell_co", bound=CellResult, covariant=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a table cell; `field` names the result's field where the piece is a number of
+    it."""
+
+    text: str
+    field: str = ""
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Td:
+    """A table cell."""
+
+    parts: tuple[Part, ...]
+    kind: str = "number"
+    tip: str = ""
+
+
+def words(text: str) -> Td:
+    """A table cell of text; unknown where it is empty."""
+    return Td((Part(text or DASH),), kind="word")
+
+
+def numeral(text: str, field: str, value: float | None) -> Td:
+    """A table cell of one number: what a reader sees, and the number in full."""
+    return Td((Part(text, field, exact(value)),))
+
+
+@dataclass(frozen=True)
+class Column(Generic[AnyCell_contra]):
+    """A column of a table: its heading, and what makes its table cell from a cell's result."""
+
+    title: str
+    unit: str
+    tip: str
+    make: Callable[[AnyCell_contra], Td]
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The heading of a column."""
+
+    title: str
+    unit: str
+    tip: str
+
+
+@dataclass(frozen=True)
+class TableRow(Generic[AnyCell_co]):
+    """A cell with its table cells."""
+
+    row: AnyCell_co
+    cells: tuple[Td, ...]
+    flags: tuple[Flag, ...]
+
+
+@dataclass(frozen=True)
+class Grid(Generic[AnyCell_co]):
+    """A small table of cells; columns in which nothing is known are left out."""
+
+    name: str
+    """Unique in the page, fit for an HTML id."""
+    label: str
+    """What a screen reader says."""
+    columns: tuple[Heading, ...]
+    rows: tuple[TableRow[AnyCell_co], ...]
+
+
+def table_row(cell: AnyCell, columns: Sequence[Column[AnyCell]]) -> TableRow[AnyCell]:
+    return TableRow(cell, tuple(column.make(cell) for column in columns), flags(cell))
+
+
+def headings(columns: Sequence[Column[AnyCell]]) -> tuple[Heading, ...]:
+    return tuple(Heading(column.title, column.unit, column.tip) for column in columns)
+
+
+def full_grid(
+    name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
+) -> Grid[AnyCell]:
+    """The cells as a table with all its columns."""
+    return Grid(name, label, headings(columns), tuple(table_row(cell, columns) for cell in cells))
+
+
+def grid(
+    name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
+) -> Grid[AnyCell]:
+    """The cells as a table without the columns in which nothing is known."""
+    every = full_grid(name, label, cells, columns)
+    kept = [
+        column
+        for place, column in enumerate(columns)
+        if any(row.cells[place].parts[0].text not in (DASH, "") for row in every.rows)
+    ]
+    return full_grid(name, label, cells, kept)
+
+
+def some_grid(
+    name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
+) -> Grid[AnyCell] | None:
+    """`grid`, None where there are no cells."""
+    return grid(name, label, cells, columns) if cells else None
+
+
+def figure(field: str, text: Callable[[float | None], str]) -> Callable[[CellResult], Td]:
+    """Makes the table cell of a number among a result's fields."""
+    return lambda cell: numeral(text(getattr(cell, field)), field, getattr(cell, field))
+
+
+def milliseconds(field: str) -> Callable[[CellResult], Td]:
+    """A field of seconds in ms."""
+    return figure(field, lambda value: scaled(value, 1e3))
+
+
+def mebibytes(field: str) -> Callable[[CellResult], Td]:
+    """A field of bytes in MiB."""
+    return figure(field, in_mebibytes)
+
+
+def in_mebibytes(size: float | None) -> str:
+    """Bytes as MiB; small sizes are not rounded to nothing."""
+    if size is not None and 0 < size < MIB / 1000:
+        return "< 0.001"
+    return scaled(size, 1 / MIB)
+
+
+def word(field: str) -> Callable[[CellResult], Td]:
+    """A field of text."""
+    return lambda cell: words(getattr(cell, field) or "")
+
+
+def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
+    """A throughput with the interval around it."""
+    rate = cell.throughput(column)
+    if rate is None:
+        return numeral(DASH, column, None)
+    parts = [Part(number(rate.value), column, exact(rate.value))]
+    if with_unit:
+        parts.append(Part(f" {unit(column)}"))
+    if rate.low is not None:
+        parts += [Part(" ["), Part(number(rate.low), f"{column}_low", exact(rate.low)), Part(", ")]
+        parts += [Part(number(rate.high), f"{column}_high", exact(rate.high)), Part("]")]
+    return Td(tuple(parts))
+
+
+def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """Number of devices, and of nodes where some cell is of several."""
+    columns = [Column("Devices", "", "", figure("devices", plain))]
+    if any(cell.nodes > 1 for cell in cells):
+        columns.append(Column("Nodes", "", "that the devices are on", figure("nodes", plain)))
+    return columns
+
+
+def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
+    """Throughput with its interval; the unit in the heading where all cells have the same."""
+    kinds = {_throughput(cell) for cell in cells if cell.samples_per_second is not None}
+    same = kinds.pop() if len(kinds) == 1 else ""
+    return Column(
+        "Throughput",
+        unit(same) if same else "",
+        "median and 95 % interval over trials",
+        lambda cell: interval(cell, same or _throughput(cell), with_unit=not same),
+    )
+
+
+def _throughput(cell: CellResult) -> str:
+    return "samples_per_second" if cell.tokens_per_second is None else "tokens_per_second"

@@ -1,0 +1,63 @@
+"""The losses of the parity check: the data of its charts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.analysis.cell_result import CellResult
+from reports.text import number, plural
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Loss of each step of the parity segment: the reference's and each cell's that was held to
+    it."""
+
+    name: str
+    title: str
+    reference: tuple[float, ...]
+    kept: tuple[tuple[float, ...], ...]
+    diverged: tuple[tuple[str, tuple[float, ...]], ...]
+    summary: str
+
+
+def losses(cells: Sequence[CellResult]) -> list[Losses]:
+    """One figure per reference, the one with most cells first.
+
+    A loss that is not finite ends its curve.
+    """
+    by_reference: dict[tuple[float, ...], list[CellResult]] = {}
+    for cell in cells:
+        if cell.reference_losses:
+            reference = tuple(math.nan if x is None else x for x in cell.reference_losses)
+            by_reference.setdefault(reference, []).append(cell)
+    most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
+    return [_losses(f"loss-{place}", *item) for place, item in enumerate(most_first)]
+
+
+def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
+    away = [
+        (f"{cell.label} {cell.precision}", _curve(cell, len(reference)))
+        for cell in cells
+        if cell.parity_verdict == "diverged"
+    ]
+    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity_verdict != "diverged"]
+    first = cells[0]
+    title = f"{first.workload} · batch {first.global_batch} · {first.optimizer}"
+    summary = (
+        f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
+        f" {number(reference[0])} to {number(reference[-1])}; {plural(len(kept), 'cell')} agree"
+        f" with it, {len(away)} diverged"
+    )
+    return Losses(name, title, reference, tuple(kept), tuple(away), summary)
+
+
+def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
+    values: list[float] = []
+    for value in cell.losses[:steps]:
+        if value is None or not math.isfinite(value):
+            break
+        values.append(value)
+    return tuple(values)

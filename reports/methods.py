@@ -1,0 +1,94 @@
+"""How it was measured, and what parity allowed, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.analysis.cell_result import CellResult
+from harness.analysis.flops import FORMULA
+from harness.analysis.stats import INTERVAL_METHOD, within_rounds
+from reports.text import deviation
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Cells that were held to the same tolerance, for the same reason."""
+
+    loss: str
+    update: str
+    reason: str
+    labels: tuple[str, ...]
+
+
+def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
+    """What was allowed, the tightest first.
+
+    The reason is known of cells that used more than the tightest.
+    """
+    grouped: dict[tuple[float, float], list[CellResult]] = {}
+    for cell in cells:
+        if cell.parity_loss_tolerance is not None and cell.parity_update_tolerance is not None:
+            key = (cell.parity_loss_tolerance, cell.parity_update_tolerance)
+            grouped.setdefault(key, []).append(cell)
+    return [_tolerance(*allowed, rows) for allowed, rows in sorted(grouped.items())]
+
+
+def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Tolerance:
+    reasons = [
+        cell.parity_reason
+        for cell in cells
+        if cell.parity_verdict == "within tolerance" and cell.parity_reason
+    ]
+    labels = tuple(dict.fromkeys(f"{cell.label} {cell.precision}" for cell in cells))
+    reason = "; ".join(dict.fromkeys(reasons))
+    return Tolerance(deviation(loss), deviation(update), reason, labels)
+
+
+THROUGHPUT = (
+    "global batch (samples, or tokens) over the step time; the step time is the slowest rank's"
+    " at each step, between two device synchronisations, getting the batch included; warm-up"
+    " steps are left out"
+)
+STATES = (
+    "distinct storages of parameters, gradients, optimizer state and the library's own copies"
+    " and buffers that a rank keeps after a step, looked at outside the timed ones; shown is"
+    " the fullest rank, in the trial where it keeps most"
+)
+SENT = (
+    "payload that a rank sent over TCP in a timed step, control messages included; shown is the"
+    " rank that sends most, the median of the trials"
+)
+EFFICIENCY = (
+    "throughput over (devices x throughput on one device): 100 % is ideal. Weak scaling"
+    " compares with one device at the batch that each device has"
+)
+
+
+def methods(cells: Sequence[CellResult]) -> list[tuple[str, str]]:
+    """Name of a method and the method in words."""
+    memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
+    comparison = within_rounds(any(cell.turns for cell in cells))
+    rows = [
+        ("Throughput", THROUGHPUT),
+        ("Interval", INTERVAL_METHOD),
+        (
+            "Told apart",
+            f"two neighbours in a ranking are marked ≈ where no difference is seen: {comparison}",
+        ),
+        (
+            "Memory",
+            memory and f"{memory}. Each device has its own peak; shown is the largest",
+        ),
+        (
+            "States between steps",
+            STATES if any(cell.state_bytes is not None for cell in cells) else "",
+        ),
+        (
+            "Bytes sent",
+            SENT if any(cell.sent_bytes_per_step is not None for cell in cells) else "",
+        ),
+        ("Scaling efficiency", EFFICIENCY),
+        ("FLOPs and MFU", FORMULA),
+    ]
+    return [(name, text) for name, text in rows if text]

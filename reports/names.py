@@ -1,0 +1,59 @@
+"""How a cell and its setting are named in charts and tables, with the marks on what is unusual."""
+
+from __future__ import annotations
+
+from harness.analysis.cell_result import CellResult
+from harness.spec.link import over
+from reports.text import plural
+
+STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
+STATUS = {
+    "failed": "failed",
+    "timeout": "passed its time limit",
+    "out_of_memory": "out of memory",
+    "diverged": "trained something else",
+    "interrupted": "interrupted",
+    "unavailable": "not available here",
+    "refused": "cannot exist",
+    "skipped": "skipped",
+    "ok": "ok",
+}
+"""A status in words."""
+
+
+def marks(cell: CellResult) -> str:
+    """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
+    crowded = cell.oversubscribed and cell.samples_per_second is not None
+    return (STAND_IN if cell.stand_in is not None else "") + (OVERSUBSCRIBED if crowded else "")
+
+
+def named(cell: CellResult) -> str:
+    """The label as a chart shows it: with nodes, links and regime where these are the unusual ones,
+    and with its marks."""
+    words = [cell.label]
+    if cell.nodes > 1:
+        words.append(f"{cell.nodes} nodes")
+    if link := link_words(cell):
+        words.append(link)
+    if cell.regime == "weak":
+        words.append("weak")
+    return " · ".join(words) + marks(cell)
+
+
+def link_words(cell: CellResult) -> str:
+    """`over 1gbit (emulated)`; empty where nodes have a network of their own."""
+    return "" if cell.links is None else over(cell.links)
+
+
+def device_words(cell: CellResult) -> str:
+    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
+    words = plural(cell.devices, "GPU" if cell.device == "cuda" else "device")
+    if cell.nodes > 1:
+        words += f" on {cell.nodes} nodes"
+    link = link_words(cell)
+    return f"{words} {link}" if link else words
+
+
+def unit(throughput: str) -> str:
+    """Unit of a throughput column."""
+    return "tokens/s" if throughput.startswith("tokens") else "samples/s"

@@ -1,0 +1,55 @@
+"""Pictures with their headings and legends, as a page shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from reports.front import Point
+from reports.svg import Picture, Pictures, Shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Titled(Shown, Protocol):
+    """Data of a picture that has a title."""
+
+    @property
+    def title(self) -> str: ...
+
+
+AnyTitled = TypeVar("AnyTitled", bound=Titled)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture with its heading, its legend in words and, for a numbered front, the names of the
+    numbers."""
+
+    title: str
+    picture: Picture
+    notes: tuple[str, ...] = ()
+    numbered: tuple[Point, ...] = ()
+    unit: str = ""
+
+
+class Panels:
+    """Makes the panels of a page."""
+
+    def __init__(self) -> None:
+        self.pictures = Pictures()
+
+    def drawn(self, data: AnyTitled, draw: Callable[[AnyTitled], Figure], title: str = "") -> Panel:
+        """A panel that matplotlib draws at the end."""
+        return Panel(title or data.title, self.pictures.add(draw, data), _notes(data))
+
+    def written(self, data: AnyTitled, write: Callable[[AnyTitled], str], title: str = "") -> Panel:
+        """A panel whose SVG is written at once."""
+        return Panel(title or data.title, self.pictures.write(write, data), _notes(data))
+
+
+def _notes(data: Titled) -> tuple[str, ...]:
+    notes: tuple[str, ...] = getattr(data, "notes", ())
+    return notes

@@ -1,0 +1,44 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reports import facts
+from reports.cautions import disturbance, disturbance_legend, gpu_findings
+from reports.names import marks, named
+from reports.page import Page, section_page, without_collection
+from reports.run_report import RunReport, ran
+from reports.run_sections import SECTIONS
+
+if TYPE_CHECKING:
+    from harness.record.store import Results
+
+
+def render(results: Results) -> str:
+    """The whole page of one run; ValueError where there is not exactly one run."""
+    return run_page(ran(results)).text
+
+
+@without_collection
+def run_page(report: RunReport, wanted: Sequence[str] = (), printed: bool = False) -> Page:
+    """The page of one run, of all sections that have data or of the wanted ones.
+
+    `printed`: as it is printed. Raises UsageError as `with_data` does.
+    """
+    with_cells = not wanted or "cells" in wanted
+    return section_page(
+        "report.html.j2",
+        report,
+        SECTIONS,
+        wanted,
+        printed,
+        hardware=facts.hardware(report.run),
+        anchors={cell.cell_id for cell in report.cells} if with_cells else set(),
+        named=named,
+        marks=marks,
+        disturbance=disturbance,
+        disturbance_legend=disturbance_legend,
+        gpu_findings=gpu_findings,
+    )
