@@ -111,7 +111,8 @@ def maxsize(
     if report:
         from reports import write_report
 
-        page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
+        path = Path("reports") / "html" / f"{plan.run_id}.html"
+        page = write_report(loaded, path, "python -m bench report --out FILE")
     terminal.paths(console, store, plan, page, True)
     if json_output:
         shown = [

@@ -255,7 +255,8 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     if report:
         from reports import write_report
 
-        page = write_report(loaded, Path("reports") / "html" / f"{plan.run_id}.html")
+        path = Path("reports") / "html" / f"{plan.run_id}.html"
+        page = write_report(loaded, path, "python -m bench report --out FILE")
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
     terminal.paths(console, store, plan, page, finished)
     if json_output:
