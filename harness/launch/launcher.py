@@ -273,7 +273,7 @@ def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterato
 
 
 @contextlib.contextmanager
-def _stopped(stop: threading.Event | None, kill: Callable[[], Any]) -> Iterator[None]:
+def _stopped(stop: threading.Event | None, kill: Callable[[], object]) -> Iterator[None]:
     """Ends the ranks when `stop` is set; again until all is over, because more of them may be about
     to start."""
     if stop is None:
@@ -308,7 +308,7 @@ class Deadline:
         scratch: str,
         ranks: range,
         seconds: float,
-        kill: Callable[[], Any],
+        kill: Callable[[], object],
         waited: Callable[[], float],
     ) -> None:
         self.scratch, self.ranks, self.seconds, self.kill, self.waited = (

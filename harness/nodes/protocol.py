@@ -118,7 +118,7 @@ class NodeConnection:
         self.connection, self.address = connection, address
         self._sending = threading.Lock()
 
-    def send(self, word: str, what: Any = None) -> None:
+    def send(self, word: str, what: object = None) -> None:
         """Raises OSError where the other side is gone."""
         with self._sending:
             self.connection.send((word, what))

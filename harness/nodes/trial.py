@@ -97,7 +97,7 @@ class Trial:
                 return False
         return True
 
-    def _say(self, node: Node, word: str, what: Any = None) -> bool:
+    def _say(self, node: Node, word: str, what: object = None) -> bool:
         try:
             node.line.send(word, what)
         except OSError:

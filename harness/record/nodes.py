@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def distinct_cores(nodes: list[dict[str, Any]]) -> int:
+def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
     """Cores of all nodes together; those that nodes on one machine share count once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 
-def shared_machine(nodes: list[dict[str, Any]], emulation: str | None = None) -> str | None:
+def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = None) -> str | None:
     """What is to be said of nodes that are not machines of their own; None where each is one.
 
     `emulation`: how their links are made.

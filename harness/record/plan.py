@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -112,7 +112,7 @@ class Plan:
         )
 
     @classmethod
-    def from_row(cls, row: Any) -> Plan:
+    def from_row(cls, row: Mapping[Any, Any]) -> Plan:
         """The plan of a run that is in the store."""
         plan = json.loads(row["plan"])
         left_out = tuple(

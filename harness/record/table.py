@@ -162,8 +162,7 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
     """The rows of one table in arrow's columns."""
     import pyarrow as pa
 
-    arrays = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in schema]
-    return pa.table(arrays, schema=schema)
+    return pa.Table.from_pylist([vars(row) for row in rows], schema=schema)
 
 
 def meanings(table: type[Record]) -> dict[str, str]:

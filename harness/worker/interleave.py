@@ -43,7 +43,7 @@ class Place:
         """Gives the turn away and waits for the next; returns when that begins, in seconds after
         the epoch.
 
-        `step` and `seconds`: the last step and its time, which whoever watches likes to hear.
+        `step` and `seconds`: the last step and its time, for the progress that is shown.
         Raises ConnectionError where nobody gives turns any more.
         """
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
