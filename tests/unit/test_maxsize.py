@@ -252,7 +252,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not finished
     [row] = maxsize_results(store.load())
     assert row.status == "unfinished"
-    assert "--resume" in row.reason
+    assert "not been finished" in row.reason
     finished, second, store = searched(tmp_path, resumable(store, "maxsize"))
     assert finished
     assert not set(first.asked[:-1]) & set(second.asked)
