@@ -19,6 +19,7 @@ PAGE = pages.ROOT / "docs" / "extending.md"
 OUTPUT = {
     "A family of workloads": ["mistral-small", "2 passed", "pipeline(schedule="],
     "A measured column": [f"golden/v{VERSION + 1}", "passed", "True"],
+    "A section of the report": ["starting.html", "## Set-up", "passed"],
     "A command": ["Lists the runs of a results folder", "20261121T111409-a855  full", "passed"],
 }
 """What the commands of each example print, beside much else."""
