@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from harness.strategies._accelerate_config import mixed_precision
 from harness.strategies._deepspeed import settle
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, TrainStep, own_precision
 from harness.strategy.step import LOSS_SCALE
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 def make_accelerator(
-    job: Job, fsdp2: dict[str, Any] | None, deepspeed: dict[str, Any] | None, told: bool
-) -> Any:
+    job: Job,
+    fsdp2: Mapping[str, object] | None,
+    deepspeed: Mapping[str, object] | None,
+    launched: bool,
+) -> Accelerator:
     """For FSDP2 by these settings, DeepSpeed by this config, or DDP.
 
-    `told`: `accelerate launch` has said so already, by variables.
+    `launched`: `accelerate launch` has handed them over already, by environment variables.
     """
     import torch
     from accelerate import Accelerator
@@ -27,21 +36,23 @@ def make_accelerator(
     )
 
     cpu = job.device.type == "cpu"
-    handlers: list[Any] = [GradScalerKwargs(init_scale=LOSS_SCALE)]
-    given: dict[str, Any] = (
-        {} if told or deepspeed else {"mixed_precision": mixed_precision(job.cell)}
+    if fsdp2 and cpu:
+        pretend_gpus()
+    handlers: list[object] = [GradScalerKwargs(init_scale=LOSS_SCALE)]
+    given: dict[str, object] = (
+        {} if launched or deepspeed else {"mixed_precision": mixed_precision(job.cell)}
     )
     if deepspeed:
         settle(job.device.type, job.local_processes)
         handlers.append(InitProcessGroupKwargs(backend="gloo" if cpu else "nccl"))
         given |= (
             {}
-            if told
+            if launched
             else {
                 "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed, zero3_init_flag=False)
             }
         )
-    if fsdp2 and not told:
+    if fsdp2 and not launched:
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2)
     # DeepSpeed finds its device itself, and is left out where `cpu` is said.
     made = Accelerator(
@@ -62,7 +73,7 @@ def pretend_gpus() -> None:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
-def verify(job: Job, accelerator: Any, fsdp2: bool, deepspeed: bool) -> None:
+def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
     """Raises RuntimeError where Accelerate sees other ranks, another engine, precision or number of
     threads than the cell has."""
     import torch
@@ -88,3 +99,26 @@ def verify(job: Job, accelerator: Any, fsdp2: bool, deepspeed: bool) -> None:
         raise RuntimeError(
             f"Accelerate took {torch.get_num_threads()} threads a rank, the cell has {job.threads}"
         )
+
+
+def train_step(
+    job: Job, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+) -> TrainStep:
+    """A step of a loop as Accelerate's documentation writes it."""
+    import torch
+
+    plain, parts = own_precision(job), job.cell.micro_batches
+
+    def step(batch: Batch) -> Tensor:
+        total = torch.zeros((), device=job.device)
+        for part in batch.split(parts):
+            with accelerator.accumulate(model):
+                loss = plain.loss(model, part)
+                # Divides by the number of micro-batches; DeepSpeed's also steps.
+                accelerator.backward(loss)
+                optimizer.step()  # nothing before the last micro-batch
+                optimizer.zero_grad()
+            total += loss.detach() / parts
+        return total
+
+    return step

@@ -4,20 +4,23 @@ settings."""
 from __future__ import annotations
 
 import json
-from typing import Any
+import sys
+from pathlib import Path
 
 import yaml
 
-from harness.spec.cell import Cell
-from harness.strategy.base import Export
-from harness.workloads import Workload
+from harness.strategy import Cell, Export, Refused, Unavailable, Workload, make_workload
+
+PROGRAM = Path(sys.executable).with_name("accelerate")
 
 
 def mixed_precision(cell: Cell) -> str:
     return "no" if cell.precision == "fp32" else cell.precision
 
 
-def fsdp2_settings(workload: Workload, **more: Any) -> dict[str, Any]:
+def fsdp2_settings(
+    workload: Workload, *, reshard_after_forward: bool = True, offload: bool | None = None
+) -> dict[str, object]:
     """Its FSDP2 settings, one unit a block. Without the blocks' names it also wraps what
     transformers calls indivisible.
 
@@ -27,11 +30,11 @@ def fsdp2_settings(workload: Workload, **more: Any) -> dict[str, Any]:
     classes = block_classes(workload)
     return {
         "fsdp_version": 2,
-        "reshard_after_forward": True,
+        "reshard_after_forward": reshard_after_forward,
         "cpu_ram_efficient_loading": False,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         **({"transformer_cls_names_to_wrap": classes} if classes else {}),
-        **more,
+        **({} if offload is None else {"offload_params": offload}),
     }
 
 
@@ -54,8 +57,8 @@ _IN_FILE = {
 
 
 def launch_config(
-    cell: Cell, *, fsdp: dict[str, Any] | None = None, deepspeed_file: str | None = None
-) -> dict[str, Any]:
+    cell: Cell, *, fsdp: dict[str, object] | None = None, deepspeed_file: str | None = None
+) -> dict[str, object]:
     """Content of the config file: plain DDP, or FSDP with these settings, or DeepSpeed with this
     config file.
 
@@ -63,7 +66,7 @@ def launch_config(
     The script itself must then ask for `Accelerator(cpu=True)`. Port 0 lets it choose a free one.
     Precision is left to DeepSpeed's own file.
     """
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if fsdp else "DEEPSPEED" if deepspeed_file else "MULTI_GPU",
         "num_machines": 1,
@@ -77,22 +80,45 @@ def launch_config(
             "deepspeed_config": {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": False}
         }
     if fsdp:
-        said = {
-            name: ",".join(value) if isinstance(value, list) else value
-            for name, value in fsdp.items()
-        }
-        config["fsdp_config"] = {
-            _IN_FILE.get(name, f"fsdp_{name}"): value for name, value in said.items()
-        }
+        texts = {k: ",".join(v) if isinstance(v, list) else v for k, v in fsdp.items()}
+        config["fsdp_config"] = {_IN_FILE.get(k, f"fsdp_{k}"): v for k, v in texts.items()}
     return config | {"mixed_precision": mixed_precision(cell)}
+
+
+def check_launch(cell: Cell) -> None:
+    """Raises Refused or Unavailable where `accelerate launch` cannot start the ranks."""
+    if cell.launcher == "spawn":
+        raise Refused(
+            "with a config file `accelerate launch` starts the ranks: leave the launcher out"
+        )
+    if not PROGRAM.exists():
+        raise Unavailable(
+            f"there is no program accelerate beside {sys.executable}: install the package anew"
+        )
+
+
+def launch_command(
+    cell: Cell,
+    scratch: Path,
+    fsdp: dict[str, object] | None,
+    deepspeed: dict[str, object] | None,
+) -> list[str]:
+    """The command line of `accelerate launch`, whose config files it writes to `scratch`."""
+    file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"
+    if deepspeed:
+        deepspeed_file.write_text(json.dumps(deepspeed))
+    named = str(deepspeed_file) if deepspeed else None
+    config = launch_config(cell, fsdp=fsdp, deepspeed_file=named)
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    return [str(PROGRAM), "launch", "--config_file", str(file)]
 
 
 def accelerate_export(
     cell: Cell,
     *,
-    ddp: dict[str, Any] | None = None,
-    fsdp: dict[str, Any] | None = None,
-    deepspeed: dict[str, Any] | None = None,
+    ddp: dict[str, object] | None = None,
+    fsdp: dict[str, object] | None = None,
+    deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
     """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs,
@@ -132,19 +158,36 @@ def accelerate_export(
     )
 
 
+def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Export | None:
+    """FSDP2 through Accelerate, where that trains the same; None where it does not.
+
+    Accelerate computes wholly in half, where the precision is half; it offloads on GPUs only, and
+    asks a model for token embeddings, which image models do not have. It has no prefetch and no
+    hybrid sharding of its own.
+    """
+    workload = make_workload(cell.workload)
+    on_cpu = offload and cell.device == "cpu"
+    if cell.precision != "fp32" or on_cpu or workload.kind == "image":
+        return None
+    settings = fsdp2_settings(
+        workload, reshard_after_forward=reshard_after_forward, offload=offload
+    )
+    return accelerate_export(cell, fsdp=settings)
+
+
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
     """What DeepSpeed reads of the environment: its device, and how many of them a host has, which
     it cannot count on CPUs."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
-def _ddp_arguments(options: dict[str, Any]) -> dict[str, str]:
+def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
     """Of Accelerate's DistributedDataParallelKwargs, from DDP's options, as they are written.
 
     A hook's name would be no hook.
     """
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
-    hook = options.get("comm_hook", "none")
+    hook = str(options.get("comm_hook", "none"))
     if hook == "powersgd":
         arguments["comm_state_option"] = repr(
             {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}

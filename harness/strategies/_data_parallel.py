@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.strategy.job import Job
+from harness.strategy import Job
 
 
 def in_autocast(job: Job, inner: nn.Module) -> nn.Module:

@@ -1,29 +1,85 @@
-"""What is known of torch's DistributedDataParallel from outside."""
+"""torch's DistributedDataParallel: how ranks are wrapped in it, its gradient buckets and its
+compression hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.spec.training import Retained
+from harness.strategy import Cell, Job, Retained, Tolerance, Workload, model_facts
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
 
+COMPRESSED = {
+    "fp16": Tolerance(1e-3, 0.2, "gradients travel in fp16"),
+    "bf16": Tolerance(5e-3, 0.5, "gradients travel in bf16"),
+    "powersgd": Tolerance(
+        2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
+    ),
+}
+"""What each compression hook costs."""
+
+
+def wrap_in_ddp(
+    job: Job,
+    model: nn.Module,
+    *,
+    bucket_cap_mb: float | None = None,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = False,
+) -> DistributedDataParallel:
+    """The model in DDP on this rank's device; what is not given is as torch has it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model,
+        device_ids=[job.device] if job.device.type == "cuda" else None,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+
+
 def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
-    """DDP's gradient buckets, which live in C++ and are known by their sizes only."""
+    """DDP's gradient buckets, which live in C++ and show nothing but their sizes."""
     data = model._get_ddp_logging_data()
-    sizes = (
+    sizes = (  # the rebuilt ones are there a step after they were rebuilt
         data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    )  # told a step after they were rebuilt
+    )
     views = (
         sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         if model.gradient_as_bucket_view
         else 0
     )
-    yield (
-        "library",
-        "gradient buckets of DDP's reducer",
-        sum(int(size) for size in sizes.split(",")) - views,
-    )
+    total = sum(int(size) for size in sizes.split(","))
+    yield "library", "gradient buckets of DDP's reducer", total - views
+
+
+def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
+    """MiB that a bucket must hold at least under this hook; 0: any size will do.
+
+    PowerSGD reduces each bucket several times, each time but the first from a callback of the one
+    before, in another thread. With several buckets nothing keeps these reductions in one order on
+    all ranks; gloo pairs what comes, and the ranks abort ("Received data size doesn't match", 3 of
+    3 launches). On CPUs it therefore gets one bucket for all gradients.
+    """
+    if hook != "powersgd" or cell.device != "cpu":
+        return 0
+    return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20)
+
+
+def compress(model: DistributedDataParallel, hook: str) -> None:
+    """Lets gradients travel through torch's hook of this name: fp16, bf16 or powersgd."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    model.register_comm_hook(None, hooks[hook])

@@ -1,21 +1,33 @@
-"""What Horovod needs around it: which parts it was built with, and how its ranks start and find
-each other."""
+"""What Horovod needs around it: which parts it was built with, how its ranks start and find each
+other, and how a model is wrapped."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.host.unbuilt import unbuilt
-from harness.strategy.job import Job
+from harness.parity.verdict import widest
+from harness.spec.errors import Refused, Unavailable
+from harness.strategy import Cell, Job, Retained, Tolerance, Workload
+
+if TYPE_CHECKING:
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.torch import DistributedOptimizer
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 
 
 @functools.cache
@@ -29,6 +41,51 @@ def built(part: bytes) -> bool:
         for folder in folders
         for file in Path(folder).glob("torch/mpi_lib_v2*.so")
     )
+
+
+def compiled() -> dict[str, str]:
+    """Its controllers by name: `built`, or what provides them."""
+    return {
+        f"Horovod's controller {name}": missing(name, "cpu") or "built" for name in ("gloo", "mpi")
+    }
+
+
+def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None:
+    """Raises Refused for what Horovod cannot do, Unavailable for what it was not built with."""
+    if workload.arithmetic == "bf16":
+        raise Refused(
+            "Horovod has no all-reduce of bf16: keep the weights in fp32 and set the precision to"
+            " bf16"
+        )
+    if adasum:
+        if controller != "mpi":
+            raise Refused("Horovod has Adasum over MPI only: set controller to mpi")
+        if cell.devices & (cell.devices - 1):
+            raise Refused(
+                f"Adasum combines ranks in pairs: it needs a power of two, not {cell.devices}"
+            )
+        if cell.precision == "fp16":
+            raise Refused(
+                "Adasum updates during backward, before the loss scale can be taken off: use bf16"
+                " or fp32"
+            )
+    if controller == "mpi" and cell.launcher == "spawn":
+        raise Refused(
+            "the ranks of the MPI controller are started by mpirun: leave the launcher out"
+        )
+    if lacks := missing(controller, cell.device):
+        raise Unavailable(lacks)
+
+
+def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
+    """Adasum adds in steps of two ranks, and each of them adds what differs, where the reference
+    averages it."""
+    reasons = [HALF] if fp16 else []
+    if adasum and cell.devices > 1:
+        steps = math.log2(cell.devices)
+        reason = "Adasum adds what differs between the ranks' updates: another training"
+        reasons.append(Tolerance(3e-2 * steps, 1.0 * steps, reason))
+    return widest(*reasons)
 
 
 def missing(controller: str, device: str) -> str:
@@ -90,21 +147,21 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     ]
 
 
-def places(hosts: Sequence[str]) -> list[Any]:
+def places(hosts: Sequence[str]) -> list[SlotInfo]:
     """Each rank's place (Horovod's SlotInfo) from the host that each rank runs on, whatever their
     order."""
     from horovod.runner.common.util.hosts import SlotInfo
 
-    found = []
+    slots = []
     for rank, host in enumerate(hosts):
         local = hosts[:rank].count(host)
         cross = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local]
-        found.append(
+        slots.append(
             SlotInfo(
                 host, rank, local, cross.index(host), len(hosts), hosts.count(host), len(cross)
             )
         )
-    return found
+    return slots
 
 
 def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
@@ -116,12 +173,12 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
         "HOROVOD_FUSION_THRESHOLD": str(fusion_bytes),
         "HOROVOD_CYCLE_TIME": str(cycle_time_ms),
     }
-    with meeting(job) if controller == "gloo" else contextlib.nullcontext():
+    with rendezvous(job) if controller == "gloo" else contextlib.nullcontext():
         hvd.init()
 
 
 @contextlib.contextmanager
-def meeting(job: Job) -> Iterator[None]:
+def rendezvous(job: Job) -> Iterator[None]:
     """Where Gloo's ranks find each other, as horovodrun does it: a rendezvous server in a thread of
     rank 0, for as long as they look.
 
@@ -133,7 +190,7 @@ def meeting(job: Job) -> Iterator[None]:
     from horovod.runner.http.http_server import RendezvousServer
     from horovod.runner.util.network import get_driver_ip
 
-    hosts: list[Any] = [None] * job.layout.processes
+    hosts: list[str] = [""] * job.layout.processes
     dist.all_gather_object(hosts, job.node or socket.gethostname())
     slots = places(hosts)
     server, place = RendezvousServer(), ["", 0]
@@ -158,13 +215,69 @@ def meeting(job: Job) -> Iterator[None]:
         server.stop()
 
 
-def shown() -> dict[str, Any]:
-    """What TrainState has to know of functions that torch's profiler cannot see: Horovod's own
-    threads send, and synchronize waits.
+def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
+    """The cell's optimizer as Horovod's; every rank starts from rank 0's."""
+    import horovod.torch as hvd
+
+    optimizer: Optimizer = hvd.DistributedOptimizer(
+        job.optimizer(model.parameters()),
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+        backward_passes_per_step=job.cell.micro_batches,
+        op=hvd.Adasum if adasum else hvd.Average,
+    )
+    broadcast(model, optimizer)
+    return optimizer
+
+
+def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
+    """Rank 0's parameters, buffers, optimizer state and learning rate to all, after wrapping.
+
+    The state goes as rank 0's state_dict. Not by `broadcast_optimizer_state`: where an optimizer is
+    new, it first takes a real step with zero gradients, so that weights are decayed and steps
+    counted once too often; under plain SGD, which keeps no state, it leaves out the learning rate.
+    Before wrapping it would be in vain: wrapping makes a new optimizer without the old one's state.
     """
+    import horovod.torch as hvd
+
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
+
+
+@contextlib.contextmanager
+def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
+    """Gradients are averaged before GradScaler looks at them, and once: step() would do it again.
+
+    Adasum has updated during backward.
+    """
+    if adasum:
+        yield
+        return
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        yield
+
+
+def register(
+    job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
+) -> None:
+    """Shows the harness what torch's profiler cannot see: Horovod's own threads send, and
+    `synchronize` waits."""
     import horovod.torch.optimizer as module
 
-    sends = [
-        (module, name, "all_reduce") for name in ("allreduce_async_", "grouped_allreduce_async_")
-    ]
-    return {"collectives": sends, "waits": [(module, "synchronize", "communication")]}
+    def library() -> Iterator[Retained]:
+        size = buffer_bytes if job.cell.devices > 1 else 0
+        yield "library", "fusion buffer, as allocated", size
+        for start in getattr(optimizer, "_starting_models", {}).values():
+            yield "library", "Adasum's starting points", start
+
+    senders = ("allreduce_async_", "grouped_allreduce_async_")
+    job.register(
+        model,
+        optimizer,
+        library=library,
+        collectives=[(module, name, "all_reduce") for name in senders],
+        waits=[(module, "synchronize", "communication")],
+        wire="ring",
+        over_tcp=over_tcp,
+    )

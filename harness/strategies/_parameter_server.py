@@ -1,18 +1,26 @@
-"""The calls between workers and a parameter server: what workers send waits here, on the server,
-for its training step."""
+"""The processes of a parameter server: what workers do and what the server does in a step, and the
+calls between them. What workers send waits here, on the server, for its training step."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, TypedDict
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, TrainStep, loss_scaler
+from harness.strategy.job import Wait
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
 
 Reply = tuple[list[Tensor], float]
 """New parameters, and the scale of the next loss."""
@@ -23,13 +31,20 @@ _PUSHED: SimpleQueue[Push] = SimpleQueue()
 _HEARD: SimpleQueue[int] = SimpleQueue()
 
 
+class TensorPipe(TypedDict, total=False):
+    """By what RPC carries bytes; TensorPipe chooses what is left out."""
+
+    _transports: list[str]
+    _channels: list[str]
+
+
 def join(job: Job, tcp: bool) -> None:
     """Every process gets to know every other one; they are named by rank."""
     from torch.distributed import rpc
 
     if job.interface:
         os.environ["TP_SOCKET_IFNAME"] = job.interface
-    only_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
+    only_tcp: TensorPipe = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=job.layout.data + 1,  # on the server, each worker's push waits in one
         rpc_timeout=job.cell.time_limit_seconds,
@@ -61,6 +76,7 @@ def next_push() -> Push:
 
 
 def next_confirmation() -> int:
+    """Called by the server's training step: waits until a worker has its reply."""
     return _HEARD.get()
 
 
@@ -71,12 +87,12 @@ def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
     seen: set[int] = set()
     early.clear()
     while len(seen) < workers:
-        one = waiting.pop(0) if waiting else next_push()
-        if one[0] in seen:
-            early.append(one)
+        pushed = waiting.pop(0) if waiting else next_push()
+        if pushed[0] in seen:
+            early.append(pushed)
         else:
-            seen.add(one[0])
-            yield one
+            seen.add(pushed[0])
+            yield pushed
 
 
 def confirmations(workers: int) -> None:
@@ -85,7 +101,7 @@ def confirmations(workers: int) -> None:
         next_confirmation()
 
 
-def waits() -> list[tuple[Any, str, Literal["communication"]]]:
+def waits() -> list[Wait]:
     """Where worker and server wait for each other, for TrainState: RPC's threads are not
     torch.distributed's."""
     from torch.distributed import rpc
@@ -96,3 +112,96 @@ def waits() -> list[tuple[Any, str, Literal["communication"]]]:
         (here, "next_push", "communication"),
         (here, "next_confirmation", "communication"),
     ]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
+    """The cell's optimizer, which takes this many updates a step.
+
+    So that N updates weigh as much as the reference's one, each has 1/N of the learning rate and
+    keeps the N-th root of what that one keeps of a moment.
+    """
+    optimizer = job.optimizer(trained(model))
+    for group in optimizer.param_groups:
+        group["lr"] /= updates
+        if "betas" in group:
+            group["betas"] = tuple(beta ** (1 / updates) for beta in group["betas"])
+        else:  # SGD's moment is a sum, which grows with what it keeps
+            kept = group["momentum"] ** (1 / updates)
+            group["lr"] *= (1 - kept) / (1 - group["momentum"])
+            group["momentum"] = kept
+    return optimizer
+
+
+def work(job: Job, model: nn.Module) -> TrainStep:
+    """A worker's step: forward and backward, gradients to the server, parameters from it."""
+    from torch.distributed import rpc
+
+    parameters, parts = trained(model), job.cell.micro_batches
+    server = f"rank{job.layout.data}"
+    scale = loss_scaler(job).get_scale()
+
+    def step(batch: Batch) -> Tensor:
+        nonlocal scale
+        total = torch.zeros((), device=job.device)
+        for part in batch.split(parts):
+            loss = job.loss(model, part) / parts
+            (loss * scale).backward()
+            total += loss.detach()
+        gradients = [
+            torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu()
+            for p in parameters
+        ]
+        fetched, scale = rpc.rpc_sync(server, push, (job.rank, gradients))
+        take(parameters, fetched)
+        model.zero_grad()
+        confirmed = rpc.rpc_async(server, confirm, (job.rank,))
+        if batch.step == job.cell.total_steps - 1:
+            # This process ends, and must not before its last message is out. The server may have
+            # received it and ended before it could answer.
+            with contextlib.suppress(RuntimeError):
+                confirmed.wait()
+        return total
+
+    return step
+
+
+def take(parameters: list[nn.Parameter], fetched: list[Tensor]) -> None:
+    """Gives a worker's parameters the server's values."""
+    for parameter, new in zip(parameters, fetched, strict=True):
+        parameter.detach().copy_(new)
+
+
+def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
+    """The server's step: an update for every `together` workers' gradients, in the order in which
+    they come."""
+    workers, scaler = job.layout.data, loss_scaler(job)
+    scaler.scale(torch.zeros(()))  # it has no scale before a first loss, and the server sees none
+    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+    early: list[Push] = []
+
+    def step(batch: Batch) -> None:
+        came = arrivals(workers, early)
+        while pushes := sorted(itertools.islice(came, together), key=lambda pushed: pushed[0]):
+            update(optimizer, scaler, pushes)
+            # The next update may come before a reply is sent, unless it waits for that worker's
+            # next gradients.
+            answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
+            for _, _, reply in pushes:
+                reply.set_result((answer, scaler.get_scale()))
+        confirmations(workers)
+
+    return step
+
+
+def update(optimizer: Optimizer, scaler: GradScaler, pushes: list[Push]) -> None:
+    """One optimizer step with the average of these gradients."""
+    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+    for parameter, *gradients in zip(parameters, *(sent for _, sent, _ in pushes), strict=True):
+        parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()

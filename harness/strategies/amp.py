@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Tolerance, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategies._ddp import wrap_in_ddp
+from harness.strategy import EXACT, Cell, Job, Strategy, Tolerance, TrainStep, Workload
 from harness.strategy.step import loss_scaler, own_precision, standard_step
 from harness.workloads.precision import halve
 
-if TYPE_CHECKING:
-    from harness.workloads import Workload
-
 WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
 LOST = "weights are half: an update smaller than half a unit in their last place is lost"
-DEVIATIONS = {
+TOLERANCES = {
     ("O2", "fp16"): Tolerance(1e-3, 0.05, WHOLLY),
     ("O2", "bf16"): Tolerance(5e-2, 1.0, WHOLLY),
     ("O3", "fp16"): Tolerance(4e-3, 0.2, LOST),
@@ -44,44 +39,36 @@ class Amp(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
-            raise Refused(
-                f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {self.opt_level} does not go"
-                f" with {cell.precision}"
-            )
+            levels = f"{self.opt_level} does not go with {cell.precision}"
+            raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return DEVIATIONS.get((self.opt_level, cell.precision), EXACT)
+        return TOLERANCES.get((self.opt_level, cell.precision), EXACT)
 
     def setup(self, job: Job) -> TrainStep:
-        from torch.nn.parallel import DistributedDataParallel
 
         whole = job.model()
         names = [name for name, _ in whole.named_parameters()]
-        masters = (
-            [p.detach().clone().requires_grad_() for p in whole.parameters()]
-            if self.opt_level == "O2"
-            else []
-        )
+        masters = []
+        if self.opt_level == "O2":
+            masters = [p.detach().clone().requires_grad_() for p in whole.parameters()]
         half = self.opt_level in ("O2", "O3")
         if half:
             halve(whole, job.dtype(), keep_batch_norm=self.opt_level == "O2")
-        model = DistributedDataParallel(
-            whole, device_ids=[job.device] if job.device.type == "cuda" else None
-        )
+        model = wrap_in_ddp(job, whole)
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)
         if not masters:
             job.register(model, optimizer)
-            return standard_step(
-                own_precision(job) if half else job, model, optimizer, no_sync=model.no_sync
-            )
+            job = own_precision(job) if half else job
+            return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
         def hand_over() -> None:
             for master, parameter in zip(masters, parameters, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
 
-        def copy_back(*_: Any) -> None:
+        def copy_back(*_: object) -> None:
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.detach().copy_(master.detach())
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.spec.cell import Cell
-from harness.spec.training import Layout, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.step import standard_step
+from harness.strategy import Cell, Job, Layout, Strategy, TrainStep, standard_step
 
 
 class DataParallel(Strategy):

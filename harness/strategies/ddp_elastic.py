@@ -4,22 +4,18 @@ snapshot."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from pydantic import Field
 
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import Batch, Layout, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategies._ddp import wrap_in_ddp
+from harness.strategies._snapshot import Snapshots
+from harness.strategy import Batch, Cell, Job, Layout, ModelFacts, Strategy, TrainStep, Workload
 from harness.strategy.step import loss_scaler, standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from harness.workloads import Workload
-    from harness.workloads.counts import ModelFacts
 
 
 class DdpElastic(Strategy):
@@ -30,15 +26,11 @@ class DdpElastic(Strategy):
     """
 
     least_devices: ClassVar[int] = 2
-    max_restarts: ClassVar[int] = (
-        3  # one is needed; the others are for a rank that fails on its own in warm-up
-    )
+    # One is needed; the others are for a rank that fails on its own in warm-up.
+    max_restarts: ClassVar[int] = 3
 
     crash_at_step: int = Field(default=2, ge=0)
-    """The last rank leaves at the start of this step, in the first incarnation only.
-
-    It must be a warm-up step.
-    """
+    """The warm-up step at whose start the last rank leaves, before the first restart only."""
     snapshot_every: int = Field(default=1, ge=1)
     """Steps between two snapshots of model, optimizer, loss scale and losses."""
 
@@ -60,49 +52,23 @@ class DdpElastic(Strategy):
         return 3.0 * facts.trained_bytes / self.snapshot_every
 
     def setup(self, job: Job) -> TrainStep:
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
-        model = DistributedDataParallel(
-            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
-        )
+        model = wrap_in_ddp(job, job.model())
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
         job.register(model, optimizer)
-        held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
-        losses = torch.zeros(job.cell.total_steps, device=job.device)  # of this rank, by step
-        done, file = 0, job.scratch / "snapshot.pt"
-        if job.restart_count and file.exists():
-            snapshot = torch.load(file, map_location=job.device, weights_only=True)
-            losses, done = snapshot.pop("losses")[job.rank], snapshot.pop("steps")
-            if done > job.cell.warmup_steps:
-                raise RuntimeError(
-                    f"a rank failed on its own after step {done - 1}: steps replayed from its"
-                    " snapshot cannot be timed"
-                )
-            for name, state in snapshot.items():
-                held[name].load_state_dict(state)
+        snapshots = Snapshots(job, {"model": model, "optimizer": optimizer, "scaler": scaler})
+        if job.restart_count:
+            snapshots.load()
         train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
+        crashes = job.restart_count == 0 and job.rank == job.cell.devices - 1
 
         def step(batch: Batch) -> Tensor | None:
-            if batch.step < done:
-                return losses[batch.step].clone()
-            if (
-                job.restart_count == 0
-                and batch.step == self.crash_at_step
-                and job.rank == job.cell.devices - 1
-            ):
+            if batch.step < snapshots.steps:
+                return snapshots.losses[batch.step].clone()
+            if crashes and batch.step == self.crash_at_step:
                 os._exit(17)
-            losses[batch.step] = loss = cast("Tensor", train(batch))
+            snapshots.losses[batch.step] = loss = cast("Tensor", train(batch))
             if (batch.step + 1) % self.snapshot_every == 0:
-                everyones = [torch.empty_like(losses) for _ in range(job.cell.devices)]
-                torch.distributed.all_gather(everyones, losses)
-                if job.rank == 0:
-                    parts = {name: part.state_dict() for name, part in held.items()}
-                    torch.save(
-                        {"losses": everyones, "steps": batch.step + 1, **parts},
-                        new := file.with_suffix(".new"),
-                    )
-                    new.replace(file)  # whole or not at all
+                snapshots.save(batch.step + 1)
             return loss
 
         return step

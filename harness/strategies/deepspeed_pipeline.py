@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
-from harness.spec.cell import Cell
-from harness.spec.training import Batch, Layout, Retained, TrainStep
-from harness.strategies._deepspeed import deepspeed_config, settle
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategies._deepspeed import settle
+from harness.strategies._deepspeed_pipe import pipeline_buffers, timed_instructions
+from harness.strategies._deepspeed_zero import deepspeed_config
+from harness.strategy import Batch, Cell, Job, Layout, Strategy, TrainStep, Workload
 
 if TYPE_CHECKING:
+    from deepspeed.pipe import LayerSpec
     from torch import Tensor
-
-    from harness.workloads import Workload
 
 
 class DeepspeedPipeline(Strategy):
@@ -43,41 +41,28 @@ class DeepspeedPipeline(Strategy):
 
         deepspeed.init_distributed(verbose=False)
         count = job.layout.pipeline
-        module = PipelineModule(
-            [self.layer(job, index) for index in range(count)],
-            num_stages=count,
-            loss_fn=job.workload.loss,
-            partition_method="uniform",
-        )
+        layers = [self.layer(job, index) for index in range(count)]
+        options = {"loss_fn": job.workload.loss, "partition_method": "uniform"}
+        module = PipelineModule(layers, num_stages=count, **options)
         (stage,) = (m for m in module.modules() if isinstance(m, Stage))
-        config = deepspeed_config(job.cell, job.layout, 0)
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=job.optimizer(module.parameters()), config=config
+        optimizer, config = (
+            job.optimizer(module.parameters()),
+            deepspeed_config(job.cell, job.layout),
         )
-        # The engine looks its instructions up in its class; the harness wraps those of the instance
-        # to see how long they take.
-        instructions = {kind: f.__name__ for kind, f in engine._INSTRUCTION_MAP.items()}
-        engine._INSTRUCTION_MAP = {kind: _named(name) for kind, name in instructions.items()}
-        job.register(
-            stage.model,
-            engine.basic_optimizer,
-            library=lambda: _buffers(engine),
-            compute=[
-                (engine, name)
-                for name in ("_exec_forward_pass", "_exec_backward_pass", "_exec_optimizer_step")
-            ],
-        )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        compute = timed_instructions(engine)
+        buffers = functools.partial(pipeline_buffers, engine)
+        job.register(stage.model, engine.basic_optimizer, library=buffers, compute=compute)
         parts = job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:
-            loss: Tensor = engine.train_batch(
-                (part.inputs, part.labels) for part in batch.split(parts)
-            )
+            pairs = ((part.inputs, part.labels) for part in batch.split(parts))
+            loss: Tensor = engine.train_batch(pairs)
             return loss
 
         return step
 
-    def layer(self, job: Job, index: int) -> Any:
+    def layer(self, job: Job, index: int) -> LayerSpec:
         """What makes stage `index` on the rank that has it."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
@@ -92,21 +77,3 @@ class DeepspeedPipeline(Strategy):
         if count == 1 or not shared:
             return LayerSpec(Stage, job, index, count)
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
-
-
-def _buffers(engine: Any) -> Iterator[Retained]:
-    """Activations and their gradients, which the engine keeps until the next batch takes their
-    place."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    kept = (engine.pipe_buffers, engine.pipe_recv_buf, engine.grad_layer, engine._grad_layer_buf)
-    yield from (
-        ("library", "activations in the pipeline", one)
-        for one in tree_leaves(kept)
-        if isinstance(one, torch.Tensor)
-    )
-
-
-def _named(name: str) -> Any:
-    return lambda engine, **told: getattr(engine, name)(**told)

@@ -4,22 +4,19 @@ tensor, cut over the ranks."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, Retained, States, TrainStep
-from harness.strategy.base import Strategy
+from harness.strategies._fairscale import pinned_gradients
+from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Job
-from harness.strategy.step import LOSS_SCALE, standard_step
+from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from harness.workloads import Workload
-    from harness.workloads.counts import ModelFacts
+    from torch import Tensor
 
 
 class FairscaleFsdp(Strategy):
@@ -65,46 +62,28 @@ class FairscaleFsdp(Strategy):
 
     def setup(self, job: Job) -> TrainStep:
         import torch
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-        home = (
-            torch.device("cpu") if self.cpu_offload else job.device
-        )  # offloaded shards are cut from a model in host memory
+        # Offloaded shards are cut from a model in host memory.
+        home = torch.device("cpu") if self.cpu_offload else job.device
+        shard = functools.partial(
+            FullyShardedDataParallel,
+            reshard_after_forward=self.reshard_after_forward,
+            move_params_to_cpu=self.cpu_offload,
+            compute_device=job.device,
+        )
         whole = dataclasses.replace(job, device=home).model()
         if job.workload.block_path:
             blocks = whole.get_submodule(job.workload.block_path)
             for name, block in list(blocks.named_children()):
-                setattr(blocks, name, self.shard(job, block))
-        model = self.shard(job, whole)
+                setattr(blocks, name, shard(block))
+        model = shard(whole)
 
         def gather() -> Iterator[tuple[str, Tensor]]:
             with model.summon_full_params(volatile=True):
                 yield from model.named_parameters()
 
-        def pinned() -> Iterator[Retained]:
-            yield from (
-                ("library", "pinned gradients", p._cpu_grad)
-                for p in model.parameters()
-                if hasattr(p, "_cpu_grad")
-            )
-
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, gather=gather, library=pinned)
-        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
-        # the same steps.
-        scaler = ShardedGradScaler(
-            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
-        )
-        return standard_step(
-            job, model, optimizer, no_sync=model.no_sync if self.no_sync else None, scaler=scaler
-        )
-
-    def shard(self, job: Job, module: nn.Module) -> Any:
-        from fairscale.nn.data_parallel import FullyShardedDataParallel
-
-        return FullyShardedDataParallel(
-            module,
-            reshard_after_forward=self.reshard_after_forward,
-            move_params_to_cpu=self.cpu_offload,
-            compute_device=job.device,
-        )
+        job.register(model, optimizer, gather=gather, library=lambda: pinned_gradients(model))
+        no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
+        return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)

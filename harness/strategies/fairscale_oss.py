@@ -5,41 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.measure.states import retained_by
 from harness.parity.verdict import widest
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
-from harness.strategy.base import Strategy
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.strategies import _fairscale
+from harness.strategy import Cell, Job, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Job
-from harness.strategy.step import LOSS_SCALE, standard_step
-
-if TYPE_CHECKING:
-    from harness.workloads import Workload
-    from harness.workloads.counts import ModelFacts
-
-REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
-BROADCAST = Tolerance(
-    1e-3,
-    0.6,
-    "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
-)
+from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.workloads import Workload
+from harness.workloads.counts import ModelFacts
 
 
 class FairscaleOss(Strategy):
     """fairscale's OSS + ShardedDataParallel ("simple", zero_dp_1): a rank gets the gradients of its
     parameters and updates them.
 
-    Gradients are cleared through the model. OSS's own `zero_grad` sets them to None, as torch's has
-    done since 2.0, and so takes them out of the buckets that ShardedDataParallel reduces: from the
-    second step on each rank updates with its own gradients alone. The inner optimizer's clears this
-    rank's parameters only, and the others' gradients add up. In fp16 the ranks have to skip the
+    Gradients are cleared through the model, not through the optimizer: see `clear` in _fairscale.py
+    for what goes wrong. In fp16 the ranks have to skip the
     same steps; fairscale's ShardedGradScaler is switched off without CUDA, torch's own works on
     both.
     """
@@ -63,10 +48,9 @@ class FairscaleOss(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        reduced, broadcast = self.reduce_fp16, self.broadcast_fp16
         return widest(
-            EXACT,
-            *([REDUCED] if self.reduce_fp16 else []),
-            *([BROADCAST] if self.broadcast_fp16 else []),
+            _fairscale.REDUCED if reduced else EXACT, _fairscale.BROADCAST if broadcast else EXACT
         )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
@@ -91,7 +75,6 @@ class FairscaleOss(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         whole = job.model()
         factory, kwargs = job.optimizer_class()
@@ -102,30 +85,14 @@ class FairscaleOss(Strategy):
             reduce_buffer_size=self.reduce_buffer_size,
             reduce_fp16=self.reduce_fp16,
         )
-        job.register(model, optimizer.optim, states=lambda: held(model, optimizer))
-        scaler = ShardedGradScaler(
-            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
+        job.register(
+            model, optimizer.optim, states=lambda: _fairscale.retained_by_oss(model, optimizer)
         )
         return standard_step(
             job,
             model,
             optimizer,
             no_sync=model.no_sync,
-            scaler=scaler,
-            clear=lambda: self.clear(model, optimizer),
+            scaler=sharded_loss_scaler(job),
+            clear=lambda: _fairscale.clear(model, optimizer),
         )
-
-    def clear(self, model: Any, optimizer: Any) -> None:
-        """Buckets are zeroed, gradients outside them are freed."""
-        model.zero_grad(set_to_none=True)
-
-
-def held(model: Any, optimizer: Any) -> Iterator[Retained]:
-    """Buckets first: gradients are views of the one kind, parameters of the other."""
-    for bucket in model._bucket_list:
-        yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
-    for device in optimizer.buckets.values():
-        yield from (
-            ("parameters", "broadcast buckets of OSS", bucket.buffer) for bucket in device.values()
-        )
-    yield from retained_by(model, [optimizer.optim])

@@ -3,24 +3,19 @@ sharded over the ranks."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy.base import Export, Strategy
+from harness.strategies._fsdp import backward_prefetch, wrap_policy
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Job
-from harness.strategy.sharding import blocks_of, check_hybrid, shard_mesh
-from harness.strategy.step import LOSS_SCALE, standard_step
+from harness.strategy.sharding import check_hybrid, shard_mesh
+from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from harness.workloads import Workload
-    from harness.workloads.counts import ModelFacts
+    from torch import Tensor
 
 
 class Fsdp1(Strategy):
@@ -43,24 +38,17 @@ class Fsdp1(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
-            raise Refused(
-                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
-                " frozen as a whole: use_orig_params"
-            )
+            reason = "freezes most parameters, and a flat parameter is trained or frozen as a whole"
+            raise Refused(f"{workload.name} {reason}: use_orig_params")
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
-            raise Unavailable(
-                "FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one; fsdp2"
-                " offloads without"
-            )
+            reason = "FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one;"
+            raise Unavailable(f"{reason} fsdp2 offloads without")
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(
-            cell,
-            facts,
-            shards=cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices,
-        )
+        shards = cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices
+        return model_states(cell, facts, shards)
 
     @property
     def shards_parameters(self) -> bool:
@@ -70,27 +58,16 @@ class Fsdp1(Strategy):
         return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
-        from torch.distributed.fsdp import (
-            BackwardPrefetch,
-            CPUOffload,
-            FullyShardedDataParallel,
-            ShardingStrategy,
-        )
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
         whole = job.model()
-        prefetch = {
-            "pre": BackwardPrefetch.BACKWARD_PRE,
-            "post": BackwardPrefetch.BACKWARD_POST,
-            "none": None,
-        }
         model = FullyShardedDataParallel(
             whole,
             device_mesh=shard_mesh(job, hybrid=self.sharding == "hybrid_shard"),
             device_id=job.device,
             sharding_strategy=ShardingStrategy[self.sharding.upper()],
-            auto_wrap_policy=self._policy(job, whole) if self.auto_wrap else None,
-            backward_prefetch=prefetch[self.backward_prefetch],
+            auto_wrap_policy=wrap_policy(job, whole) if self.auto_wrap else None,
+            backward_prefetch=backward_prefetch(self.backward_prefetch),
             cpu_offload=CPUOffload(offload_params=self.cpu_offload),
             use_orig_params=self.use_orig_params,
         )
@@ -101,18 +78,5 @@ class Fsdp1(Strategy):
 
         optimizer = job.optimizer(model.parameters())
         job.register(model, optimizer, gather=gather)
-        # Each rank sees its own shard's infinities only: the sharded scaler makes all ranks skip
-        # the same steps.
-        scaler = ShardedGradScaler(
-            job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16"
-        )
+        scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
-
-    def _policy(self, job: Job, model: nn.Module) -> Callable[..., Any]:
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-
-        blocks = blocks_of(job, model)
-        if blocks:
-            return ModuleWrapPolicy({type(block) for block in blocks})
-        parameters = sum(p.numel() for p in model.parameters())
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters // 8)

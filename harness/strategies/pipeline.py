@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from harness.spec.cell import Cell
 from harness.spec.errors import Refused
-from harness.spec.training import Layout, TrainStep
-from harness.strategy.base import Strategy
+from harness.strategy import Cell, Job, Layout, ModelFacts, Strategy, TrainStep
 from harness.strategy.formulas import hidden_bytes
-from harness.strategy.job import Job
-from harness.workloads import make_workload
-
-if TYPE_CHECKING:
-    from harness.workloads import Workload
-    from harness.workloads.counts import ModelFacts
+from harness.workloads import Workload, make_workload
 
 
 class Pipeline(Strategy):

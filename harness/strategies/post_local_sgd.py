@@ -3,18 +3,13 @@ them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Tolerance, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategies._ddp import wrap_in_ddp
+from harness.strategy import EXACT, Cell, Job, Strategy, Tolerance, TrainStep, Workload
 from harness.strategy.step import standard_step
-
-if TYPE_CHECKING:
-    from harness.workloads import Workload
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
 LOCAL = Tolerance(
@@ -59,11 +54,8 @@ class PostLocalSgd(Strategy):
         )
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
-        from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(
-            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
-        )
+        model = wrap_in_ddp(job, job.model())
         state: Any = PostLocalSGDState
         model.register_comm_hook(
             state(None, None, self.start_step, post_local_gradient_allreduce=False),

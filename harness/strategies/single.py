@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from harness.spec.cell import Cell
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy.base import Export, Strategy
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Job
 from harness.strategy.step import standard_step
-
-if TYPE_CHECKING:
-    from harness.workloads.counts import ModelFacts
 
 
 class Single(Strategy):

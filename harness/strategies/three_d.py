@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import functools
+from typing import Literal
 
 from pydantic import Field
 
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from harness.strategy.stage import Stage
-    from harness.workloads import Workload
+from harness.strategy import Cell, Job, Layout, Refused, Strategy, TrainStep, Workload
 
 
 class ThreeD(Strategy):
@@ -36,15 +27,10 @@ class ThreeD(Strategy):
 
     def layout(self, devices: int) -> Layout:
         if devices % (self.tensor * self.pipeline):
-            raise Refused(
-                f"{devices} devices do not divide by tensor {self.tensor} x pipeline"
-                f" {self.pipeline}"
-            )
-        return Layout(
-            data=devices // (self.tensor * self.pipeline),
-            pipeline=self.pipeline,
-            tensor=self.tensor,
-        )
+            by = f"tensor {self.tensor} x pipeline {self.pipeline}"
+            raise Refused(f"{devices} devices do not divide by {by}")
+        data = devices // (self.tensor * self.pipeline)
+        return Layout(data=data, pipeline=self.pipeline, tensor=self.tensor)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         from harness.strategy.pipelining import check_micro_batches
@@ -57,8 +43,8 @@ class ThreeD(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.optim import ZeroRedundancyOptimizer
 
+        from harness.strategies._three_d import stage_optimizer, wrap_stage
         from harness.strategy.pipelining import Pipe, train_step
         from harness.strategy.stage import Stage, split_tensors
 
@@ -71,43 +57,10 @@ class ThreeD(Strategy):
         restore = split_tensors(stage, mesh["tensor"]) if self.tensor > 1 else {}
         for module in (*stage.blocks, stage) if self.data_axis == "fsdp2" else ():
             fully_shard(module, mesh=mesh["data"])
-        pipe = Pipe(
-            job,
-            self.schedule,
-            [stage],
-            mesh.get_group("pipeline"),
-            lambda stage: self._wrap(stage, data),
+        wrap = functools.partial(wrap_stage, axis=self.data_axis, group=data)
+        pipe = Pipe(job, self.schedule, [stage], mesh.get_group("pipeline"), wrap)
+        optimizer = stage_optimizer(
+            job, pipe.parameters, data if self.data_axis == "zero1" else None
         )
-        kind, kwargs = job.optimizer_class()
-        sharded = self.data_axis == "zero1"
-        optimizer = (
-            ZeroRedundancyOptimizer(pipe.parameters, kind, data, **kwargs)
-            if sharded
-            else kind(pipe.parameters, **kwargs)
-        )
-        return train_step(
-            job,
-            pipe,
-            optimizer,
-            data if self.data_axis in ("all_reduce", "zero1") else None,
-            restore=restore,
-        )
-
-    def _wrap(self, stage: Stage, data: Any) -> nn.Module:
-        """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do
-        not take.
-
-        A schedule's first forward, for shapes, has no backward: DDP fails at it unless
-        find_unused_parameters keeps its buckets.
-        """
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-        from torch.nn.parallel import DistributedDataParallel
-
-        if self.data_axis == "fsdp2":
-            return stage
-        _pre_dp_module_transform(stage)
-        return (
-            DistributedDataParallel(stage, process_group=data, find_unused_parameters=True)
-            if self.data_axis == "ddp"
-            else stage
-        )
+        averaged = data if self.data_axis in ("all_reduce", "zero1") else None
+        return train_step(job, pipe, optimizer, averaged, restore=restore)

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-
-if TYPE_CHECKING:
-    from harness.workloads import Workload
+from harness.strategy import Cell, Job, Layout, Refused, Strategy, TrainStep, Workload
 
 
 class Vertical(Strategy):

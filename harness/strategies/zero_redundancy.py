@@ -4,18 +4,11 @@ and broadcasts it."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from harness.spec.cell import Cell
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategies._ddp import ddp_buckets
-from harness.strategy.base import Export, Strategy
+from harness.strategies._ddp import ddp_buckets, wrap_in_ddp
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import all_reduced, fullest_share, passed_once, whole_model_states
-from harness.strategy.job import Job
 from harness.strategy.step import standard_step
-
-if TYPE_CHECKING:
-    from harness.workloads.counts import ModelFacts
 
 
 class ZeroRedundancy(Strategy):
@@ -44,11 +37,8 @@ class ZeroRedundancy(Strategy):
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.optim import ZeroRedundancyOptimizer
-        from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(
-            job.model(), device_ids=[job.device] if job.device.type == "cuda" else None
-        )
+        model = wrap_in_ddp(job, job.model())
         factory, kwargs = job.optimizer_class()
         trained = [
             p for p in model.parameters() if p.requires_grad

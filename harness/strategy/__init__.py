@@ -1,9 +1,12 @@
 """The one seam: a strategy is a frozen set of options with one method, `setup(job) -> TrainStep`.
 
-This package is what a strategy of one's own imports; see docs/extending.md.
+Everything that a strategy needs is here, whether it is a file of harness/strategies or a class of
+another package. Importing it does not import torch.
 """
 
 from harness import RENAMED_NAMES, warn_renamed
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import (
     EXACT,
     Batch,
@@ -15,15 +18,21 @@ from harness.spec.training import (
     TrainStep,
 )
 from harness.strategy.base import Export, Strategy
+from harness.strategy.formulas import all_reduced, model_states, passed_once, whole_model_states
 from harness.strategy.job import Job, TrainState
 from harness.strategy.step import loss_scaler, own_precision, standard_step
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import ModelFacts, model_facts
 
 __all__ = [
     "EXACT",
     "Batch",
+    "Cell",
     "Export",
     "Job",
     "Layout",
+    "ModelFacts",
+    "Refused",
     "Retained",
     "StateKind",
     "States",
@@ -31,9 +40,17 @@ __all__ = [
     "Tolerance",
     "TrainState",
     "TrainStep",
+    "Unavailable",
+    "Workload",
+    "all_reduced",
     "loss_scaler",
+    "make_workload",
+    "model_facts",
+    "model_states",
     "own_precision",
+    "passed_once",
     "standard_step",
+    "whole_model_states",
 ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from harness import warn_renamed
 from harness.spec.cell import Cell
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
     from harness.workloads import Workload
 from harness.spec.training import Batch, Layout, Retained
+
+Wire = Literal["gloo", "ring"]
+Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
+"""Object or module, name of its function, and the component of a step that its time belongs to."""
+Sender = tuple[object, str, str]
+"""Object or module, name of its function, and the collective operation that it does."""
 
 
 @dataclass
@@ -27,10 +34,10 @@ class TrainState:
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
-    restore: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Parameter name -> function from the whole tensor as the strategy holds it to the workload's
     own layout."""
-    compute: Sequence[tuple[Any, str]] = ()
+    compute: Sequence[tuple[object, str]] = ()
     """(object, method name) pairs that are this rank's computation; timed in a pass of its own for
     the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
@@ -46,21 +53,31 @@ class TrainState:
     offload_folder: Path | None = None
     """Folder of a disk that states are kept on; what is read from and written to the disk is then
     recorded."""
-    waits: Sequence[
-        tuple[Any, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
-    ] = ()
-    """(object or module, function name, component) whose time, where nothing computes in it,
-    belongs to that component; for waits that torch's profiler cannot see. Wrapped in a pass of its
-    own.
-    """
-    collectives: Sequence[tuple[Any, str, str]] = ()
-    """(object or module, function name, operation) that send their first argument among all ranks
-    without torch.distributed."""
-    wire: Literal["gloo", "ring"] = "gloo"
+    waits: Sequence[Wait] = ()
+    """Functions in which a rank waits, where torch's profiler cannot see it. Their time belongs to
+    the component where nothing computes meanwhile. Wrapped in a pass of its own."""
+    collectives: Sequence[Sender] = ()
+    """Functions that send their first argument among all ranks without torch.distributed."""
+    wire: Wire = "gloo"
     """Whose algorithms move the bytes: torch's gloo backend's, or rings."""
     over_tcp: bool = True
     """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those
     sent are unknown."""
+
+
+class Shown(TypedDict, total=False):
+    """Keyword arguments of `Job.register`: the fields of TrainState, all optional."""
+
+    restore: Mapping[str, Callable[[Tensor], Tensor]]
+    compute: Sequence[tuple[object, str]]
+    gather: Callable[[], Iterator[tuple[str, Tensor]]] | None
+    states: Callable[[], Iterable[Retained]] | None
+    library: Callable[[], Iterable[Retained]] | None
+    offload_folder: Path | None
+    waits: Sequence[Wait]
+    collectives: Sequence[Sender]
+    wire: Wire
+    over_tcp: bool
 
 
 @dataclass
@@ -122,18 +139,20 @@ class Job:
         }
         return torch.optim.AdamW, kwargs
 
-    def optimizer(self, parameters: Any) -> Optimizer:
+    def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
+        """The cell's optimizer of these parameters."""
         factory, kwargs = self.optimizer_class()
         return factory(parameters, **kwargs)
 
     def dtype(self) -> torch.dtype:
+        """The cell's precision as torch names it."""
         import torch
 
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
             self.cell.precision
         ]
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Autocast in the cell's precision; does nothing in fp32."""
         import torch
 
@@ -141,15 +160,15 @@ class Job:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype())
 
-    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+    def loss(self, model: Callable[..., object], batch: Batch) -> Tensor:
         """Forward and mean loss, under the cell's autocast."""
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
 
-    def expose(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
+    def expose(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
         """Former name of `register`."""
         warn_renamed("Job.expose", "register")
-        self.register(model, *optimizers, **more)
+        self.register(model, *optimizers, **shown)
 
     @property
     def exposed(self) -> TrainState | None:
@@ -157,9 +176,9 @@ class Job:
         warn_renamed("Job.exposed", "train_state")
         return self.train_state
 
-    def register(self, model: nn.Module, *optimizers: Optimizer, **more: Any) -> None:
+    def register(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
         """Shows the harness the trained module and optimizers (see `TrainState`).
 
         Every strategy calls it once.
         """
-        self.train_state = TrainState(model, optimizers, **more)
+        self.train_state = TrainState(model, optimizers, **shown)

@@ -3,7 +3,7 @@ across stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,11 +144,11 @@ def train_step(
     pipe: Pipe,
     optimizer: Optimizer,
     average_over: dist.ProcessGroup | None = None,
-    **shown: Any,
+    restore: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> TrainStep:
     """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied
     gradients, update."""
-    compute: list[tuple[Any, str]] = [(pipe, "loss"), (optimizer, "step")]
+    compute: list[tuple[object, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
         compute += [
             (stage, name)
@@ -162,7 +162,7 @@ def train_step(
         states,
         compute=compute,
         gather=lambda: iter(pipe.named),
-        **shown,
+        restore=restore or {},
     )
 
     def step(batch: Batch) -> Tensor | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job
@@ -25,9 +25,9 @@ def standard_step(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
     before_update: Callable[[], None] | None = None,
-    around_update: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    around_update: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     scaler: GradScaler | None = None,
     clear: Callable[[], object] | None = None,
 ) -> TrainStep:
@@ -72,6 +72,15 @@ def loss_scaler(job: Job) -> GradScaler:
     from torch.amp.grad_scaler import GradScaler
 
     return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")
+
+
+def sharded_loss_scaler(job: Job) -> GradScaler:
+    """The same where each rank sees infinities in its own shard of the gradients only: it makes all
+    ranks skip the same steps."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    fp16 = job.cell.precision == "fp16"
+    return ShardedGradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=fp16)
 
 
 def own_precision(job: Job) -> Job:

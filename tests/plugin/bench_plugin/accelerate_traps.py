@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.training import TrainStep
+from harness.strategies import _accelerate
 from harness.strategies.accelerate import Accelerate
 from harness.strategy.job import Job
 from harness.workloads import Workload
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+MAKE = _accelerate.make_accelerator
 
 
 class AccelerateTraps(Accelerate):
@@ -35,23 +37,15 @@ class AccelerateTraps(Accelerate):
         if self.trap != "fp16_on_cpu":
             super().check(cell, workload)
 
-    def verify(self, job: Job, accelerator: Any) -> None:
-        if self.verified:
-            super().verify(job, accelerator)
-
-    def pretend(self) -> None:
-        if self.trap != "fsdp_on_cpu":
-            super().pretend()
-
-    def deepspeed_config(self, cell: Cell) -> dict[str, Any]:
-        config = super().deepspeed_config(cell)
+    def deepspeed_config(self, cell: Cell) -> Any:
+        config: Any = super().deepspeed_config(cell)
         if self.trap == "clipping":
             config["gradient_clipping"] = "auto"
         if self.trap == "batch_sizes":
             config["train_batch_size"] = "auto"
         return config
 
-    def accelerator(self, job: Job) -> Any:
+    def accelerator(self, *arguments: Any) -> Any:
         import accelerate
         import torch
         from accelerate.utils import InitProcessGroupKwargs
@@ -70,13 +64,18 @@ class AccelerateTraps(Accelerate):
 
         accelerate.Accelerator.__init__ = changed
         hidden = {name: os.environ.pop(name) for name in VARIABLES if self.trap == "no_variables"}
-        made = super().accelerator(job)
+        made = MAKE(*arguments)
         os.environ.update(hidden)
         if self.trap == "threads":
             torch.set_num_threads(made.threads_taken)
         return made
 
     def setup(self, job: Job) -> TrainStep:
+        _accelerate.make_accelerator = self.accelerator
+        if not self.verified:
+            _accelerate.verify = lambda *arguments: None
+        if self.trap == "fsdp_on_cpu":
+            _accelerate.pretend_gpus = lambda: None
         if self.trap == "inner_optimizer":
             from accelerate.optimizer import AcceleratedOptimizer
 

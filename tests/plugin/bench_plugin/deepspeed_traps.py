@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from harness.spec.cell import Cell
 from harness.spec.training import Layout, TrainStep
-from harness.strategies import _deepspeed
+from harness.strategies import _deepspeed, _deepspeed_engine
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
 from harness.strategy.job import Job
@@ -26,7 +26,7 @@ class DeepspeedTraps(Deepspeed):
             super().check(cell, workload)
 
     def config(
-        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
     ) -> dict[str, Any]:
         config = super().config(cell, layout, sizes, folder)
         if self.without == "clipping_off":
@@ -39,11 +39,9 @@ class DeepspeedTraps(Deepspeed):
 
             CPU_Accelerator.is_fp16_supported = lambda self: False
             _deepspeed.keep_dtype = lambda device: None
+        if self.without == "undone_step":
+            _deepspeed_engine.undo_first_step = lambda engine: None
         return super().setup(job)
-
-    def undo_first_step(self, engine: Any) -> None:
-        if self.without != "undone_step":
-            super().undo_first_step(engine)
 
 
 class UntiedDeepspeedPipeline(DeepspeedPipeline):

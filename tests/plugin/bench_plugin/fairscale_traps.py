@@ -2,7 +2,9 @@
 
 from typing import Any, Literal
 
+from harness.strategies import _fairscale
 from harness.strategies.fairscale_oss import FairscaleOss
+from harness.strategy import Job, TrainStep
 
 
 class FairscaleTraps(FairscaleOss):
@@ -14,8 +16,10 @@ class FairscaleTraps(FairscaleOss):
     def clear(self, model: Any, optimizer: Any) -> None:
         from torch.optim import Optimizer
 
-        if self.through == "model":
-            super().clear(model, optimizer)
-        else:
-            which = optimizer.optim if self.through.startswith("shard") else optimizer
-            Optimizer.zero_grad(which, set_to_none=not self.through.endswith("zero"))
+        which = optimizer.optim if self.through.startswith("shard") else optimizer
+        Optimizer.zero_grad(which, set_to_none=not self.through.endswith("zero"))
+
+    def setup(self, job: Job) -> TrainStep:
+        if self.through != "model":
+            _fairscale.clear = self.clear
+        return super().setup(job)

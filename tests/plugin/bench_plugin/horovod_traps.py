@@ -8,9 +8,12 @@ import time
 from typing import Any, Literal
 
 from harness.spec.training import Batch, TrainStep
+from harness.strategies import _horovod
 from harness.strategies.horovod import Horovod
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
+
+WRAP = _horovod.wrap
 
 
 class PlainSgd(Job):
@@ -35,7 +38,7 @@ class HorovodTraps(Horovod):
     plain_sgd: bool = False
     """Use SGD without momentum."""
 
-    def wrap(self, job: Job, model: Any) -> Any:
+    def wrap(self, job: Job, model: Any, fp16: bool, adasum: bool) -> Any:
         import horovod.torch as hvd
         import torch
 
@@ -51,20 +54,25 @@ class HorovodTraps(Horovod):
                 for parameter in model.parameters():
                     parameter.mul_(1.1)
         if self.trap != "state_before_wrapping":
-            return super().wrap(job, model)
+            return WRAP(job, model, fp16, adasum)
         optimizer = job.optimizer(model.parameters())
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        broadcast_by_horovod(model, optimizer)
         return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    def broadcast(self, model: Any, optimizer: Any) -> None:
-        import horovod.torch as hvd
-
+    def setup(self, job: Job) -> TrainStep:
+        _horovod.wrap = self.wrap
         if self.trap == "state_after_wrapping":
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        elif self.trap != "no_broadcast":
-            super().broadcast(model, optimizer)
+            _horovod.broadcast = broadcast_by_horovod
+        if self.trap == "no_broadcast":
+            _horovod.broadcast = lambda model, optimizer: None
+        return super().setup(job)
+
+
+def broadcast_by_horovod(model: Any, optimizer: Any) -> None:
+    import horovod.torch as hvd
+
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 class AdasumByHand(Strategy):

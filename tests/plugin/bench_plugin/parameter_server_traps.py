@@ -15,14 +15,21 @@ class ParameterServerTraps(ParameterServer):
     trap: Literal["none", "never_fetches", "deaf_to_one"] = "none"
     """Workers keep their first parameters, or the server leaves out one worker's gradients."""
 
-    def take(self, parameters: Any, fetched: Any) -> None:
-        if self.trap != "never_fetches":
-            super().take(parameters, fetched)
+    def setup(self, job: Job) -> TrainStep:
+        from harness.strategies import _parameter_server
 
-    def update(self, optimizer: Any, scaler: Any, pushes: Any) -> None:
-        heard = [push for push in pushes if self.trap != "deaf_to_one" or push[0] != 1]
-        if heard:
-            super().update(optimizer, scaler, heard)
+        update = _parameter_server.update
+
+        def update_without_worker_1(optimizer: Any, scaler: Any, pushes: Any) -> None:
+            heard = [push for push in pushes if push[0] != 1]
+            if heard:
+                update(optimizer, scaler, heard)
+
+        if self.trap == "never_fetches":
+            _parameter_server.take = lambda parameters, fetched: None
+        if self.trap == "deaf_to_one":
+            _parameter_server.update = update_without_worker_1
+        return super().setup(job)
 
 
 class ParameterServerFaulty(ParameterServer):

@@ -2,9 +2,8 @@
 goes wrong."""
 
 import types
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import harness.strategies.trainer
 from harness.spec.training import Batch, TrainStep
 from harness.strategies.trainer import TransformersTrainer
 from harness.strategy.job import Job
@@ -49,25 +48,26 @@ class TrainerTraps(TransformersTrainer):
         "ends",
     ] = "none"
     """What is left out, or done in its place."""
+    _former: ClassVar[dict[str, Any]] = {}
 
-    def arguments(self, job: Job, model: Any) -> dict[str, Any]:
-        arguments = super().arguments(job, model)
+    def arguments(self, job: Job, *model_and_engine: Any) -> Any:
+        arguments: Any = self._former["arguments"](job, *model_and_engine)
         if self.trap in ARGUMENTS:
             del arguments[ARGUMENTS[self.trap]]
         if self.trap == "deepspeed_clipping":
             del arguments["deepspeed"]["gradient_clipping"]
         if self.trap.startswith("own_optimizer"):
-            _, said = job.optimizer_class()
-            rate = {"learning_rate": said["lr"], "weight_decay": said["weight_decay"]}
+            _, given = job.optimizer_class()
+            rate = {"learning_rate": given["lr"], "weight_decay": given["weight_decay"]}
             adam = {
-                "adam_beta1": said["betas"][0],
-                "adam_beta2": said["betas"][1],
-                "adam_epsilon": said["eps"],
+                "adam_beta1": given["betas"][0],
+                "adam_beta2": given["betas"][1],
+                "adam_epsilon": given["eps"],
             }
             arguments |= {"optim": "adamw_torch", **rate, **adam}
         return arguments
 
-    def trainer(self, stepped: Any) -> Any:
+    def make_trainer(self, stepped: Any, engine: Any) -> Any:
         from transformers import Trainer, TrainerCallback
 
         class Callback(TrainerCallback):
@@ -77,9 +77,7 @@ class TrainerTraps(TransformersTrainer):
                 if state.global_step == 3 and self.trap == "ends":
                     control.should_training_stop = True
 
-        if self.trap == "fsdp_on_cpu":
-            harness.strategies.trainer.pretend_gpus = lambda: None
-        trainer = super().trainer(stepped)
+        trainer = self._former["make_trainer"](stepped, engine)
         trainer.add_callback(Callback)
         if self.trap.startswith("own_optimizer"):
             trainer.create_optimizer = types.MethodType(Trainer.create_optimizer, trainer)
@@ -92,6 +90,13 @@ class TrainerTraps(TransformersTrainer):
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel
 
+        from harness.strategies import _trainer
+
+        for name in ("arguments", "make_trainer", "counts_labels", "named_inputs"):
+            self._former[name] = getattr(_trainer, name)
+            setattr(_trainer, name, getattr(self, name))
+        if self.trap == "fsdp_on_cpu":
+            _trainer.pretend_gpus = lambda: None
         step = super().setup(job)
         wrapped: Any = job.train_state and job.train_state.model
         if isinstance(wrapped, DistributedDataParallel):
@@ -105,12 +110,12 @@ class TrainerTraps(TransformersTrainer):
         return step
 
     def counts_labels(self, workload: Workload) -> bool:
-        return self.trap == "count_is_ignored" or super().counts_labels(workload)
+        return self.trap == "count_is_ignored" or self._former["counts_labels"](workload)
 
-    def named(self, workload: Workload, model: Any, part: Batch) -> dict[str, Any]:
+    def named_inputs(self, workload: Workload, model: Any, part: Batch) -> dict[str, Any]:
         import torch
 
-        named = super().named(workload, model, part)
+        named = self._former["named_inputs"](workload, model, part)
         if self.trap == "shifted_twice":
             del named["shift_labels"]
         if self.trap in (

@@ -1,0 +1,216 @@
+"""DeepSpeed's engine: what it keeps, where it waits, and what is set right when it is made."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.strategy import Batch, Job, Retained, Tolerance, TrainStep, own_precision
+from harness.strategy.job import Wait
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime import ZeROOptimizer
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+HALF = Tolerance(
+    6e-3,
+    0.12,
+    "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16",
+)
+
+
+def emptied_folder(job: Job, chosen: str) -> Path:
+    """Where what is offloaded to a disk lies, in this folder or the trial's own, without what an
+    earlier trial left there."""
+    import torch.distributed as dist
+
+    folder = (Path(chosen) if chosen else job.scratch) / "offload"
+    if chosen and job.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    if chosen:
+        dist.barrier()
+    return folder
+
+
+def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
+    """torch's; where its states are offloaded DeepSpeed's AdamW on the CPU, which is the same
+    (decay decoupled, eps beside the corrected root)."""
+    if not offloaded or job.cell.optimizer == "sgd":
+        return job.optimizer(model.parameters())
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    _, kwargs = job.optimizer_class()
+    optimizer: Optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **kwargs)
+    return optimizer
+
+
+def undo_first_step(engine: DeepSpeedEngine) -> None:
+    """Without ZeRO, the optimizer of half weights takes a step with zero gradients when it is made.
+
+    It decays the weights and counts in the bias correction of all later steps: the loss is off by
+    8e-3 at the second.
+    """
+    if hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.basic_optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()
+
+
+def engine_step(job: Job, engine: DeepSpeedEngine) -> TrainStep:
+    """One step of DeepSpeed's own loop: the engine divides by the number of micro-batches, and
+    updates after the last of them."""
+    import torch
+
+    plain, parts = own_precision(job), job.cell.micro_batches
+
+    def step(batch: Batch) -> Tensor:
+        total = torch.zeros((), device=job.device)
+        for part in batch.split(parts):
+            loss = plain.loss(engine, part)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / parts
+        return total
+
+    return step
+
+
+def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
+    """Every tensor that engine and optimizer keep, the owner of a storage before its views."""
+    for name, buffer in engine.module.named_buffers():
+        yield "library", f"model buffer {name}", buffer
+    zero = engine.optimizer
+    if hasattr(zero, "parameter_offload"):
+        yield from _stage_3(engine, zero)
+    elif hasattr(zero, "bit16_groups_flat"):
+        yield from _stages_1_and_2(zero)
+    for name, parameter in engine.module.named_parameters():
+        # What is a partition of its own was named above: a whole one beside it is a copy.
+        yield (
+            ("library", "persistent parameters", parameter)
+            if hasattr(parameter, "ds_tensor")
+            else ("parameters", name, parameter)
+        )
+        if parameter.grad is not None:
+            yield "gradients", name, parameter.grad
+    for state in engine.basic_optimizer.state.values():
+        yield from (
+            ("optimizer", str(key), value)
+            for key, value in state.items()
+            if hasattr(value, "untyped_storage")
+        )
+    for group in getattr(zero, "fp32_groups", ()):
+        yield from (("library", "fp32 master weights", master) for master in group)
+
+
+def engine_waits(engine: DeepSpeedEngine) -> list[Wait]:
+    """For TrainState: DeepSpeed's update around the optimizer's own, and where it waits for its
+    reads and writes of a disk."""
+    zero = engine.optimizer
+    named: list[Wait] = [(zero, "step", "optimizer")]
+    swapper = next(
+        (
+            p.nvme_swapper
+            for p in engine.module.parameters()
+            if getattr(p, "nvme_swapper", None) is not None
+        ),
+        None,
+    )
+    if swapper:
+        named += [
+            (swapper, name, "offload")
+            for name in (
+                "synchronize_reads",
+                "synchronize_writes",
+                "swap_out_and_release",
+                "swap_in",
+            )
+        ]
+    if states := getattr(zero, "optimizer_swapper", None):
+        named += [
+            (states, name, "offload")
+            for name in (
+                "swap_in_optimizer_state",
+                "swap_out_optimizer_state",
+                "swap_out_gradients",
+            )
+        ]
+    return named
+
+
+def _masters(masters: Sequence[Tensor]) -> Iterator[Retained]:
+    for master in masters:
+        yield "library", "fp32 master partition", master
+        if master.grad is not None:
+            yield "gradients", "fp32 gradient partition", master.grad
+
+
+def _stages_1_and_2(zero: ZeROOptimizer) -> Iterator[Retained]:
+    for flat in zero.bit16_groups_flat:
+        yield "parameters", "flat parameters", flat
+    yield from _masters(zero.single_partition_of_fp32_groups)
+    for bucket in zero.ipg_buckets.values():
+        yield from (("library", "reduction bucket", buffer) for buffer in bucket.buffer)
+    for gradients in (*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()):
+        yield from (("gradients", "averaged gradients", gradient) for gradient in gradients or ())
+    if zero.cpu_offload:
+        for copy in zero.param_buffer_of_bit16_for_cpu_offload_groups:
+            yield "library", "parameter partition on its way back", copy
+        yield "library", "gradient on its way out (host)", zero.temp_grad_buffer_for_cpu_offload
+        yield "library", "gradient on its way out (device)", zero.temp_grad_buffer_for_gpu_offload
+        yield from (
+            ("gradients", "accumulated gradients", gradient)
+            for gradient in zero.accumulated_grads_in_cpu.values()
+        )
+
+
+def _stage_3(engine: DeepSpeedEngine, zero: ZeROOptimizer) -> Iterator[Retained]:
+    for flat in (*zero.fp16_partitioned_groups_flat, *zero.param_groups_fp16_flat_cpu_memory):
+        if flat is not None:
+            yield "parameters", "flat parameter partitions", flat
+    swapper = next(
+        (p.nvme_swapper for p in engine.module.parameters() if p.nvme_swapper is not None), None
+    )
+    if swapper:
+        yield "library", "swap buffers of parameters", swapper.buffers
+        yield "library", "stand-in for parameters on disk", swapper.invalid_buffer
+        if swapper.partitioned_swap_buffer is not None:
+            yield "library", "swap buffer of updated parameters", swapper.partitioned_swap_buffer
+    for parameter in engine.module.parameters():
+        yield "parameters", "parameter partition", parameter.ds_tensor
+    yield from _masters(zero.fp32_partitioned_groups_flat)
+    yield "gradients", "flat gradient partitions", zero.grad_partitions_flat_buffer
+    for bucket in zero.ipg_buckets.values():
+        yield "library", "reduction bucket", bucket.buffer
+    if zero.optimizer_swapper:
+        for buffer in zero.optimizer_swapper.swap_buffer_manager.all_buffers:
+            yield "library", "swap buffers of the optimizer", buffer
+
+
+def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+    """The module's parameters by name, whole; their fp32 masters where there are any.
+
+    Called on all ranks together.
+    """
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    groups = zip(
+        getattr(engine.optimizer, "fp16_groups", ()),
+        getattr(engine.optimizer, "fp32_groups", ()),
+        strict=False,
+    )
+    masters = {
+        half: master
+        for halves, wholes in groups
+        for half, master in zip(halves, wholes, strict=True)
+    }
+    for name, parameter in engine.module.named_parameters():
+        whole = masters.get(parameter, safe_get_full_fp32_param(parameter))
+        with GatheredParameters(
+            [parameter], enabled=whole is None and hasattr(parameter, "ds_id")
+        ):  # frozen, in stage 3
+            yield name, parameter if whole is None else whole

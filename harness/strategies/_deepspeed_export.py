@@ -1,0 +1,27 @@
+"""DeepSpeed's training outside the suite."""
+
+from __future__ import annotations
+
+import json
+
+from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
+from harness.strategies._deepspeed_zero import ZeroOptions
+from harness.strategy import Cell, Export, make_workload, model_facts
+
+
+def zero_export(options: ZeroOptions, cell: Cell, to: str) -> Export | None:
+    """A script with DeepSpeed's config beside it, or Accelerate's script with the same config."""
+    sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
+    layout = options.layout(cell.devices)
+    config = options.config(cell, layout, sizes, options.folder or "offload")
+    on_cpu = cell.device == "cpu" and cell.precision == "fp32"
+    asked = {
+        "cpu_adam": options.offload_optimizer != "none" and cell.optimizer == "adamw",
+        "undo_first_step": options.stage == 0 and cell.precision != "fp32",
+        "keep_dtype": options.offload_parameters == "nvme" and on_cpu,
+    }
+    if to == "accelerate":
+        return accelerate_export(cell, deepspeed=config, about_deepspeed=asked)
+    files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
+    variables = deepspeed_variables(cell)
+    return Export("deepspeed.py.j2", {"autocast": False, **asked}, files, variables)

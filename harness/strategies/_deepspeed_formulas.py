@@ -1,0 +1,136 @@
+"""Formulas of what DeepSpeed keeps and moves: ZeRO (arXiv 1910.02054), and where the library
+differs from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from harness.strategies._deepspeed_swap import SWAPPED_BYTES
+from harness.strategies._deepspeed_zero import ZeroOptions
+from harness.strategy import Cell, Layout, ModelFacts, States, all_reduced, passed_once
+
+
+def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+    """What the fullest rank keeps, for the copies that DeepSpeed 0.19.8 keeps beside ZeRO's model
+    states (arXiv 1910.02054, section 3.1).
+
+    Stages 1 to 3 keep a master of the rank's partition in fp32 also where the parameters are fp32,
+    stage 3 the partition's gradients too; reduction buckets outlive the step in stage 3 only.
+    States offloaded from a GPU are not on the device.
+    """
+    width = 4 if cell.precision == "fp32" else 2
+    moments = 2 if cell.optimizer == "adamw" else 1
+    whole, ranks, sizes = sum(facts.sizes), layout.data, facts.sizes
+    buffers = float(facts.buffer_bytes)
+    frozen = (facts.parameter_bytes - facts.trained_bytes) * width / 4
+    if options.stage == 0:
+        masters = 0 if width == 4 else 4 * whole
+        return States(
+            width * whole + frozen,
+            0,
+            4 * moments * whole,
+            buffers + masters,
+            transient=2 * width * whole,
+        )
+    if options.stage == 3:
+        states = _states_3(options, cell, layout, facts)
+        return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)
+    part = -(-whole // (2 * ranks))
+    part *= 2
+    held_until_reduced = whole if options.stage == 1 else options.bucket(sizes)
+    transient = max(width * (held_until_reduced + part), 12 * part)
+    states = States(
+        width * part * ranks + frozen, 0, 4 * moments * part, buffers + 4 * part, transient
+    )
+    if options.offload_optimizer == "none":
+        return states
+    if cell.device == "cuda":
+        return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
+    accumulated = width * part if cell.micro_batches > 1 and options.stage == 2 else 0
+    return dataclasses.replace(
+        states,
+        gradients=4 * part + accumulated,
+        library=states.library + width * (part + 2 * max(sizes)),
+    )
+
+
+def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+    """Of trained parameters: the rank's parts of them, less what lies on a disk or in host memory,
+    where that is not the device."""
+    swapping = options.swapping(cell, layout.data, facts.sizes)
+    width, parts, groups = swapping.width, swapping.parts, swapping.groups
+    moments = 2 if cell.optimizer == "adamw" else 1
+    bucket = options.bucket(facts.sizes)
+    optimizer_leaves = options.offload_optimizer != "none" and cell.device == "cuda"
+    parameters_leave = options.offload_parameters != "none" and cell.device == "cuda"
+    swapped_groups = [
+        group
+        for group in groups
+        if options.offload_optimizer == "nvme" and 4 * sum(group) >= SWAPPED_BYTES
+    ]
+    swapped_parts = [
+        part
+        for part in parts
+        if options.offload_parameters == "nvme" and width * part >= SWAPPED_BYTES
+    ]
+    updated = sum(parts) - sum(sum(group) for group in swapped_groups)
+    persistent = sum(size for size in facts.sizes if size <= options.persistent_elements)
+    library = float(facts.buffer_bytes) + width * (bucket + persistent)
+    gradients = width * sum(parts) + (4 * updated if options.offload_optimizer != "none" else 0)
+    if not optimizer_leaves:
+        library += 4 * updated + (swapping.optimizer_buffer_bytes if swapped_groups else 0)
+    if not parameters_leave:
+        library += swapping.parameter_buffer_bytes
+    return States(
+        parameters=0.0 if parameters_leave else width * (sum(parts) - sum(swapped_parts)),
+        gradients=0.0 if optimizer_leaves else float(gradients),
+        optimizer=0.0 if optimizer_leaves else 4 * moments * updated,
+        library=library,
+        transient=max(4.0 * width * bucket, 12.0 * max(sum(group) for group in groups)),
+    )
+
+
+def zero_moves(options: ZeroOptions, facts: ModelFacts) -> float:
+    """Bytes of a step to and from a disk: masters and two moments in and out, gradients out;
+    parameters in twice and out once.
+
+    Host memory carries about ten times as many in the same time, so what goes there counts a tenth.
+    """
+    share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
+    return (
+        7.0 * facts.trained_bytes * share[options.offload_optimizer]
+        + 3.0 * facts.parameter_bytes * share[options.offload_parameters]
+    )
+
+
+def zero_traffic(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+    """Bytes that a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P and
+    3P elements for stages 1, 2 and 3.
+
+    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank then takes its part,
+    and gathers the updated parameters. Stage 3 gathers for forward and backward, but once what
+    backward needs soon after forward (`_reused`), and persistent parameters, after the update.
+    Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch.
+    """
+    width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
+    whole = float(width * sum(facts.sizes))
+    if options.stage < 3:
+        reduced = all_reduced(ranks, whole) * (parts if options.stage == 2 else 1)
+        return reduced + (passed_once(ranks, whole) if options.stage else 0.0)
+    threshold = options.persistent_elements
+    kept = float(width * sum(size for size in facts.sizes if size <= threshold))
+    reused = width * _reused(facts.sizes, options.bucket(facts.sizes), threshold)
+    return passed_once(ranks, parts * (whole + 2 * (whole - kept) - reused) + kept)
+
+
+def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
+    """Elements of the last parameters, which stage 3 keeps from forward to backward: less than the
+    reuse distance lies between. Those up to the threshold are persistent and never gathered."""
+    between, kept = 0, 0
+    for size in reversed(sizes):
+        if between >= distance:
+            break
+        kept += size if size > threshold else 0
+        between += 2 * size
+    return kept

@@ -1,0 +1,122 @@
+"""DeepSpeed's offload to a disk: what is swapped in which pieces, and the memory that is locked for
+it."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.spec.errors import Unavailable
+
+Place = Literal["none", "cpu", "nvme"]
+SWAPPED_BYTES = 2**20
+"""DeepSpeed leaves tensors smaller than this in memory, whatever the config says."""
+SWAP_ELEMENTS = 2**20
+"""Elements of the optimizer that are read, updated and written at a time; DeepSpeed's own 1e9 keep
+buffers for all of them in memory."""
+SWAP_BUFFERS = 5
+"""Buffers through which parameters are swapped."""
+ALIGNED_BYTES = 1024
+_CAP_IPC_LOCK = 14
+"""Its bit in a process's capabilities (linux/capability.h)."""
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """What a rank's buffers for a disk are made for."""
+
+    sizes: Sequence[int]
+    """Elements of each trained parameter, whole."""
+    ranks: int
+    """Over which each is cut."""
+    width: int
+    """Bytes of a parameter's element."""
+    optimizer: Place
+    """Where optimizer state is."""
+    parameters: Place
+    """Where parameters are."""
+
+    @property
+    def parts(self) -> list[int]:
+        """Elements of this rank's part of each parameter."""
+        return [-(-size // self.ranks) for size in self.sizes]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The parts as consecutive sub-groups, which are updated at a time and are full at
+        SWAP_ELEMENTS."""
+        groups: list[list[int]] = [[]]
+        for part in self.parts:
+            if sum(groups[-1]) >= SWAP_ELEMENTS:
+                groups.append([])
+            groups[-1].append(part)
+        return groups
+
+    @property
+    def optimizer_buffer_bytes(self) -> int:
+        """Buffers for optimizer state: four of the largest sub-group; none where it stays in
+        memory."""
+        if self.optimizer != "nvme":
+            return 0
+        return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
+
+    @property
+    def parameter_buffer_bytes(self) -> int:
+        """Buffers for parameters, and room for a sub-group's updated ones: made for whole
+        parameters, although a rank writes its parts. None where they stay in memory."""
+        if self.parameters != "nvme":
+            return 0
+        buffers = SWAP_BUFFERS * _aligned(largest_part(self.sizes, self.ranks), self.width)
+        updated = sum(_aligned(size, self.width) for size in self._largest_group())
+        return self.width * (buffers + updated)
+
+    def _largest_group(self) -> Sequence[int]:
+        """Elements of the whole parameters of the first largest sub-group."""
+        groups = self.groups
+        largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
+        before = sum(len(group) for group in groups[:largest])
+        return self.sizes[before : before + len(groups[largest])]
+
+
+def largest_part(sizes: Sequence[int], ranks: int) -> int:
+    """Elements of a rank's largest part of a parameter; enough for any where sizes are unknown."""
+    return max((-(-size // ranks) for size in sizes), default=10**8)
+
+
+def _aligned(elements: int, width: int) -> int:
+    step = ALIGNED_BYTES // width
+    return -(-elements // step) * step
+
+
+def require_locked(swapping: Swapping) -> None:
+    """Raises Unavailable where a rank may not lock (mlock) the memory through which it swaps from
+    and to a disk.
+
+    DeepSpeed does not look whether it could, and then writes to an address that it was never given.
+    """
+    size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
+    allowed = lockable_bytes()
+    if size > allowed:
+        raise Unavailable(
+            f"DeepSpeed locks {size / 2**20:.1f} MiB of each rank's memory for its disk buffers,"
+            f" and a process may lock {allowed / 2**20:.1f} MiB: ulimit -l unlimited (memlock in"
+            " /etc/security/limits.conf; docker run --ulimit memlock=-1)"
+        )
+
+
+def lockable_bytes() -> float:
+    """Bytes that a process may lock in memory: without a limit for one that has the capability, as
+    root has."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    capabilities = next(
+        (int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0
+    )
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return (
+        math.inf if capabilities >> _CAP_IPC_LOCK & 1 or limit == resource.RLIM_INFINITY else limit
+    )

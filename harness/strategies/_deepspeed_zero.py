@@ -1,0 +1,232 @@
+"""DeepSpeed's ZeRO as options: what they need of a cell and of this host, and the config file that
+says the same to DeepSpeed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from harness.spec.errors import Refused, Unavailable
+from harness.strategies._deepspeed import check_prebuilt, fp16_on_cpu, in_memory, missing
+from harness.strategies._deepspeed_swap import (
+    SWAP_BUFFERS,
+    SWAP_ELEMENTS,
+    SWAPPED_BYTES,
+    Place,
+    Swapping,
+    largest_part,
+    require_locked,
+)
+from harness.strategy import Cell, Layout, Strategy, Workload, model_facts
+
+LARGEST_BUCKET = 25 * 2**20 // 4
+"""Elements: DDP's bucket of 25 MiB.
+
+DeepSpeed's own 5e8 elements are 2 GB, allocated whatever the model's size.
+"""
+PERSISTENT_ELEMENTS = 1000
+"""Norms and biases.
+
+DeepSpeed's own 1e5 leaves a model of hidden size 256 almost whole on every rank.
+"""
+LOSS_SCALE_POWER = 12
+"""2^12, as harness.strategy.step.LOSS_SCALE: DeepSpeed's own 2^16 overflows in the first steps,
+which are then skipped.
+"""
+
+
+class ZeroOptions(Strategy):
+    """What DeepSpeed's strategies have in common before they train."""
+
+    requires = ("deepspeed",)
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo")
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage."""
+    offload_optimizer: Place = "none"
+    """Where optimizer state, and the update, live: the device, the host (stages 1 to 3), or a
+    folder (stage 3)."""
+    offload_parameters: Place = "none"
+    """Where partitioned parameters wait for their layer (stage 3)."""
+    folder: str = ""
+    """Folder, on any disk, in which `offload` holds what is offloaded to `nvme` until the next
+    trial; empty for the trial's own."""
+    bucket_elements: int | None = Field(default=None, gt=0)
+    """Elements that are reduced, prefetched and held live at a time; by default an eighth of the
+    model, at most 25 MiB."""
+    persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
+    """Stage 3 leaves parameters of up to this size whole on every rank."""
+
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        return {
+            f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")
+        }
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything is offloaded to a disk."""
+        return "nvme" in (self.offload_optimizer, self.offload_parameters)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        check_zero(self, cell, workload)
+        facts = model_facts(workload, cell.sequence_length)
+        require_locked(self.swapping(cell, cell.devices, facts.sizes))
+
+    def stand_in(self, cell: Cell) -> str | None:
+        places = {"optimizer states": self.offload_optimizer, "parameters": self.offload_parameters}
+        moved = " and ".join(what for what, place in places.items() if place == "cpu")
+        return (
+            f"no device to leave: {moved} are already in host memory"
+            if moved and cell.device == "cpu"
+            else None
+        )
+
+    def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
+        """What a rank's buffers for a disk are made for."""
+        places = self.offload_optimizer, self.offload_parameters
+        return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
+
+    def bucket(self, sizes: Sequence[int]) -> int:
+        """Elements that are reduced, prefetched and held live at a time.
+
+        By default an eighth of the model, at most DDP's bucket: small beside the states at any
+        size. `sizes`: elements of each trained parameter.
+        """
+        return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
+
+    def config(
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
+    ) -> dict[str, object]:
+        """Content of DeepSpeed's JSON file that trains what the cell says.
+
+        `sizes`: elements of each trained parameter (ModelFacts.sizes), by which buckets and swap
+        buffers are made to fit; `folder`: where states offloaded to `nvme` lie.
+        """
+        config = deepspeed_config(cell, layout)
+        if self.stage == 0:
+            return config
+        bucket = self.bucket(sizes)
+        zero: dict[str, object] = {
+            "stage": self.stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket + bucket % 2,
+        }
+        disk = {"nvme_path": str(folder)}
+        if (place := self.offload_optimizer) != "none":
+            pinned = {"device": place, "pin_memory": cell.device == "cuda"}
+            zero["offload_optimizer"] = pinned | (disk if place == "nvme" else {})
+        if self.stage == 3:
+            zero |= {
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": bucket,
+                "stage3_max_reuse_distance": bucket,
+                "stage3_param_persistence_threshold": self.persistent_elements,
+                "sub_group_size": SWAP_ELEMENTS,
+            }
+        if (place := self.offload_parameters) != "none":
+            pinned = {"device": place, "pin_memory": cell.device == "cuda"}
+            buffers = {
+                "max_in_cpu": 0,
+                "buffer_size": largest_part(sizes, layout.data),
+                "buffer_count": SWAP_BUFFERS,
+            }
+            zero["offload_param"] = pinned | (disk | buffers if place == "nvme" else {})
+        return config | {"zero_optimization": zero}
+
+
+def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
+    """What DeepSpeed's JSON file says of the cell, whatever engine trains it.
+
+    `gradient_clipping` is written although it is 0: left out, DeepSpeed clips the gradient's norm
+    at 1.0. All three batch sizes are given, or libraries on top of it compute one from a number of
+    processes that they may not see.
+    """
+    config: dict[str, object] = {
+        "train_batch_size": cell.global_batch,
+        "train_micro_batch_size_per_gpu": cell.global_batch // layout.data // cell.micro_batches,
+        "gradient_accumulation_steps": cell.micro_batches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if cell.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if cell.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": LOSS_SCALE_POWER}
+    return config
+
+
+def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
+    """Raises Refused where DeepSpeed would do something else and not say so, Unavailable where it
+    cannot do it on this host."""
+    stage, optimizer, parameters = (
+        options.stage,
+        options.offload_optimizer,
+        options.offload_parameters,
+    )
+    folder = options.folder or tempfile.gettempdir()
+    if cell.precision == "fp16" and stage == 0:
+        raise Refused(
+            "without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never applied;"
+            " use stage 1, 2 or 3, or bf16"
+        )
+    if cell.precision == "fp16" and cell.device == "cpu" and not fp16_on_cpu():
+        raise Unavailable(
+            "DeepSpeed has no fp16 on a CPU without arithmetic for it: use one with AVX512-FP16 or"
+            " AMX-FP16, a GPU, or bf16"
+        )
+    if cell.precision != "fp32" and workload.kind == "image":
+        raise Refused(
+            "DeepSpeed leaves images and BatchNorm's statistics in fp32 beside half weights, which"
+            " torch does not mix; use amp"
+        )
+    if optimizer != "none" and stage == 0:
+        raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
+    if stage < 3 and (parameters != "none" or optimizer == "nvme"):
+        raise Refused(
+            f"DeepSpeed offloads parameters, and to disks, in stage 3 only; stage {stage} would"
+            " keep them in memory"
+        )
+    if optimizer != "none" and cell.optimizer != "adamw":
+        raise Refused(
+            "offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not"
+            f" {cell.optimizer}"
+        )
+    if options.on_disk:
+        _require_swapped(options, cell, workload)
+    check_prebuilt(*["cpu_adam"] * (optimizer != "none"), *["async_io"] * options.on_disk)
+    if options.on_disk and in_memory(folder):
+        raise Unavailable(
+            f"{folder} is in memory (tmpfs), which nothing would leave; give a folder on a disk,"
+            " option folder"
+        )
+
+
+def _require_swapped(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
+    """Raises Refused where every tensor is so small that DeepSpeed would keep it in memory."""
+    sizes = model_facts(workload, cell.sequence_length).sizes
+    width = 4 if cell.precision == "fp32" else 2
+    largest: dict[str, float] = {}
+    if options.offload_optimizer == "nvme":
+        largest["optimizer state"] = 4 * sum(sizes) / cell.devices
+    if options.offload_parameters == "nvme":
+        largest["parameter"] = width * max(sizes) / cell.devices
+    for what, size in largest.items():
+        if size < SWAPPED_BYTES:
+            raise Refused(
+                f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of"
+                f" {cell.devices} ranks, and DeepSpeed keeps all below 1 MiB in memory; use a"
+                " larger model or fewer devices"
+            )

@@ -1,0 +1,40 @@
+"""The data axis of 3D parallelism: a wrapper around each stage, or an optimizer for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from harness.strategy import Job
+from harness.strategy.stage import Stage
+
+
+def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
+    """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do not
+    take; in DDP where that is the axis.
+
+    A schedule's first forward, for shapes, has no backward: DDP fails at it unless
+    find_unused_parameters keeps its buckets.
+    """
+    if axis == "fsdp2":
+        return stage
+    _pre_dp_module_transform(stage)
+    if axis != "ddp":
+        return stage
+    return DistributedDataParallel(stage, process_group=group, find_unused_parameters=True)
+
+
+def stage_optimizer(
+    job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
+) -> Optimizer:
+    """The cell's optimizer, its state sharded over this group where there is one."""
+    if shards is None:
+        return job.optimizer(parameters)
+    kind, kwargs = job.optimizer_class()
+    return ZeroRedundancyOptimizer(parameters, kind, shards, **kwargs)
