@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from harness.workloads import Workload
+    from harness.workloads.workload import HasLogits
 from harness.spec.training import Batch, Layout, Retained
 
 Wire = Literal["gloo", "ring"]
@@ -160,7 +161,7 @@ class Job:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype())
 
-    def loss(self, model: Callable[..., object], batch: Batch) -> Tensor:
+    def loss(self, model: Callable[[Tensor], Tensor | HasLogits], batch: Batch) -> Tensor:
         """Forward and mean loss, under the cell's autocast."""
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
