@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from harness.record.table import Int32, Int64, Record
+from harness.record.table import Int32, Int64, Record, since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +39,28 @@ class RunRecord(Record):
     """name of each GPU"""
     gpu_memory_bytes: Int64 | None = None
     """memory of one GPU"""
-    gpu_facts: str | None = None
+    gpu_facts: str | None = since(7, None)
     """JSON: of each GPU its UUID, bus id, compute capability, NUMA node, cores near it, MIG, ECC,
     persistence, power limits"""
-    gpu_topology: str | None = None
+    gpu_topology: str | None = since(7, None)
     """JSON: how each pair of GPUs is connected: NVLink with version and links, else the PCIe
     ancestor"""
-    gpus_unused: str | None = None
+    gpus_unused: str | None = since(7, None)
     """why GPUs that are there are not used; null: they are, or there are none"""
-    numa: str | None = None
+    numa: str | None = since(7, None)
     """JSON: CPU cores of each NUMA node of the host"""
-    driver_version: str | None = None
+    driver_version: str | None = since(7, None)
     """NVIDIA driver"""
-    driver_cuda_version: str | None = None
+    driver_cuda_version: str | None = since(7, None)
     """newest CUDA that this driver runs"""
-    torch_cuda_version: str | None = None
+    torch_cuda_version: str | None = since(7, None)
     """CUDA that torch is built for"""
-    nccl_version: str | None = None
+    nccl_version: str | None = since(7, None)
     """NCCL that torch uses"""
-    cudnn_version: str | None = None
+    cudnn_version: str | None = since(7, None)
     """cuDNN that torch uses"""
     git_commit: str | None = None
     """commit of the suite, with + where the tree was changed"""
     suite_version: str
-    allocation: str | None = None
+    allocation: str | None = since(4, None)
     """JSON: the SLURM job that the run was started in"""

@@ -1,7 +1,7 @@
 """The parquet schema: four tables, one row per run, per trial, per step of a rank, per launch that
 explains a cell.
 
-History of the version:
+A column says since which version the schema has it. What the first versions were made for:
   1  first version.
   2  systems, wrappers around DDP, trained parameters, states between steps with their formula,
      bytes sent and offloaded, distance to fp32.
@@ -28,13 +28,14 @@ from harness.record.trial import TrialRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 7
 TABLES: dict[str, type[Record]] = {
     "runs": RunRecord,
     "trials": TrialRecord,
     "steps": StepRecord,
     "explained": ProfileRecord,
 }
+VERSION = max(column.since for table in TABLES.values() for column in table.columns())
+"""The version of a file whose tables have all columns of today."""
 
 
 @functools.cache

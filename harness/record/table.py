@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 Int32 = Annotated[int, "int32"]
 Int64 = Annotated[int, "int64"]
 Rec = TypeVar("Rec", bound="Record")
+T = TypeVar("T")
 _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
+
+
+def since(version: int, default: T) -> T:
+    """The default of a column that the schema has since this version."""
+    field: Any = dataclasses.field(default=default, metadata={"since": version})
+    return typing.cast("T", field)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Column:
     default: object
     """What a row has where nothing else is said, and what is read from a file of a version that did
     not have the column; dataclasses.MISSING where every file has it."""
+    since: int = 1
+    """The first version of the schema that has it."""
 
     @property
     def is_list(self) -> bool:
@@ -60,7 +69,12 @@ class Record:
         """The table's columns, in order."""
         hints = typing.get_type_hints(cls, include_extras=True)
         return tuple(
-            Column(field.name, *_column_type(hints[field.name]), field.default)
+            Column(
+                field.name,
+                *_column_type(hints[field.name]),
+                field.default,
+                field.metadata.get("since", 1),
+            )
             for field in dataclasses.fields(cls)
         )
 

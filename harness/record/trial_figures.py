@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.record.table import Int32, Record
+from harness.record.table import Int32, Record, since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class TrialSpeed(Record):
     median of whole cycles"""
     tokens_per_second: float | None = None
     """null for images"""
-    turn_began: tuple[float, ...] = ()
+    turn_began: tuple[float, ...] = since(6, ())
     """of a launch that trained by turns with its round's others: when each began, seconds after the
     epoch"""
-    turn_samples_per_second: tuple[float, ...] = ()
+    turn_samples_per_second: tuple[float, ...] = since(6, ())
     """throughput in each of them"""
 
 
@@ -35,18 +35,18 @@ class TrialSpeed(Record):
 class TrialSurroundings(Record):
     """What else the host did, and the state of its GPUs."""
 
-    idle_before: float | None = None
+    idle_before: float | None = since(3, None)
     """share of the cores' time that was idle just before the launch"""
-    idle_after: float | None = None
+    idle_after: float | None = since(3, None)
     """the same just after its end"""
-    foreign_load_cores: float | None = None
+    foreign_load_cores: float | None = since(3, None)
     """cores that others than the ranks kept busy during the timed steps"""
-    gpu_before: str | None = None
+    gpu_before: str | None = since(7, None)
     """JSON: of the first node's GPUs that it uses, just before the launch: clocks, what holds them
     back, heat, power, errors, processes"""
-    gpu_after: str | None = None
+    gpu_after: str | None = since(7, None)
     """JSON: the same just after its end"""
-    gpu_use: str | None = None
+    gpu_use: str | None = since(7, None)
     """JSON: by rank the UUIDs of its GPUs, seconds of the timed steps in which power or heat held
     them back, their state at the end"""
 
@@ -55,7 +55,7 @@ class TrialSurroundings(Record):
 class TrialEfficiency(Record):
     """What the speed is worth."""
 
-    energy_joules_per_sample: float | None = None
+    energy_joules_per_sample: float | None = since(3, None)
     """of all its GPUs by NVML, or of the host's CPU packages by RAPL; null where these do not count
     """
     trend: float | None = None
@@ -79,7 +79,7 @@ class TrialParity(Record):
     """mean loss of each step, warm-up included"""
     reference_losses: tuple[float, ...] = ()
     """the reference run's, over the parity segment"""
-    fp32_loss_deviation: float | None = None
+    fp32_loss_deviation: float | None = since(2, None)
     """low-precision weights: largest relative loss deviation from the same training in fp32"""
     parity_steps: Int32
     """length of the parity segment"""
@@ -92,9 +92,9 @@ class TrialParity(Record):
     """largest |parameters - reference| / |reference's update| of a tensor"""
     parity_worst_tensor: str | None = None
     """the tensor that it was"""
-    reference_loss_noise: float | None = None
+    reference_loss_noise: float | None = since(7, None)
     """largest loss deviation between two reference runs that split the batch differently"""
-    reference_update_noise: float | None = None
+    reference_update_noise: float | None = since(7, None)
     """largest deviation of a tensor's update between these"""
     parity_loss_tolerance: float | None = None
     """what the strategy declares"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from harness.record.table import Int32, Int64, Record
+from harness.record.table import Int32, Int64, Record, since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TrialEnd(Record):
 class TrialWorkload(Record):
     """What is trained, and by which strategy."""
 
-    system: str | None = None
+    system: str | None = since(2, None)
     """system under test that the matrix files the cell under"""
     strategy: str
     options: str
@@ -81,22 +81,22 @@ class TrialPlacement(Record):
 
     devices: Int32
     """number of devices"""
-    nodes: Int32 | None = None
+    nodes: Int32 | None = since(4, None)
     """number of nodes that the devices are on"""
-    node_names: tuple[str, ...] = ()
+    node_names: tuple[str, ...] = since(4, ())
     """of a cell on several nodes, in the order of its ranks"""
-    node_facts: str | None = None
+    node_facts: str | None = since(4, None)
     """JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU
     topology of each of these"""
-    links: str | None = None
+    links: str | None = since(5, None)
     """emulated link between nodes that was asked for: none, or rate and one-way delay; null: their
     own network"""
-    link_bits_per_second: float | None = None
+    link_bits_per_second: float | None = since(5, None)
     """payload of one TCP stream between the first two nodes, measured before the link's first trial
     """
-    link_latency_seconds: float | None = None
+    link_latency_seconds: float | None = since(5, None)
     """half the median round trip of a byte between them, measured then too"""
-    link_emulation: str | None = None
+    link_emulation: str | None = since(5, None)
     """how: network namespaces, tbf for the rate, netem or a user-space relay for the delay"""
     device: str
     """cpu or cuda"""
@@ -121,7 +121,7 @@ class TrialSetting(Record):
     seed: Int64
     launcher: str
     """elastic (torchrun's agent), spawn, or the command of a library's own launcher"""
-    wraps_ddp: str | None = None
+    wraps_ddp: str | None = since(2, None)
     """library whose wrapper around DDP's mathematics this is"""
     threads_per_device: Int32
     """CPU cores and intra-op threads of each device's rank"""
@@ -130,5 +130,5 @@ class TrialSetting(Record):
     """what ran instead of the real thing"""
     oversubscribed: bool
     """more ranks than cores: its times say nothing of real hardware"""
-    rank_cores: tuple[str, ...] = ()
+    rank_cores: tuple[str, ...] = since(7, ())
     """CPU cores that each rank was pinned to, as 0-7,16"""

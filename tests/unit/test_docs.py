@@ -51,10 +51,10 @@ def schema_table() -> list[str]:
     rows = []
     for table, record in TABLES.items():
         meaning = meanings(record)
-        rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
+        rows += [f"### {table}", "", "| column | type | meaning | since |", "|---|---|---|---|"]
         rows += [
             f"| `{column.name}` | {column.type}{', may be null' if column.nullable else ''} |"
-            f" {meaning[column.name]} |"
+            f" {meaning[column.name]} | {column.since} |"
             for column in record.columns()
         ]
         rows.append("")

@@ -189,7 +189,7 @@ def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> N
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="run --matrix smoke"):
+    with pytest.raises(UsageError, match="no runs in results folder"):
         load(tmp_path)
     with pytest.raises(UsageError, match=r"no run 'x'.*run-1"):
         filled(tmp_path).load(["x"])
