@@ -211,7 +211,7 @@ class Misplaced(Strategy):
         if self.what == "weight":
             model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(ELSEWHERE))
         if self.what == "spare parameter":
-            model.ignore_pid = nn.Parameter(torch.zeros(3, device=ELSEWHERE), requires_grad=False)
+            model.spare = nn.Parameter(torch.zeros(3, device=ELSEWHERE), requires_grad=False)
         optimizer = job.optimizer(model.parameters())
         job.register(model, optimizer)
         train = standard_step(job, model, optimizer)

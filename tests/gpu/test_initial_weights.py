@@ -19,6 +19,7 @@ from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.registry import make_strategy, strategies
 from harness.worker import worker
+from harness.worker.answer import RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload, make_workload, prepare_data
 
@@ -91,7 +92,7 @@ def draws_on(
     data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
     spec = TrialSpec(cell, data, world, scratch=str(scratch))
     try:
-        worker._train(spec, rank, worker.RankProgress())
+        worker._train(spec, RankAnswer(rank), worker.RankProgress())
     except Drawn as drawn:
         return drawn.device
     finally:
@@ -120,8 +121,9 @@ def test_every_rank_draws_its_weights_on_a_gpu(
 
 def test_no_strategy_goes_past_the_job() -> None:
     """Finding 3: a model that is not the job's would choose its own generator."""
-    folder = Path(worker.__file__).with_name("strategies")
-    for file in folder.glob("*.py"):
+    files = [*(Path(worker.__file__).parents[1] / "strategies").glob("*.py")]
+    assert files
+    for file in files:
         assert "job.workload.build(" not in file.read_text(), file.name
 
 

@@ -158,6 +158,7 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
     """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
     does."""
     from harness.worker import profile as module
+    from harness.worker.answer import RankAnswer
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))
@@ -168,13 +169,14 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
             train_state=train_state,
             device=torch.device(kind),
         )
-        loop = SimpleNamespace(job=job, rows=[], traffic=SimpleNamespace(sent=None))
+        loop = SimpleNamespace(job=job, steps=[], traffic=SimpleNamespace(sent=None))
         loop.one, loop.stop_counting, loop.per_step = (
             (lambda _: None),
             (lambda: None),
             (lambda _: None),
         )
-        assert module.explain(loop, None)["wire"] == wire  # type: ignore[arg-type]
+        answer = module.profile_rank(loop, RankAnswer(0), None)  # type: ignore[arg-type]
+        assert answer.wire == wire
 
 
 def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
