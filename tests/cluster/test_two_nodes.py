@@ -110,12 +110,15 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
     assert all("4 trials to run" in file.read_text() for file in logs)
 
 
+@pytest.mark.timeout(
+    700
+)  # each time that SLURM puts the job back into its queue it waits 2 minutes
 def test_a_time_limit_ends_the_job_and_it_goes_on(slurm: Slurm, bench: Bench) -> None:
     """SLURM warns between 0 and 60 s before it was asked to; the job requeues itself and resumes,
     and loses one trial at most."""
     bench.site["warn_seconds"] = 65
     told = bench.submit("--matrix", bench.matrix(long(6)), "--nodes", "2", "--time", "2")
-    states = slurm.wait_job(told["job"], 300)
+    states = slurm.wait_job(told["job"], 600)
     assert [job.state for job in states] == ["COMPLETED"], slurm.story(told["job"])
     assert states[0].restarts >= 1
     trials = bench.load(told["run_id"]).trials
