@@ -20,7 +20,7 @@ from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio
-from tests.unit.test_store import run_row, step, trial_row
+from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 MILLIONS = float(os.environ.get("BENCH_MILLIONS", "1"))
 STEPS = 10_000
@@ -42,7 +42,7 @@ def written(store: Store, rows: int) -> float:
     """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run
     makes at its end."""
     seconds = 0.0
-    store.write_run(RunRecord(**run_row()))
+    store.write_run(RunRecord(**one_cell_run()))
     for number in range(rows // STEPS):
         one = Cell(strategy="ddp", devices=8, options={"bucket_cap_mb": float(1 + number // 10)})
         key = TrialKey(one.id, number % 10)

@@ -18,7 +18,7 @@ from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from tests.benchmarks.conftest import Ratio
 from tests.ranks.conftest import Silent, cell
-from tests.unit.test_store import step, trial_row
+from tests.unit.stored_trials import step, trial_row
 
 ROOT, PLAIN = Path(__file__).parents[2], Path(__file__).with_name("plain.py")
 

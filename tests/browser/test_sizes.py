@@ -17,7 +17,7 @@ from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from reports import write_report
 from tests.browser.conftest import Watched
-from tests.unit.test_store import run_row, trial_row
+from tests.unit.stored_trials import one_cell_run, trial_row
 
 CELLS, FEW = 5000, 200
 HOSTILE = [
@@ -62,10 +62,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from harness.record.schema import arrow_schema
     from harness.record.store import TrialKey
-    from tests.unit.test_store import step
+    from tests.unit.stored_trials import step
 
     folder = tmp_path_factory.mktemp("many")
-    Store(folder).write_run(RunRecord(**run_row()))
+    Store(folder).write_run(RunRecord(**one_cell_run()))
     rows, steps = [], []
     for number in range(CELLS):
         one = Cell(
@@ -232,7 +232,7 @@ def hostile(tmp_path: Path) -> Iterator[Path]:
     store = Store(tmp_path / "results")
     store.write_run(
         RunRecord(
-            **{**run_row(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]}
+            **{**one_cell_run(), "host": HOSTILE[0], "matrix": HOSTILE[1], "cpu_model": HOSTILE[2]}
         )
     )
     for number, text in enumerate(HOSTILE):

@@ -25,9 +25,10 @@ from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer
 from reports.comparison import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
+from tests.unit.html_page import page_of
+from tests.unit.made_results import stored, trial_rows
 from tests.unit.recording import answer, figures
 from tests.unit.test_measure import FACTS
-from tests.unit.test_report import page_of, stored, trial_rows
 
 QUIET = GpuState(
     index=0,

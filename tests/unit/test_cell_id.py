@@ -24,8 +24,8 @@ from harness.spec.training import TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy, with_defaults
-from tests.unit.test_compare import compared
-from tests.unit.test_report import run_row, trial_rows
+from tests.unit.compared_runs import compared
+from tests.unit.made_results import run_row, trial_rows
 
 DDP = Cell(strategy="ddp", devices=2)
 

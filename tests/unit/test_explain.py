@@ -29,7 +29,7 @@ from harness.spec.errors import UsageError
 from harness.strategy.job import TrainState
 from harness.worker.answer import ProfiledAnswer, RankAnswer
 from harness.worker.profile import events_of, replaced, training_thread
-from tests.unit.test_store import run_row
+from tests.unit.stored_trials import one_cell_run
 
 
 def parts(
@@ -360,7 +360,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert row.logical_bytes == row.algorithm_bytes == (300.0, 300.0)
     assert row.peak_activations_bytes == (4, 4)
     store = Store(tmp_path)
-    store.write_run(RunRecord(**run_row()))
+    store.write_run(RunRecord(**one_cell_run()))
     store.write_profile(row)
     loaded = load(tmp_path).explained
     assert loaded.loc[0, "compute_seconds"].tolist() == [2.0, 3.0]
@@ -390,7 +390,7 @@ def test_what_cannot_be_seen_is_unknown() -> None:
 
 
 def test_results_without_explanations_have_an_empty_table(tmp_path: Path) -> None:
-    Store(tmp_path).write_run(RunRecord(**run_row()))
+    Store(tmp_path).write_run(RunRecord(**one_cell_run()))
     assert load(tmp_path).explained.empty
 
 
@@ -418,7 +418,9 @@ def test_ranks_are_named_in_traces_and_shown_together(tmp_path: Path) -> None:
 def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
     store = Store(tmp_path)
-    store.write_run(RunRecord(**{**run_row(), "plan": Plan("run-1", "m", (cell,), 1).to_json()}))
+    store.write_run(
+        RunRecord(**{**one_cell_run(), "plan": Plan("run-1", "m", (cell,), 1).to_json()})
+    )
     assert find_cell(cell.id, "smoke", [], tmp_path) == cell
     assert find_cell(cell.name, "smoke", [], tmp_path) == cell
     assert find_cell("ddp:bucket_cap_mb=3", "smoke", [], tmp_path).options == {"bucket_cap_mb": 3}
@@ -433,13 +435,12 @@ def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_pa
     from harness.record.store import Results
     from reports import write_report
     from reports.run_report import ran
-    from tests.unit.test_report import run_row as report_run
-    from tests.unit.test_report import trial_rows
+    from tests.unit.made_results import run_row, trial_rows
 
     cell = Cell(strategy="ddp", devices=2)
     outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))
     store = Store(tmp_path / "results")
-    store.write_run(RunRecord(**report_run()))
+    store.write_run(RunRecord(**run_row()))
     for row in trial_rows(cell, [10.0, 11.0]):
         store.write_trial(TrialRecord(**row))
     bare = write_report(store.load(), tmp_path / "bare.html").read_text()

@@ -24,7 +24,7 @@ from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from tests import commands
-from tests.unit.test_report import MIB, left_out, run_row, trial_rows
+from tests.unit.made_results import MIB, left_out, run_row, trial_rows
 
 CELL = Cell(strategy="ddp", devices=2)
 OTHER = Cell(strategy="fsdp2", devices=2)

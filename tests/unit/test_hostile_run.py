@@ -26,8 +26,9 @@ from reports.publish import LIBRARIES, publish
 from reports.run_page import run_page
 from reports.run_report import each, ran
 from reports.runs_page import runs_page, runs_text
+from tests.unit.html_page import Page
+from tests.unit.made_results import run_row, trial_rows
 from tests.unit.recording import left_out_fields
-from tests.unit.test_report import Page, run_row, trial_rows
 
 FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"

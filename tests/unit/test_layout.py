@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,8 @@ def test_a_strategy_that_declares_its_deviation_under_the_former_name_is_heard()
     with pytest.warns(DeprecationWarning, match="Old.deviation"):
         assert Old().tolerance(cell("single", 1), None).reason == "an older plug-in"  # type: ignore[arg-type]
     assert EXACT.reason
+
+
+def test_no_test_file_is_long() -> None:
+    files = Path(__file__).parents[1].rglob("*.py")
+    assert not [str(file) for file in files if len(file.read_text().splitlines()) > 500]

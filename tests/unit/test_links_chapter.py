@@ -21,8 +21,9 @@ from reports.link_facts import bits
 from reports.links import Chapter
 from reports.markdown_report import markdown
 from reports.run_report import ran
+from tests.unit.html_page import page_of
+from tests.unit.made_results import MIB, stored, trial_rows
 from tests.unit.test_figures import rounded
-from tests.unit.test_report import MIB, page_of, stored, trial_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "links.json"
 BANDWIDTHS = {"100mbit": 95e6, "1gbit": 950e6, "10gbit": 9.4e9, "none": 30e9, "1gbit 1ms": 900e6}

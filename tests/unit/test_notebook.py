@@ -18,7 +18,7 @@ from harness.record.step import StepRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from tests.unit.test_report import left_out, run_row, trial_rows
+from tests.unit.made_results import left_out, run_row, trial_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
 DDP, FSDP = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2"))

@@ -29,7 +29,8 @@ from reports.publish.file_store import CELL_TAG, EXPERIMENT, RUN_TAG
 from reports.publish.published import FIGURES, quiet
 from reports.publish.textfile import FILE, PREFIX
 from tests import commands
-from tests.unit.test_report import HOSTILE, REFERENCE, diverged_rows, left_out, run_row, trial_rows
+from tests.unit.html_page import HOSTILE
+from tests.unit.made_results import REFERENCE, diverged_rows, left_out, run_row, trial_rows
 
 DDP, FSDP, WRONG = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "wrong"))
 ABSENT = Cell(strategy="absent", devices=2)

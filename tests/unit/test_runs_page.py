@@ -25,7 +25,8 @@ from reports import overview, runs, trends
 from reports.run_report import only
 from reports.runs_page import SECTIONS, runs_page, runs_text
 from tests import commands
-from tests.unit.test_report import HOSTILE, MIB, Page, diverged_rows, left_out, run_row, trial_rows
+from tests.unit.html_page import HOSTILE, Page
+from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, trial_rows
 
 DDP, FSDP, LATE = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 DAYS = 14

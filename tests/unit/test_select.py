@@ -22,7 +22,7 @@ from harness.record.run import RunRecord
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, UsageError
-from tests.unit.test_report import run_row
+from tests.unit.made_results import run_row
 
 PLAIN = Cell(strategy="ddp", devices=2)
 STATIC = Cell(strategy="ddp", devices=2, options={"static_graph": True})

@@ -22,15 +22,8 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.cell_detail import in_full
 from tests import commands
-from tests.unit.test_report import (
-    HOSTILE,
-    MIB,
-    diverged_rows,
-    left_out,
-    run_row,
-    states,
-    trial_rows,
-)
+from tests.unit.html_page import HOSTILE
+from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, states, trial_rows
 
 DDP, OTHER, BROKEN = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 TWO = Cell(strategy="fsdp2", devices=2, precision="bf16")

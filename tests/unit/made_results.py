@@ -1,0 +1,276 @@
+"""Runs and trials as a results folder has them, made by hand for the tests of what shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from harness.analysis.cell_result import CellResult
+from harness.analysis.summary import cell_results
+from harness.record.run import RunRecord
+from harness.record.store import Results, Store
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from tests.unit.recording import left_out_fields
+
+REFERENCE = [4.0, 3.5, 3.1, 2.9]
+MIB = 2**20
+
+
+def run_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "schema_version": 1,
+        "run_id": "20260101T000000-abcd",
+        "started_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
+        "matrix": "full",
+        "plan": json.dumps({"cells": [], "trials": 3, "order_seed": 7, "left_out": []}),
+        "host": "bench-host",
+        "operating_system": "Linux",
+        "python_version": "3.11.7",
+        "torch_version": "2.13.0",
+        "libraries": json.dumps({"numpy": "2.4.6"}),
+        "cpu_model": "Example CPU",
+        "cpu_cores": 2,
+        "memory_bytes": 8 * 2**30,
+        "gpus": [],
+        "gpu_memory_bytes": None,
+        "git_commit": "0123abc",
+        "suite_version": "0.1.0",
+    }
+    return row | changes
+
+
+def trial_rows(
+    cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any
+) -> list[dict[str, Any]]:
+    """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
+    rows = []
+    for trial, speed in enumerate(speeds):
+        row = left_out_fields("20260101T000000-abcd", cell, "ok", "") | {
+            "trial": trial,
+            "position": trial,
+            "wall_seconds": 2.0,
+            "startup_seconds": 0.2,
+            "setup_seconds": 0.123456789,
+            "first_step_seconds": 0.4,
+            "processes": cell.devices,
+            "data_parallel": cell.devices,
+            "pipeline_parallel": 1,
+            "tensor_parallel": 1,
+            "stand_in": None,
+            "parameters": 1000,
+            "step_seconds_p50": cell.global_batch / speed,
+            "step_seconds_p95": cell.global_batch / speed * 1.1,
+            "samples_per_second": speed,
+            "tokens_per_second": None if cell.data == "images" else speed * cell.sequence_length,
+            "trend": 0.0,
+            "peak_memory_bytes": int((peak_mib + trial) * MIB),
+            "memory_imbalance": 1.05,
+            "memory_method": "counted by hand",
+            "losses": [loss * (1 + 1e-7) for loss in REFERENCE],
+            "reference_losses": REFERENCE,
+            "parity_verdict": "exact",
+            "parity_reason": "",
+            "parity_max_loss_deviation": 1.25e-7,
+            "parity_max_update_deviation": 3e-5,
+            "parity_loss_tolerance": 1e-5,
+            "parity_update_tolerance": 1e-3,
+        }
+        rows.append(row | changes)
+    return rows
+
+
+def diverged_rows(cell: Cell, **changes: Any) -> list[dict[str, Any]]:
+    more: dict[str, Any] = {
+        "status": "diverged",
+        "reason": "loss is not finite at step 2",
+        "parity_verdict": "diverged",
+        "parity_reason": "loss is not finite at step 2",
+        "parity_max_loss_deviation": None,
+        "losses": [4.0, 5.5, math.nan, math.nan],
+        "log_tail": "the last line of the log",
+    }
+    return trial_rows(cell, [9999.0, 9998.0], **more | changes)
+
+
+def left_out(cell: Cell, status: str, reason: str, **changes: Any) -> list[dict[str, Any]]:
+    return [left_out_fields("20260101T000000-abcd", cell, status, reason) | changes]
+
+
+def stored(folder: Path, rows: Sequence[dict[str, Any]], **run: Any) -> Results:
+    """The rows as they come back from a results folder."""
+    store = Store(folder)
+    store.write_run(RunRecord(**run_row(**run)))
+    for row in rows:
+        store.write_trial(TrialRecord(**row))
+    return store.load()
+
+
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
+BUCKETS = "gradient buckets"
+
+
+def states(
+    *sizes: Sequence[int], formula: Sequence[float] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Columns of what each rank keeps (parameters, gradients, optimizer, library), in MiB."""
+    columns: dict[str, Any] = {
+        name: [rank[kind] * MIB for rank in sizes] for kind, name in enumerate(STATES)
+    }
+    columns |= {
+        f"formula_{name}": value * MIB for name, value in zip(STATES, formula or (), strict=False)
+    }
+    columns |= {
+        "host_state_bytes": [0] * len(sizes),
+        "library_buffers": json.dumps({BUCKETS: sizes[0][3] * MIB, "tiny": 8}),
+    }
+    return columns | more
+
+
+def sharded() -> list[dict[str, Any]]:
+    """Cells with states, traffic, wrappers, variants and a disk; systems of which all, some and no
+    cells ran."""
+    system = "3 wrapped"
+    whole = states(
+        (4, 0, 8, 4),
+        (4, 0, 8, 4),
+        formula=(4, 0, 8, 4),
+        trained_parameters=MIB,
+        parameters=MIB,
+        wraps_ddp="torchrun",
+    )
+    sent = {"sent_bytes_per_step": [4.0 * MIB, 3.9 * MIB]}
+    rows = trial_rows(
+        Cell(strategy="plain", devices=2, system=system), [50.0, 51.0, 49.0], **whole, **sent
+    )
+    rows += trial_rows(
+        Cell(strategy="wrap", devices=2, system=system),
+        [40.0, 41.0, 39.0],
+        **{**whole, **sent, "wraps_ddp": "Wrapper"},
+    )
+    cut = states(
+        (2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), trained_parameters=MIB, parameters=MIB
+    )
+    disk = {
+        "offload_read_bytes_per_step": 3.0 * MIB,
+        "offload_written_bytes_per_step": 5.0 * MIB,
+        "offload_kept_bytes": 7 * MIB,
+    }
+    peaks = {"peak_memory_bytes_by_rank": [100 * MIB, 50 * MIB]}
+    cell = Cell(strategy="sharded", devices=2, system="10 disks")
+    rows += trial_rows(
+        cell, [30.0, 31.0], **cut, **disk, **peaks, sent_bytes_per_step=[6.0 * MIB, 2.0 * MIB]
+    )
+    few = states(
+        (4, 0, 1, 1),
+        (4, 0, 1, 1),
+        trained_parameters=MIB // 8,
+        parameters=MIB,
+        fp32_loss_deviation=0.003,
+    )
+    cell = Cell(strategy="plain", devices=2, workload="llama-mini+nf4+lora", system="21 adapters")
+    rows += trial_rows(cell, [60.0, 61.0], **few, sent_bytes_per_step=[0.5 * MIB, 0.5 * MIB])
+    rows += left_out(
+        Cell(strategy="disk", devices=2, system="10 disks"),
+        "unavailable",
+        "there is no disk: mount one",
+    )
+    needed = "package rare is not installed: pip install rare"
+    rows += left_out(Cell(strategy="rare", devices=2, system="6 Rare"), "unavailable", needed)
+    rows += left_out(
+        Cell(strategy="rare", devices=2, options={"a": 1}, system="6 Rare"), "unavailable", needed
+    )
+    rows += left_out(
+        Cell(strategy="rare", devices=3, system="6 Rare"), "refused", "batch 8 does not divide by 3"
+    )
+    return rows
+
+
+def typical() -> list[dict[str, Any]]:
+    """Everything that a run can bring: intervals that overlap, one trial only, stand-ins, failures
+    of all kinds."""
+    many = trial_rows(Cell(strategy="fast", devices=2), [70.0, 71.0, 72.0], peak_mib=300)
+    many += trial_rows(Cell(strategy="near", devices=2), [69.0, 71.0, 70.5], peak_mib=200)
+    many += trial_rows(
+        Cell(strategy="small", devices=2, micro_batches=4),
+        [30.0, 30.1, 30.2],
+        50,
+        pipeline_parallel=2,
+        bubble_fraction=0.31,
+    )
+    many += trial_rows(
+        Cell(strategy="once", devices=2), [20.0], stand_in="threads instead of devices", trend=0.07
+    )
+    many += trial_rows(Cell(strategy="crowd", devices=8), [5.0, 5.5], oversubscribed=True)
+    many += trial_rows(Cell(strategy="fast", devices=1), [40.0, 41.0, 40.5])
+    many += trial_rows(
+        Cell(strategy="fast", devices=2, data="images", workload="resnet-micro"), [9.0, 9.1]
+    )
+    many += diverged_rows(Cell(strategy="wrong", devices=2))
+    many += diverged_rows(Cell(strategy="known", devices=2, expect="diverged"), expected=True)
+    many += left_out(
+        Cell(strategy="broken", devices=2),
+        "failed",
+        "rank 1: it broke; mend it",
+        log_tail="Traceback of rank 1",
+    )
+    many += left_out(
+        Cell(strategy="absent", devices=2),
+        "unavailable",
+        "package absent is not installed: pip install absent",
+    )
+    many += left_out(Cell(strategy="odd", devices=3), "refused", "batch 8 does not divide by 3")
+    return many
+
+
+def rows_of(results: Results) -> dict[str, CellResult]:
+    """The cells by label, workload and, past 2, devices, in the order of the ranking."""
+    return {
+        f"{cell.label} {cell.workload}" + (f" x{cell.devices}" if cell.devices > 2 else ""): cell
+        for cell in cell_results(results.trials)
+    }
+
+
+def searched(folder: Path) -> Results:
+    """A search of two strategies: `less` reaches 3 blocks, `more` 2, though theory has it the other
+    way round."""
+    family = {"workload": "llama-64x1", "devices": 2, "memory_limit_bytes": MIB}
+    cells = [Cell(strategy=name, **family) for name in ("less", "more", "never")]
+    known = {
+        cell.id: {"step": 10, "blocks": 4, "parameters": 40, "activations": [0, 0]}
+        for cell in cells
+    }
+    search = {"budget": MIB, "order": [["less", "more"]], "predicted": known}
+    plan = {
+        "cells": [json.loads(c.model_dump_json()) for c in cells],
+        "trials": 1,
+        "order_seed": 0,
+        "left_out": [],
+        "search": search,
+    }
+    rows = []
+    for cell, most in zip(cells, (3, 2), strict=False):
+        for blocks, status in ((most, "ok"), (most + 1, "out_of_memory")):
+            sized = cell.model_copy(update={"workload": f"llama-64x{blocks}"})
+            probe = states(
+                (1, 0, 2, 0), (1, 0, 2, 0), trained_parameters=10 * blocks, parameters=10 * blocks
+            )
+            (row,) = trial_rows(
+                sized,
+                [5.0],
+                **probe,
+                status=status,
+                parity_verdict="unknown" if status == "ok" else None,
+            )
+            rows.append(
+                row
+                | ({"samples_per_second": None, "failed_in": "backward"} if status != "ok" else {})
+            )
+            if status == "ok":
+                (row,) = trial_rows(sized, [5.0], **probe)
+                rows.append(row | {"trial": 1})
+    return stored(folder, rows, matrix="maxsize", plan=json.dumps(plan))

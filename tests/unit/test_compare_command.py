@@ -1,0 +1,178 @@
+"""Which runs a comparison is of, and the command that asks for one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.cli.compare import compare
+from harness.analysis.selection import find_run, two_sides
+from harness.record.run import RunRecord
+from harness.record.store import Store
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
+from tests import commands
+from tests.unit.compared_runs import CELL, NEW, OLD, OTHER
+from tests.unit.made_results import run_row, trial_rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three runs: OLD, NEW (slower, one cell missing), and a search after them."""
+    store = Store(tmp_path / "results")
+    search = json.dumps(
+        {"cells": [], "trials": 1, "order_seed": 0, "left_out": [], "search": {"budget": 1}}
+    )
+    slower = trial_rows(CELL, [90.0, 90.1, 90.2])
+    for run_id, rows, plan in (
+        (OLD, trial_rows(CELL, [100.0, 100.1, 100.2]) + trial_rows(OTHER, [50.0, 50.1, 50.2]), {}),
+        (NEW, slower, {}),
+        ("20260103T000000-cccc", trial_rows(CELL, [1.0]), {"plan": search}),
+    ):
+        store.write_run(RunRecord(**run_row(run_id=run_id, **plan)))
+        for row in rows:
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
+    return store.folder
+
+
+def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
+    store = Store(folder)
+    assert [
+        find_run(store, word) for word in (OLD, "20260101", "latest", "latest~0", "latest~1")
+    ] == [OLD, OLD, NEW, NEW, OLD]
+    for word, said in (
+        ("2026", "is not clear"),
+        ("x", "no run 'x'"),
+        ("", "no run ''"),
+        ("latest~2", "has 2 to compare"),
+        ("latest~x", "no run"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            find_run(store, word)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (OLD, "latest~1", "are the same run"),
+        ("RESULTS", "RESULTS", "are the same folder"),
+        (OLD, "20260103", "20260103T000000-cccc has no recorded trial of a matrix"),
+        ("EMPTY", OLD, "no runs in results folder"),
+        (OLD, "EMPTY", "no runs in results folder"),
+    ],
+)
+def test_sides_that_cannot_be_compared(
+    folder: Path, tmp_path: Path, first: str, second: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    names = {"RESULTS": str(folder), "EMPTY": str(tmp_path / "empty")}
+    with pytest.raises(UsageError, match=said):
+        two_sides(names.get(first, first), names.get(second, second), folder)
+
+
+def test_a_run_against_its_own_folder_is_a_run_against_the_others(folder: Path) -> None:
+    was, now = two_sides(str(folder), "latest", folder)
+    assert {one.run_id for one in was.cells} == {OLD}
+    assert {one.run_id for one in now.cells} == {NEW}
+    was, now = two_sides(OLD, str(folder), folder)
+    assert [{one.run_id for one in found.cells} for found in (was, now)] == [{OLD}, {NEW}]
+
+
+def ask(folder: Path, *words: str) -> tuple[int, str]:
+    return commands.ask(compare, *words, "--results", str(folder))
+
+
+SAID = ("Welch", "0.5 %", "one in 200", "2 were made here", "5 %")
+
+
+@pytest.mark.parametrize("shape", ["table", "md", "html"])
+def test_every_format_says_what_was_found_and_how(folder: Path, shape: str) -> None:
+    code, told = ask(folder, "latest~1", "latest", "--format", shape)
+    assert code == 0
+    for word in (*SAID, "slower", "0.900", "missing", OTHER.name.split()[0], "2 regressions"):
+        assert word in told
+
+
+def test_json_has_the_numbers(folder: Path) -> None:
+    code, told = ask(folder, OLD, NEW, "--json")
+    found = json.loads(told)
+    assert (code, found["regressions"], found["comparisons"]) == (0, 2, 2)
+    assert (found["smallest_effect"], found["false_alarm_rate"]) == (0.005, 0.005)
+    slower, missing = found["cells"]
+    assert slower["ratio"] == pytest.approx(0.9, rel=1e-3)
+    assert slower["ratio_low"] < slower["ratio"] < slower["ratio_high"] < 1
+    assert (slower["a"]["samples_per_second"], slower["b"]["samples_per_second"]) == (100.1, 90.1)
+    assert (missing["kind"], missing["b"]) == ("missing", None)
+
+
+def test_exit_codes_for_scripts(folder: Path) -> None:
+    assert ask(folder, "latest~1", "latest", "--fail-on", "regression")[0] == 1
+    assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (
+        "faster and added are news"
+    )
+    assert ask(folder, "--baseline", "20260101", "--fail-on", "regression")[0] == 1
+    assert ask(folder, "latest~1", "latest")[0] == 0
+
+
+def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
+    elsewhere = Store(folder.parent / "elsewhere")
+    elsewhere.write_run(RunRecord(**run_row(run_id=NEW, cpu_cores=64)))
+    for row in trial_rows(CELL, [100.0, 100.1]) + trial_rows(OTHER, [100.0, 100.1]):
+        elsewhere.write_trial(TrialRecord(**(row | {"run_id": NEW})))
+    with pytest.raises(UsageError, match="nothing is guarded"):
+        ask(folder, OLD, str(elsewhere.folder), "--fail-on", "regression")
+    assert ask(folder, OLD, str(elsewhere.folder))[0] == 0
+
+
+def test_a_named_baseline_is_a_folder_below_the_results(folder: Path) -> None:
+    kept = Store(folder / "reference" / "release")
+    kept.write_run(RunRecord(**run_row(run_id=OLD)))
+    for row in trial_rows(CELL, [45.0, 45.1]):
+        kept.write_trial(TrialRecord(**(row | {"run_id": OLD})))
+    found = json.loads(ask(folder, "--baseline", "release", "--json")[1])
+    assert found["a"].endswith("reference/release")
+    assert found["cells"][0]["ratio"] == pytest.approx(2.0, rel=1e-2)
+
+
+def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
+    """A label means the cell of this label, not all cells of the strategy of this name."""
+    for row in trial_rows(
+        Cell(strategy="ddp", devices=2, options={"static_graph": True}), [1.0, 1.1]
+    ):
+        Store(folder).write_trial(TrialRecord(**(row | {"run_id": OLD})))
+    assert len(json.loads(ask(folder, OLD, "--cells", "ddp*", "fsdp2", "--json")[1])["cells"]) == 2
+    code, told = ask(folder, OLD, "--cells", "ddp", "fsdp*", "--json")
+    (line,) = json.loads(told)["cells"]
+    assert (code, line["kind"]) == (0, "slower")
+    assert line["ratio"] == pytest.approx(0.5, rel=1e-3)
+    for words, said in (
+        ([OLD, "--cells", "dpp", "ddp"], "'dpp' is no label"),
+        ([OLD, "--cells", "ddp", "ddp"], "in one setting"),
+        ([OLD, NEW, "--cells", "ddp", "fsdp2"], "cells of one run"),
+        ([OLD], "two runs or folders, not of 1"),
+        ([], "not of 0"),
+        ([OLD, NEW, "--baseline", OLD], "not of 3"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            ask(folder, *words)
+
+
+@pytest.mark.parametrize("name", ["page.html", "comment.md", "numbers.json", "table.txt"])
+def test_a_files_name_tells_its_format(folder: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    assert ask(folder, "latest~1", "latest", "--out", str(path)) == (0, f"{path}\n")
+    text = path.read_text()
+    begins = {
+        "page.html": "<!DOCTYPE html>",
+        "comment.md": "### ",
+        "numbers.json": "{",
+        "table.txt": "A: ",
+    }[name]
+    assert text.lstrip().startswith(begins)
+    assert "\x1b" not in text
+    with pytest.raises(UsageError, match="cannot be written"):
+        ask(folder, "latest~1", "latest", "--out", str(tmp_path))

@@ -1,0 +1,246 @@
+"""The sections on systems, states, memory, traffic, wrappers, variants and the largest model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from bench.cli import terminal as show
+from harness.analysis.summary import cell_results
+from harness.analysis.systems import systems
+from harness.record.store import Results
+from harness.spec.cell import Cell
+from reports import rank_peaks, traffic
+from reports import states as kept
+from reports.groups import find_groups, headline
+from reports.stacks import state_stacks
+from reports.systems import all_systems, not_run, overview
+from reports.variants import variants
+from reports.wrappers import wrappers
+from tests.unit.html_page import Page, page_of
+from tests.unit.made_results import BUCKETS, MIB, rows_of, searched
+
+
+def test_sections_of_states_and_libraries_come_in_order(sharded_page: Page) -> None:
+    first = [
+        "verdict",
+        "systems",
+        "ranking",
+        "memory",
+        "front",
+        "scaling",
+        "states",
+        "traffic",
+        "parity",
+        "wrappers",
+        "variants",
+    ]
+    assert [name for name in sharded_page.headings if name != "scaling"] == [
+        *[name for name in first if name != "scaling"],
+        "cells",
+        "failures",
+        "environment",
+        "method",
+        "glossary",
+    ]
+
+
+def test_systems_that_are_not_on_this_host_come_first(
+    sharded_results: Results, sharded_page: Page
+) -> None:
+    rows = list(rows_of(sharded_results).values())
+    found = systems(rows)
+    assert [one.name for one in found] == [
+        "3 wrapped",
+        "6 Rare",
+        "10 disks",
+        "21 adapters",
+    ], "by their numbers, not as text"
+    later = Cell(strategy="late", system="30 later")
+    absent, later_one, part = not_run(all_systems(rows, [later]))
+    assert (absent.system, absent.kind, absent.launched, absent.total) == ("6 Rare", "absent", 0, 3)
+    assert [(one.what, len(one.names)) for one in absent.reasons] == [
+        ("not available here", 2),
+        ("cannot exist", 1),
+    ]
+    assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
+    assert (later_one.system, later_one.kind) == ("30 later", "none")
+    assert "resume the run" in later_one.reasons[0].reason
+    text = sharded_page.text
+    assert "Not on this host 6 Rare. Why, and what would change it" in text
+    assert text.index("6 Rare none of 3 cells ran") < text.index("10 disks 1 of 2 cells ran")
+    for words in ("pip install rare", "there is no disk: mount one"):
+        assert words in text
+
+
+def test_overview_of_systems(sharded_results: Results) -> None:
+    cells = cell_results(sharded_results.trials)
+    groups = find_groups(cells)
+    wrapped, rare, disks, adapters = overview(systems(cells), groups, headline(groups))
+    assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (
+        2,
+        2,
+        "all ran",
+        "2 exact",
+    )
+    assert wrapped.best is not None
+    assert (wrapped.best.row.label, wrapped.best.share, wrapped.best.setting) == (
+        "plain",
+        "100 %",
+        "",
+    )
+    assert wrapped.best.value == "3,200 ± 185 tokens/s"
+    assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (
+        0,
+        3,
+        "not on this host",
+        None,
+        "",
+    )
+    assert rare.details == ("2 not available here", "1 cannot exist")
+    assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
+    assert adapters.best is not None
+    assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
+    halted = [
+        dataclasses.replace(cell, status="interrupted")
+        if cell.system == wrapped.name and cell.label != "plain"
+        else cell
+        for cell in cells
+    ]
+    assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
+    plain = [dataclasses.replace(cell, system=None) for cell in cells]
+    assert overview(systems(plain), groups, headline(groups)) == []
+
+
+def test_states_against_the_formula(sharded_results: Results) -> None:
+    rows = rows_of(sharded_results)
+    (chart,) = kept.charts(list(rows.values()))
+    sharded_, plain, wrapped = chart.stacks
+    assert (sharded_.label, sharded_.parts, sharded_.formula) == (
+        "sharded",
+        (2.0, 0.0, 4.0, 0.0),
+        7.0,
+    ), "the fullest rank"
+    assert (sharded_.text, sharded_.off) == ("6.00 MiB −14.3 %", True)
+    assert {plain.label, wrapped.label} == {"plain", "wrap"}
+    assert (plain.parts, plain.formula, plain.peak, plain.text, plain.off) == (
+        (4.0, 0.0, 8.0, 4.0),
+        16.0,
+        102.0,
+        "16.0 MiB +0.0 %",
+        False,
+    )
+    buffers = {
+        one.names: [row.label for row in one.rows] for one in kept.buffers(list(rows.values()))
+    }
+    assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
+    far = dataclasses.replace(
+        rows["wrap llama-mini"], library_bytes=2000 * MIB, state_bytes=2012 * MIB
+    )
+    rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
+    stacked = state_stacks([far, *rest], "x", "title", lambda cell: cell.label)
+    assert stacked.limit < 200
+    assert stacked.stacks[-1].total == 2012
+    assert "goes on beyond the axis" in stacked.notes[0]
+
+
+def test_uneven_memory_by_rank(sharded_results: Results) -> None:
+    chart = rank_peaks.chart(list(rows_of(sharded_results).values()))
+    assert chart is not None
+    ((label, shares, text),) = chart.lines
+    assert (label, text) == ("sharded x2 fp32", "1.33 · 100 MiB")
+    assert shares == pytest.approx((100 / 75 * 100, 50 / 75 * 100))
+
+
+def test_traffic_against_the_ring(sharded_results: Results) -> None:
+    rows = rows_of(sharded_results)
+    (chart,) = traffic.charts(list(rows.values()))
+    assert [(bar.label, bar.value, bar.target, bar.strong) for bar in chart.bars] == [
+        ("plain", 1.0, 1.0, True),
+        ("wrap", 1.0, 1.0, True),
+        ("sharded", 1.5, 1.0, False),
+    ]
+    assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
+    plain = rows["plain llama-mini"]
+    assert traffic.bound(dataclasses.replace(plain, data_parallel=4, devices=4)) == 1.5
+    assert traffic.bound(dataclasses.replace(plain, data_parallel=2, devices=4)) is None, (
+        "a rank does not have the whole model"
+    )
+    assert traffic.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
+    disk = traffic.offload(list(rows.values()))
+    assert disk is not None
+    (line,) = disk.rows
+    shown = {td.parts[0].field: td.parts[0].text for td in line.cells}
+    assert shown["offload_read_bytes_per_step"] == "3.00"
+    assert shown["offload_kept_bytes"] == "7.00"
+    assert shown["state_bytes"] == "6.00"
+
+
+def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
+    (one,) = wrappers(list(rows_of(sharded_results).values()))
+    assert [bar.label for bar in one.bars.bars] == ["torchrun", "Wrapper"]
+    fast, slow = (line.row for line in one.grid.rows)
+    assert (fast.step_ratio, fast.extra_seconds) == (1.0, 0.0)
+    assert slow.step_ratio == pytest.approx(1.25)
+    assert slow.extra_seconds == pytest.approx(8 / 40 - 8 / 50)
+    assert "wrap Wrapper" in sharded_page.text
+
+
+def test_variants_beside_their_model(sharded_results: Results) -> None:
+    (one,) = variants(list(rows_of(sharded_results).values()))
+    assert [line.row.workload for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
+    titles = [column.title for column in one.grid.columns]
+    cells = {
+        title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)
+    }
+    assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == (
+        "131,072",
+        "12 %",
+        "1.00",
+        "3.0e-03",
+    )
+    assert one.stacks is not None
+    assert [stack.label for stack in one.stacks.stacks] == ["llama-mini+nf4+lora", "llama-mini"]
+
+
+def test_largest_trainable_model(tmp_path: Path) -> None:
+    page = page_of(searched(tmp_path), tmp_path)
+    assert page.headings[:3] == ["verdict", "largest", "states"]
+    assert (
+        "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less"
+        in page.text
+    )
+    assert "Measured: more 0.0M < less 0.0M; theory has less < more" in page.text
+    assert "not the theory's order" in page.text
+    shown: dict[str, list[str]] = {}
+    for _, field, value in page.grids:
+        shown.setdefault(field, []).append(value)
+    assert (shown["reached"], shown["next"], shown["ratio"]) == (
+        ["30", "20"],
+        ["40", "30"],
+        ["0.75", "0.5"],
+    )
+    assert "never" in page.text, "nothing was tried of it yet"
+    assert (
+        len(
+            [
+                tag
+                for tag, found in page.tags
+                if tag == "tr" and str(found.get("id")).startswith("cell-")
+            ]
+        )
+        == 2
+    ), "probes are no cells"
+    assert "failures" not in page.headings, "a probe that does not fit is no failure"
+
+
+def test_the_terminal_names_systems_that_are_not_on_this_host(
+    sharded_results: Results, results: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show.ranking(show.console(), cell_results(sharded_results.trials))
+    assert "not on this host: 6 Rare; each reason below" in capsys.readouterr().out
+    here = sharded_results.trials[sharded_results.trials["system"] == "3 wrapped"]
+    show.ranking(show.console(), cell_results(here))
+    assert "not on this host" not in capsys.readouterr().out

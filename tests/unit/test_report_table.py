@@ -1,0 +1,205 @@
+"""The tables: each number is the recorded one, and a mark says what a number cannot."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.cli import terminal as show
+from harness.analysis.stats import median_error
+from harness.analysis.summary import cell_results
+from harness.analysis.summary import cells as summarise
+from harness.record.store import Results
+from harness.spec.cell import Cell
+from reports.text import deviation, number, shortened, signed, size
+from tests.unit.html_page import Page, page_of
+from tests.unit.made_results import MIB, stored, trial_rows
+
+
+def test_every_number_of_the_table_equals_the_frames(results: Results, page: Page) -> None:
+    frame = summarise(results.trials).set_index("cell_id")
+    assert {f"cell-{cell_id}" for cell_id in frame.index} == set(page.rows)
+    compared = 0
+    for cell_id, row in frame.iterrows():
+        shown = page.rows[f"cell-{cell_id}"]
+        for field, value in shown.items():
+            if field == "place":  # a rank, not a column
+                continue
+            expected = row[field]
+            if expected is None or math.isnan(expected):
+                assert value == "", (cell_id, field)
+            else:
+                assert float(value) == expected, (cell_id, field)
+                compared += 1
+        assert {
+            "peak_memory_bytes",
+            "step_seconds_p50",
+            "step_seconds_p95",
+            "setup_seconds",
+            "parity_max_loss_deviation",
+        } <= set(shown)
+    assert compared > 100
+
+
+def test_throughput_has_its_interval(results: Results, page: Page) -> None:
+    cell = Cell(strategy="fast", devices=2)
+    shown = page.rows[f"cell-{cell.id}"]
+    assert float(shown["tokens_per_second"]) == pytest.approx(71 * 64)
+    assert float(shown["tokens_per_second_low"]) == pytest.approx(
+        (71 - 4.302652729749464 * median_error(3) / math.sqrt(3)) * 64
+    )
+    assert "tokens_per_second_low" not in page.rows[f"cell-{Cell(strategy='once', devices=2).id}"]
+    image = page.rows[
+        f"cell-{Cell(strategy='fast', devices=2, data='images', workload='resnet-micro').id}"
+    ]
+    assert float(image["samples_per_second"]) == pytest.approx(9.05)
+
+
+def test_diverged_cells_have_no_place(page: Page) -> None:
+    places = {
+        name: page.rows[f"cell-{Cell(strategy=name, devices=2).id}"]["place"]
+        for name in ("fast", "near", "once", "wrong")
+    }
+    assert places == {"fast": "1", "near": "2", "once": "4", "wrong": ""}
+    assert "2 ≈ 1" in page.text
+
+
+def test_flags_and_failures_are_told(page: Page) -> None:
+    flags = (
+        "stand-in threads instead of devices",
+        "oversubscribed more ranks than cores",
+        "1 trial: no interval",
+        "expected to diverge",
+    )
+    failures = (
+        "rank 1: it broke; mend it",
+        "Traceback of rank 1",
+        "loss is not finite at step 2",
+        "the last line of the log",
+    )
+    left = (
+        "package absent is not installed: pip install absent",
+        "batch 8 does not divide by 3",
+        "later llama-mini x2",
+    )
+    for words in (
+        *flags,
+        "steps still changed by 7 %",
+        *failures,
+        *left,
+        "the run ended before it; resume the run to launch it",
+    ):
+        assert words in page.text, words
+
+
+def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
+    assert "—" in page.text
+    shown = [page.text, *(value for _, found in page.tags for value in found.values() if value)]
+    assert not [text for text in shown if re.search(r"\b(nan|NaT|None|inf)\b", text)]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "—"),
+        (math.nan, "—"),
+        (math.inf, "—"),
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (1.23e-7, "1.2e-07"),
+        (12345.6, "12,346"),
+        (-1.5, "-1.50"),
+        (9.996, "10.00"),
+    ],
+)
+def test_number(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_deviation_and_shortened() -> None:
+    assert (deviation(0.0), deviation(None), deviation(1.25e-7)) == ("0", "—", "1.2e-07")
+    assert shortened("a" * 60, 20) == "a" * 12 + "…" + "a" * 7
+    assert [signed(value) for value in (0.0104, -0.5, -1e-9, None)] == [
+        "+1.0 %",
+        "−50.0 %",
+        "+0.0 %",
+        "—",
+    ]
+    assert [size(value) for value in (64, 2048, 3.5 * MIB, 2**31, None)] == [
+        "64 bytes",
+        "2.00 KiB",
+        "3.50 MiB",
+        "2.00 GiB",
+        "—",
+    ]
+
+
+def test_every_number_of_the_small_tables_equals_the_frames(
+    sharded_results: Results, sharded_page: Page
+) -> None:
+    frame = summarise(sharded_results.trials).set_index("cell_id")
+    compared = set()
+    for cell_id, field, value in sharded_page.grids:
+        if field in frame.columns:
+            expected = frame.loc[cell_id, field]
+            assert (
+                value == ""
+                if expected is None or math.isnan(expected)
+                else float(value) == expected
+            ), (cell_id, field)
+            compared.add(field)
+    states_ = {"state_bytes", "optimizer_bytes", "formula_bytes", "offload_kept_bytes"}
+    assert (
+        states_ | {"sent_bytes_per_step", "trained_parameters", "fp32_loss_deviation"} <= compared
+    )
+
+
+def test_nodes_are_a_column_only_where_a_cell_has_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (Cell(strategy="spread", devices=4, nodes=n) for n in (1, 2))
+    rows = trial_rows(one, [9.0, 9.1, 9.2]) + trial_rows(Cell(strategy="spread"), [4.0, 4.1, 4.2])
+    page = page_of(stored(tmp_path / "one", rows), tmp_path)
+    assert "nodes" not in page.rows[f"cell-{one.id}"]
+    several = stored(tmp_path / "several", rows + trial_rows(two, [7.0, 7.1, 7.2]))
+    page = page_of(several, tmp_path)
+    assert [page.rows[f"cell-{cell.id}"]["nodes"] for cell in (one, two)] == ["1", "2"]
+    assert [
+        value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)
+    ] == ["1", "2"], "of the efficiency"
+    show.ranking(show.console(), cell_results(several.trials[several.trials["nodes"] == 1]))
+    assert "nodes" not in capsys.readouterr().out
+    show.ranking(show.console(), cell_results(several.trials))
+    table = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
+    split = [[word.strip() for word in line.replace("┃", "│").split("│")] for line in table]
+    place = split[0].index("nodes")
+    assert [line[place] for line in split[1:]] == ["1", "2", "1"], "fastest first"
+
+
+def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path: Path) -> None:
+    busy, calm = Cell(strategy="busy", devices=2), Cell(strategy="calm", devices=2)
+    rows = trial_rows(calm, [9.0, 9.1])
+    page = page_of(stored(tmp_path / "calm", rows), tmp_path)
+    assert "¶" not in page.text
+    disturbed = trial_rows(busy, [8.0, 8.1, 8.2])
+    for row in disturbed[1:]:
+        row["foreign_load_cores"] = 0.5
+    page = page_of(stored(tmp_path / "busy", rows + disturbed), tmp_path)
+    assert "busy ¶" in page.text.replace("busy¶", "busy ¶")
+    assert "calm¶" not in page.text.replace("calm ¶", "calm¶")
+    assert "¶: something else used the machine beside some of its trials" in page.text
+    assert "¶ disturbed something else used the machine beside 2 of 3 trials" in page.text
+
+
+def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
+    """The figure is the median over trials; headings called it the mean."""
+    from harness.analysis.stats import estimate
+    from reports.table import throughput_column
+
+    assert estimate([10.0, 20.0, 90.0]).value == 20.0, "their mean is 40"
+    assert throughput_column([]).tip == "median and 95 % interval over trials"
+    for file in (Path(__file__).parents[2] / "reports").rglob("*.py"):
+        assert "mean over trials" not in file.read_text(), file

@@ -1,0 +1,105 @@
+"""The report's verdict: which cells are compared, and which of them leads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.summary import cell_results
+from harness.record.store import Results
+from harness.spec.cell import Cell
+from reports import write_report
+from reports.bubble import bubble_theory
+from reports.data import throughput_bars
+from reports.groups import find_groups, headline, pareto
+from reports.scaling import scaling
+from tests.unit.html_page import Page, page_of
+from tests.unit.made_results import diverged_rows, stored, trial_rows
+
+
+def test_verdict_names_the_fastest_and_the_most_frugal(page: Page) -> None:
+    verdict = page.text[page.text.index("Fastest") : page.text.index("Higher is better")]
+    assert "fast 4,544 tokens/s 95 % interval" in verdict
+    assert "cannot be told apart from near" in verdict
+    assert "small (micro_batches=4) 52.0 MiB" in verdict
+    assert "7 of 9 cells" in verdict
+    assert "2 cells diverged and are not ranked; 1 of them as expected" in verdict
+
+
+def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -> None:
+    rows = trial_rows(Cell(strategy="a"), [2.0, 2.1]) + trial_rows(Cell(strategy="b"), [1.0, 1.1])
+    rows += trial_rows(Cell(strategy="a", devices=2), [3.0, 3.1])
+    page = page_of(stored(tmp_path / "two", rows), tmp_path)
+    assert (
+        "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, where nothing is"
+        " communicated, 2 strategy variants" in page.text
+    )
+    assert "Nothing to compare" not in page.text
+    alone = page_of(stored(tmp_path / "one", rows[:2]), tmp_path)
+    assert "Nothing to compare" in alone.text
+
+
+def test_run_where_nothing_passed_says_so(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path, diverged_rows(Cell(strategy="wrong"))), tmp_path)
+    assert "nothing is ranked" in page.text
+
+
+def test_figure_data_by_hand(results: Results) -> None:
+    cells = cell_results(results.trials)
+    group = headline(find_groups(cells))
+    assert group is not None
+    assert [row.label for row in group.rows] == [
+        "fast",
+        "near",
+        "small(micro_batches=4)",
+        "once",
+    ]
+    assert [row.label for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
+    bars = throughput_bars(group, "x").bars
+    assert [bar.strong for bar in bars] == [True, True, False, False]
+    assert bars[3].label == "once†"
+    assert (bars[3].low, bars[3].high) == (None, None)
+    (strong,) = scaling(cells, "strong")
+    assert strong.ideal == ((1, 40.5 * 64), (2, 81.0 * 64))
+    assert bubble_theory(2, 4) == pytest.approx(1 / 5)
+
+
+def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(
+    tmp_path: Path,
+) -> None:
+    """A parameter server beside the devices' ranks: its group stays the verdict's, and another cell
+    is its fastest."""
+    rows = trial_rows(Cell(strategy="a", devices=2), [50.0, 51.0]) + trial_rows(
+        Cell(strategy="b", devices=2), [40.0, 41.0]
+    )
+    rows += trial_rows(
+        Cell(strategy="served", devices=2), [90.0, 91.0], peak_mib=50, oversubscribed=True
+    )
+    rows += trial_rows(Cell(strategy="a"), [30.0, 31.0]) + trial_rows(
+        Cell(strategy="b"), [30.0, 31.0]
+    )
+    verdict = page_of(stored(tmp_path, rows), tmp_path).text.split("Every workload")[0]
+    assert "on 2 devices" in verdict
+    assert "Fastest a 3,232 tokens/s" in verdict
+    assert (
+        "A cell with more ranks than cores was faster, which says nothing of the real thing:"
+        " served‡, 5,792 tokens/s" in verdict
+    )
+    assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), (
+        "its memory is its own"
+    )
+    assert "of its throughput" not in verdict
+
+
+def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
+    """It was fastest; the fastest real thing leads, and the stand-in is named as one."""
+    genuine, threads = Cell(strategy="ddp", devices=2), Cell(strategy="data_parallel", devices=2)
+    rows = trial_rows(genuine, [50.0, 51.0]) + trial_rows(
+        threads, [99.0, 98.0], stand_in="threads for GPUs"
+    )
+    html = write_report(stored(tmp_path, rows), tmp_path / "page.html").read_text()
+    card = html.split("<h3>Fastest</h3>")[1].split("<h3>Least memory</h3>")[0]
+    assert (
+        card.index("ddp") < card.index("A stand-in was faster") < card.index("data_<wbr>parallel")
+    )

@@ -1,0 +1,107 @@
+"""What a cell's trials come to: its place, its status and what disturbed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.ranking import alike
+from harness.analysis.selection import measured
+from harness.analysis.summary import cell_results, cells
+from harness.record.run import RunRecord
+from harness.record.store import Store
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from tests.unit.stored_trials import frame_of, one_cell_run, trial_row
+
+
+def test_the_summary_ranks_only_what_passed_parity() -> None:
+    single, ddp, bad = (
+        Cell(strategy="single"),
+        Cell(strategy="ddp", devices=2),
+        Cell(strategy="fsdp2", devices=2),
+    )
+    rows = [
+        trial_row(single, 0, samples_per_second=10.0),
+        trial_row(single, 1, samples_per_second=12.0),
+        trial_row(ddp, 0, samples_per_second=16.0),
+        trial_row(ddp, 1, samples_per_second=17.0),
+        trial_row(bad, 0, samples_per_second=99.0, status="diverged", parity_verdict="diverged"),
+        trial_row(bad, 1, samples_per_second=99.0),
+    ]
+    table = cells(frame_of(rows))
+    assert list(table["strategy"]) == ["ddp", "single", "fsdp2"]
+    assert list(table["ranked"]) == [True, True, False]
+    assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
+    assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
+    assert alike(cell_results(frame_of(rows))[:2]) == [False, True], "two rounds say nothing"
+
+
+def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
+    def row(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(cells(frame_of(rows)).loc[0])
+
+    one = Cell(strategy="single")
+    stopped = {
+        "status": "interrupted",
+        "reason": "stopped by the user",
+        "samples_per_second": None,
+        "parity_verdict": None,
+    }
+    part = row(
+        [
+            trial_row(one, 0, samples_per_second=10.0),
+            trial_row(one, 1, samples_per_second=12.0),
+            trial_row(one, 2, **stopped),
+        ]
+    )
+    assert (part["status"], part["ranked"], part["trials"], part["samples_per_second"]) == (
+        "ok",
+        True,
+        2,
+        11.0,
+    )
+    failed = row([trial_row(one, 0, status="failed"), trial_row(one, 1, **stopped)])
+    assert (failed["status"], failed["ranked"]) == ("failed", False)
+    none = row([trial_row(one, trial, **stopped) for trial in (0, 1)])
+    assert (none["status"], none["ranked"], none["trials"]) == ("interrupted", False, 0)
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [("diverged", "failed"), ("failed", "diverged"), ("ok", "diverged", "failed"), ("ok", "ok")],
+)
+def test_a_cell_has_one_status_in_reports_and_in_comparisons(
+    tmp_path: Path, statuses: tuple[str, ...]
+) -> None:
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**one_cell_run()))
+    for number, status in enumerate(statuses):
+        figures = {"status": status, "reason": "" if status == "ok" else f"it {status}"}
+        store.write_trial(TrialRecord(**trial_row(Cell(strategy="ddp"), number, **figures)))
+    loaded = store.load(steps=False)
+    [of_report], [of_comparison] = cells(loaded.trials).to_dict("records"), measured(loaded)
+    assert (of_report["status"], of_report["reason"]) == (
+        of_comparison.result.outcome,
+        of_comparison.result.outcome_reason,
+    )
+    assert of_report["status"] == ("failed" if "failed" in statuses else "ok"), (
+        "the worst of its trials"
+    )
+    assert of_report["reason"] == (
+        f"1 of {len(statuses)} trials: it failed" if "failed" in statuses else ""
+    )
+
+
+def test_trials_beside_which_others_used_the_machine_are_counted() -> None:
+    quiet = {"foreign_load_cores": 0.1, "idle_before": 1.0, "idle_after": 0.95}
+    one = Cell(strategy="single")
+    rows = [
+        trial_row(one, 0, **quiet),
+        trial_row(one, 1, **quiet | {"foreign_load_cores": 0.6}),
+        trial_row(one, 2, **quiet | {"idle_after": 0.5}),
+        trial_row(one, 3),
+    ]
+    assert cells(frame_of(rows)).loc[0, "disturbed"] == 2
