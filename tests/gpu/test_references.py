@@ -42,7 +42,7 @@ ON_GPU = Cell(
 SMALL = ON_GPU.model_copy(update={"global_batch": 32})  # a batch whose noise is measured
 
 
-class LauncherProtocol:
+class Launches:
     """Notes what it is asked to launch, and leaves the files that a reference run would."""
 
     def __init__(self, losses: list[float], update: float = 1e-6) -> None:
@@ -81,7 +81,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     prepare_data.cache_clear()
 
 
-def references(folder: Path, cells: list[Cell], launches: LauncherProtocol) -> dict[str, Reference]:
+def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str, Reference]:
     runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
     return runner._references.of(launches, cells, Silent().preparing)  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
     cache: Path, tmp_path: Path
 ) -> None:
     """Finding 4: the batch of eight devices at a time took 235 GiB of llama-1b."""
-    launches = LauncherProtocol([2.0, 1.0])
+    launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU], launches)
     (first,) = launches.cells  # nor is so large a batch run a second time for its noise
     assert (first.strategy, first.devices, first.precision, first.global_batch) == (
@@ -104,7 +104,7 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
 
 def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path: Path) -> None:
     """Finding 4: over parts of the batch its statistics are others, and so is the training."""
-    launches = LauncherProtocol([2.0, 1.0])
+    launches = Launches([2.0, 1.0])
     references(
         tmp_path,
         [ON_GPU.model_copy(update={"workload": "resnet-micro", "data": "images"})],
@@ -116,7 +116,7 @@ def test_a_reference_with_batch_norm_takes_its_batch_whole(cache: Path, tmp_path
 
 
 def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: Path) -> None:
-    launches = LauncherProtocol([2.0, 1.0])
+    launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU.model_copy(update={"device": "cpu"})], launches)
     assert [cell.micro_batches for cell in launches.cells] == [1]
 
@@ -124,7 +124,7 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
     """Finding 6: what rounding alone does to a training is known before a strategy is judged by
     it."""
-    launches = LauncherProtocol([2.0, 1.0002], update=3e-3)
+    launches = Launches([2.0, 1.0002], update=3e-3)
     (reference,) = references(tmp_path, [SMALL], launches).values()
     one, other = launches.cells
     assert other.micro_batches == 2 * one.micro_batches
@@ -139,14 +139,14 @@ def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_pat
 
 
 def test_a_noise_run_that_does_not_stay_finite_says_nothing(cache: Path, tmp_path: Path) -> None:
-    (reference,) = references(tmp_path, [SMALL], LauncherProtocol([2.0, math.nan])).values()
+    (reference,) = references(tmp_path, [SMALL], Launches([2.0, math.nan])).values()
     assert reference.noise is None
 
 
 def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
     """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the
     same."""
-    launches = LauncherProtocol([2.0, 1.0002])
+    launches = Launches([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
 
@@ -224,7 +224,7 @@ def test_the_least_recently_used_are_cleared_beyond_the_limit(
         kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60))
     )
     needed = kept(cache, runner_module.reference_key(ON_GPU), 10**6, 9.9e5)
-    references(tmp_path, [ON_GPU], LauncherProtocol([2.0, 1.0]))
+    references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
     assert [folder.exists() for folder in (oldest, older, recent, needed)] == [
         False,
         False,
@@ -241,7 +241,7 @@ def test_too_little_disk_is_said_before_anything_runs(
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    launches = LauncherProtocol([2.0, 1.0])
+    launches = Launches([2.0, 1.0])
     with pytest.raises(UsageError, match=r"reference runs need .* GiB in .*references"):
         references(tmp_path, [ON_GPU], launches)
     assert launches.cells == []
@@ -265,4 +265,4 @@ def test_a_limit_that_is_no_number_is_a_mistake(
 ) -> None:
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")
     with pytest.raises(UsageError, match="lots"):
-        references(tmp_path, [ON_GPU], LauncherProtocol([2.0, 1.0]))
+        references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))

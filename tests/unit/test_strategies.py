@@ -4,6 +4,7 @@ none named elsewhere."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from harness.spec.cell import BASELINE, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
+from harness.strategy.job import Shown, TrainState
 from harness.strategy.registry import (
     _require,
     make_strategy,
@@ -233,3 +235,10 @@ def test_powersgd_gets_one_bucket_on_cpus() -> None:
     validate(
         one.model_copy(update={"options": {"comm_hook": "powersgd", "bucket_cap_mb": 4}}), workload
     )
+
+
+def test_register_takes_what_a_train_state_has() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(TrainState)}
+    shown = {name: kind.__forward_arg__ for name, kind in Shown.__annotations__.items()}
+    assert {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **shown} == fields
+    assert Shown.__optional_keys__ == set(shown)

@@ -2,9 +2,7 @@
 
 from typing import Literal
 
-from harness.spec.training import Batch, TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class Broken(Strategy):

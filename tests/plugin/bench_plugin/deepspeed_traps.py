@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.spec.cell import Cell
-from harness.spec.training import Layout, TrainStep
 from harness.strategies import _deepspeed, _deepspeed_engine
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
-from harness.strategy.job import Job
-from harness.workloads import Workload
+from harness.strategy import Cell, Job, Layout, TrainStep, Workload
 
 
 class DeepspeedTraps(Deepspeed):

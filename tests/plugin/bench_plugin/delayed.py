@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from harness.spec.training import TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.step import standard_step
+from harness.strategy import Job, Strategy, TrainStep, standard_step
 from harness.workloads import DataSource
 
 

@@ -4,11 +4,8 @@ its mathematics, not its speed."""
 import contextlib
 from typing import Any
 
-from harness.spec.cell import Cell
-from harness.spec.training import TrainStep
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
-from harness.strategy.job import Job
-from harness.workloads import Workload
+from harness.strategy import Cell, Job, TrainStep, Workload
 
 
 class Stream:

@@ -7,11 +7,9 @@ import signal
 import time
 from typing import Any, Literal
 
-from harness.spec.training import Batch, TrainStep
 from harness.strategies import _horovod
 from harness.strategies.horovod import Horovod
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, Strategy, TrainStep
 
 WRAP = _horovod.wrap
 

@@ -1,9 +1,6 @@
 """A correct strategy of another package."""
 
-from harness.spec.training import TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.step import standard_step
+from harness.strategy import Job, Strategy, TrainStep, standard_step
 
 
 class Outside(Strategy):

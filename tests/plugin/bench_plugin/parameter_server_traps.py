@@ -4,9 +4,8 @@ import os
 import signal
 from typing import Any, Literal
 
-from harness.spec.training import Batch, TrainStep
 from harness.strategies.parameter_server import ParameterServer
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, TrainStep
 
 
 class ParameterServerTraps(ParameterServer):

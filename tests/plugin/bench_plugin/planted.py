@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.spec.training import TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy.job import Job
+from harness.strategy import Job, TrainStep
 
 
 class Planted(Ddp):

@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from harness.spec.training import TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy.job import Job
+from harness.strategy import Job, TrainStep
 
 
 class Slowed(Ddp):

@@ -4,10 +4,8 @@ goes wrong."""
 import types
 from typing import Any, ClassVar, Literal
 
-from harness.spec.training import Batch, TrainStep
 from harness.strategies.trainer import TransformersTrainer
-from harness.strategy.job import Job
-from harness.workloads import Workload
+from harness.strategy import Batch, Job, TrainStep, Workload
 
 ARGUMENTS = {
     "clipping": "max_grad_norm",

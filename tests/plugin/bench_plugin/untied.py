@@ -1,8 +1,7 @@
 """The pipeline without the exchange that keeps tied embeddings tied."""
 
-from harness.spec.training import TrainStep
 from harness.strategies.pipeline import Pipeline
-from harness.strategy.job import Job
+from harness.strategy import Job, TrainStep
 
 
 class UntiedPipeline(Pipeline):

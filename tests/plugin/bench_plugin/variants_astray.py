@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-from harness.spec.training import Batch, TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy.job import Job
+from harness.strategy import Batch, Job, TrainStep
 
 
 class VariantAstray(Ddp):
