@@ -25,6 +25,7 @@ RENAMED = {
         "harness.strategy.step",
         "harness.strategy.formulas",
         "harness.strategy.sharding",
+        "harness.strategies._ddp",
         "harness.workloads.precision",
     ),
     "harness.workloads.facts": ("harness.workloads.counts",),

@@ -147,13 +147,13 @@ class Runner:
             contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
             if self.plan.by_turns
             else contextlib.nullcontext()
-        ) as ring:
-            launcher = ring or self.start(wanted)
+        ) as interleaved:
+            launcher = interleaved or self.start(wanted)
             references = self._references.of(launcher, wanted, watcher.preparing)
 
             def launch(group: Sequence[Todo]) -> list[TrialRecord]:
-                if ring:
-                    return self._by_turns(ring, group, references, watcher.step)
+                if interleaved:
+                    return self._by_turns(interleaved, group, references, watcher.step)
                 return [
                     self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step)
                     for at, cell, key in group
@@ -284,7 +284,7 @@ class Runner:
 
     def _by_turns(
         self,
-        ring: InterleavedLauncher,
+        interleaved: InterleavedLauncher,
         todo: Sequence[Todo],
         references: dict[str, Reference],
         heard: Callable[[int, float], None],
@@ -296,7 +296,7 @@ class Runner:
         ]
         most = max((one.gpus for one in round_), default=0)
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()
-        outcomes = ring.together([one.launch for one in round_], heard)
+        outcomes = interleaved.together([one.launch for one in round_], heard)
         around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
         return [
             self._record(one, outcome, around)

@@ -69,7 +69,7 @@ def alone(launcher: Launcher) -> Take:
     }
 
 
-def by_turns(ring: InterleavedLauncher) -> Take:
+def by_turns(interleaved: InterleavedLauncher) -> Take:
     """All at once, by turns: one rank, 60 steps."""
     workload = make_workload("llama-nano")
     facts = model_facts(workload, 64)
@@ -81,7 +81,7 @@ def by_turns(ring: InterleavedLauncher) -> Take:
             for one in cells
         ]
         found = {}
-        for name, one, outcome in zip(names, cells, ring.together(launches), strict=True):
+        for name, one, outcome in zip(names, cells, interleaved.together(launches), strict=True):
             assert outcome.status == "ok", outcome.reason
             row = figures(one, outcome.answers, facts, None)
             turns = list(zip(row.turn_began, row.turn_samples_per_second, strict=True))
@@ -92,7 +92,7 @@ def by_turns(ring: InterleavedLauncher) -> Take:
 
 
 @pytest.fixture(scope="module")
-def ring(plugin: object) -> Iterator[InterleavedLauncher]:
+def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
     with contextlib.closing(InterleavedLauncher(["bench_plugin"], 2)) as found:
         yield found
 
@@ -175,19 +175,19 @@ def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Lau
 @pytest.mark.timeout(120 + 120 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
 def test_default_trials_by_turns(
-    benchmark: BenchmarkFixture, ratio: Ratio, ring: InterleavedLauncher
+    benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
 ) -> None:
-    default_trials(by_turns(ring), benchmark, ratio, "by turns", "at least 0.95")
+    default_trials(by_turns(interleaved), benchmark, ratio, "by turns", "at least 0.95")
 
 
 @pytest.mark.timeout(600 + 60 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
 def test_half_a_percent(
-    benchmark: BenchmarkFixture, ratio: Ratio, ring: InterleavedLauncher
+    benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
 ) -> None:
     """How often 1.5 % are seen with --by-turns --precision 0.5%, and the trials that took."""
     rng, seen, trials = random.Random(2), [], []
-    take = by_turns(ring)
+    take = by_turns(interleaved)
     take(["one"])
 
     def compare() -> None:

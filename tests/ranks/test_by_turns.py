@@ -29,7 +29,7 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
-def ring(plugin: object) -> Iterator[InterleavedLauncher]:
+def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
     found = InterleavedLauncher([], 3)
     yield found
     found.close()
@@ -47,8 +47,8 @@ def faulty(fault: str, **axes: object) -> Cell:
     return cell("faulty", options={"fault": fault}, **axes)
 
 
-def together(ring: InterleavedLauncher, *cells: Cell) -> list[Outcome]:
-    return ring.together([launch(one) for one in cells])
+def together(interleaved: InterleavedLauncher, *cells: Cell) -> list[Outcome]:
+    return interleaved.together([launch(one) for one in cells])
 
 
 def fine(outcome: Outcome, timed: int = 5) -> None:
@@ -59,11 +59,13 @@ def fine(outcome: Outcome, timed: int = 5) -> None:
     ]
 
 
-def test_one_trains_at_a_time(ring: InterleavedLauncher) -> None:
+def test_one_trains_at_a_time(interleaved: InterleavedLauncher) -> None:
     """Turns of three launches follow each other, and each of one ends before the next of another
     begins."""
     axes = {"timed_steps": 20, "parity_steps": 3}
-    outcomes = together(ring, cell("ddp", **axes), cell("fsdp2", **axes), cell("ddp", **axes))
+    outcomes = together(
+        interleaved, cell("ddp", **axes), cell("fsdp2", **axes), cell("ddp", **axes)
+    )
     for outcome in outcomes:
         fine(outcome, 20)
     turns = sorted(
@@ -109,17 +111,22 @@ def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("fault", ["raises", "raises_in_setup", "killed", "exits"])
-def test_one_that_fails_leaves_the_others_alone(ring: InterleavedLauncher, fault: str) -> None:
-    first, failed, last = together(ring, cell("ddp"), faulty(fault), cell("ddp"))
+def test_one_that_fails_leaves_the_others_alone(
+    interleaved: InterleavedLauncher, fault: str
+) -> None:
+    first, failed, last = together(interleaved, cell("ddp"), faulty(fault), cell("ddp"))
     fine(first)
     fine(last)
     assert (failed.status, failed.reason[:6]) == ("failed", "rank 1")
 
 
-def test_a_time_limit_counts_a_launchs_own_turns(ring: InterleavedLauncher) -> None:
+def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLauncher) -> None:
     """The others wait for longer than their own limit while one of them hangs until its own."""
     first, hung, last = together(
-        ring, cell("ddp", time_limit_seconds=6), faulty("hangs", time_limit_seconds=8), cell("ddp")
+        interleaved,
+        cell("ddp", time_limit_seconds=6),
+        faulty("hangs", time_limit_seconds=8),
+        cell("ddp"),
     )
     fine(first)
     fine(last)
@@ -128,25 +135,25 @@ def test_a_time_limit_counts_a_launchs_own_turns(ring: InterleavedLauncher) -> N
     assert first.wall_seconds < 6 < 8 < hung.wall_seconds
 
 
-def test_a_stop_interrupts_them_all(ring: InterleavedLauncher) -> None:
+def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
-    outcomes = together(ring, cell("ddp"), faulty("hangs"), cell("ddp"))
+    outcomes = together(interleaved, cell("ddp"), faulty("hangs"), cell("ddp"))
     assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
     assert time.monotonic() - begin < 15
-    for outcome in together(ring, cell("ddp"), cell("ddp")):
+    for outcome in together(interleaved, cell("ddp"), cell("ddp")):
         fine(outcome)
 
 
 def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
-    with contextlib.closing(InterleavedLauncher([], 2)) as ring:
-        keeper = psutil.Process(ring._keepers[1].ready())
+    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
+        keeper = psutil.Process(interleaved._keepers[1].ready())
         threading.Timer(3, keeper.kill).start()
-        first, lost = together(ring, cell("ddp"), faulty("hangs"))
+        first, lost = together(interleaved, cell("ddp"), faulty("hangs"))
         fine(first)
         assert (lost.status, lost.reason) == (
             "failed",
             "the process that launched its ranks was killed from outside",
         )
-        for outcome in together(ring, cell("ddp"), cell("ddp")):
+        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
             fine(outcome)
