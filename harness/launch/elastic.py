@@ -11,14 +11,14 @@ from harness.worker.spec import TrialSpec
 from harness.worker.worker import run_rank
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, TCPStore
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEET_SECONDS = 60
 """How long the nodes of a trial wait for each other."""
 
 
-def open_store(address: str) -> Store:
+def open_store(address: str) -> TCPStore:
     """A store on a free port, at which the nodes of a trial meet; its attribute `port` says
     where."""
     from torch._C._distributed_c10d import TCPStore

@@ -13,19 +13,23 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.host.process import die_with_parent
 from harness.launch.launcher import Launcher
+from harness.launch.options import LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
 from harness.worker.interleave import TimeSlices
 from harness.workloads import DataSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MOST_CELLS = 8
 """All of them are in memory at once."""
@@ -40,7 +44,7 @@ class Launch:
     data: DataSource
     processes: int
     cycle: int = 1
-    more: dict[str, Any] = field(default_factory=dict)
+    more: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 class InterleavedLauncher:
@@ -53,10 +57,18 @@ class InterleavedLauncher:
         for keeper in self._keepers:
             keeper.ready()
 
-    def run(self, cell: Cell, data: DataSource, processes: int, **more: Any) -> Outcome:
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        on_progress: Callable[[int, float], None] | None = None,
+        **more: Unpack[LaunchOptions],
+    ) -> Outcome:
         """As Launcher.run, alone."""
-        heard = more.pop("on_progress", None)
-        return self.together([Launch(cell, data, processes, more=more)], heard, by_turns=False)[0]
+        launch = Launch(cell, data, processes, more=more)
+        return self.together([launch], on_progress, by_turns=False)[0]
 
     def ignore_pid(self, pid: int) -> None:
         """Launchers in processes of their own never see this one's children."""
@@ -110,7 +122,7 @@ class _LauncherProcess:
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
-        self.waited = context.Array("d", 2, lock=False)
+        self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
         """Seconds that the launch has waited for its turns, and since when it waits now (0: it does
         not)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
@@ -181,6 +193,7 @@ class _Slot:
                 line.send(b"go")
         while not self.over and len(self.stopped) < self.launch.processes:
             for key, _ in self.selector.select():
+                assert isinstance(key.fileobj, socket.socket)
                 self._hear(key.fileobj)
         for pid in self.stopped.values():
             _signal(pid, signal.SIGSTOP)
@@ -190,7 +203,7 @@ class _Slot:
         with contextlib.suppress(OSError):  # closed: whoever waited saw it before it was said
             self._end.send(b".")
 
-    def _hear(self, line: Any) -> None:
+    def _hear(self, line: socket.socket) -> None:
         if line is self.listener:
             self.selector.register(line.accept()[0], selectors.EVENT_READ)
         elif line is not self.ended:
@@ -240,15 +253,19 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-_OWN: dict[str, Any] = {}
-"""In a keeper's process: its launcher, and the array that says how long the launch has waited."""
+class _Own:
+    """What the process of a `_LauncherProcess` keeps from launch to launch."""
+
+    launcher: Launcher
+    waited: MutableSequence[float]
+    """As `_LauncherProcess.waited`."""
 
 
-def _begin(packages: Sequence[str], waited: Any) -> None:
+def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
     die_with_parent()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _OWN.update(launcher=Launcher(packages), waited=waited)
+    _Own.launcher, _Own.waited = Launcher(packages), waited
 
 
 def _warm() -> int:
@@ -261,10 +278,9 @@ def _warm() -> int:
 
 
 def _waited() -> float:
-    total, since = _OWN["waited"]
+    total, since = _Own.waited
     return float(total + (time.monotonic() - since if since else 0.0))
 
 
-def _launch(cell: Cell, data: DataSource, processes: int, more: dict[str, Any]) -> Outcome:
-    outcome: Outcome = _OWN["launcher"].run(cell, data, processes, waited=_waited, **more)
-    return outcome
+def _launch(cell: Cell, data: DataSource, processes: int, more: LaunchOptions) -> Outcome:
+    return _Own.launcher.run(cell, data, processes, waited=_waited, **more)

@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
 from harness.host.cores import pin, threads_of
 from harness.host.process import adopt_orphans, die_with_parent
 from harness.launch.elastic import run_elastic
+from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file, pid_file
@@ -35,8 +36,7 @@ from harness.workloads import DataSource
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-Command = Callable[[Path], "list[str] | None"]
+    from typing_extensions import Unpack
 
 
 class LauncherProtocol(Protocol):
@@ -50,7 +50,7 @@ class LauncherProtocol(Protocol):
         *,
         command: Command = ...,
         on_progress: Callable[[int, float], None] | None = None,
-        **more: Any,
+        **more: Unpack[TrialOptions],
     ) -> Outcome: ...
 
     def ignore_pid(self, pid: int) -> None: ...
@@ -103,7 +103,7 @@ class Launcher:
         command: Command = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
         waited: Callable[[], float] = float,
-        **more: Any,
+        **more: Unpack[TrialOptions],
     ) -> Outcome:
         """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status
         `interrupted`.

@@ -7,14 +7,18 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.launch.launcher import LauncherProtocol
+from harness.launch.options import LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.links.emulated import EmulatedNodes, NoLinks
 from harness.nodes.coordinator import NodesLauncher
 from harness.spec.cell import Cell
 from harness.workloads import DataSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
 """Packages that ranks will need -> launcher."""
@@ -32,10 +36,18 @@ class LinksLauncher:
     def ignore_pid(self, pid: int) -> None:
         self.inner.ignore_pid(pid)
 
-    def run(self, cell: Cell, data: DataSource, processes: int, **more: Any) -> Outcome:
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        on_progress: Callable[[int, float], None] | None = None,
+        **more: Unpack[LaunchOptions],
+    ) -> Outcome:
         """As Launcher.run. A cell whose links cannot be emulated is `unavailable`."""
         if not cell.links:
-            return self.inner.run(cell, data, processes, **more)
+            return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
             # Measured before the agents import packages for the ranks, which keeps cores busy.
             columns = self.emulated.use(cell.links)
@@ -49,7 +61,8 @@ class LinksLauncher:
         finally:
             if self.emulated.pid:
                 self.ignore_pid(self.emulated.pid)
-        return replace(over.run(cell, data, processes, **more), link=columns)
+        outcome = over.run(cell, data, processes, on_progress=on_progress, **more)
+        return replace(outcome, link=columns)
 
 
 @contextlib.contextmanager

@@ -13,16 +13,25 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
 from harness.nodes.facts import node_facts
 from harness.nodes.probe import listen, measure
-from harness.nodes.protocol import NodeConnection, addresses_of, interface_of, reach_coordinator
+from harness.nodes.protocol import (
+    Message,
+    NodeConnection,
+    addresses_of,
+    interface_of,
+    reach_coordinator,
+)
 from harness.spec.errors import UsageError
 from harness.worker.answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 class Agent:
@@ -31,9 +40,9 @@ class Agent:
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
         self.launcher: Launcher | None = None
-        self.store: Any = None
+        self.store: TCPStore | None = None
         self.stop: threading.Event | None = None
-        self.orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Does what the coordinator says, until it says that this is all."""

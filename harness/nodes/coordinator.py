@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.launch.launcher import Launcher
+from harness.launch.options import TrialOptions
 from harness.launch.outcome import Outcome
 from harness.nodes.node import Node, measured_link
 from harness.nodes.protocol import Rendezvous, addresses_of, machine_id, new_key, secure
@@ -25,6 +26,9 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Nodes:
@@ -206,7 +210,7 @@ class NodesLauncher:
         *,
         command: Callable[[Path], list[str] | None] = lambda scratch: None,
         on_progress: Callable[[int, float], None] | None = None,
-        **more: Any,
+        **more: Unpack[TrialOptions],
     ) -> Outcome:
         """As Launcher.run. A cell for which nodes are missing is `unavailable`."""
         if cell.nodes == 1:

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
 from harness.spec.errors import UsageError
 
+Message: TypeAlias = tuple[str, Any]
+"""A word, and what belongs to it."""
 HANDSHAKE_SECONDS = 10
 # A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after
 # four questions.
@@ -114,7 +116,7 @@ def interface_of(address: str) -> str | None:
 class NodeConnection:
     """A connection whose messages are (word, what) pairs; several threads may send."""
 
-    def __init__(self, connection: Connection[Any, Any], address: str) -> None:
+    def __init__(self, connection: Connection[Message, Message], address: str) -> None:
         self.connection, self.address = connection, address
         self._sending = threading.Lock()
 
@@ -123,10 +125,9 @@ class NodeConnection:
         with self._sending:
             self.connection.send((word, what))
 
-    def receive(self) -> tuple[str, Any]:
+    def receive(self) -> Message:
         """Waits for a message; raises EOFError or OSError where the other side is gone."""
-        word, what = self.connection.recv()
-        return word, what
+        return self.connection.recv()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -149,7 +150,7 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
     raw.settimeout(None)
     set_timeout(raw, HANDSHAKE_SECONDS)
     address = raw.getsockname()[0] if over_tcp else ""
-    connection: Connection[Any, Any] = Connection(raw.detach())
+    connection: Connection[Message, Message] = Connection(raw.detach())
     try:
         for turn in (
             (deliver_challenge, answer_challenge)

@@ -12,6 +12,7 @@ from harness.host.environment import device_type
 from harness.host.gpu_record import as_json
 from harness.host.gpu_state import GpuState
 from harness.launch.interleaved import Launch
+from harness.launch.options import LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
@@ -37,7 +38,7 @@ class PreparedTrial:
         """GPUs of the first node that it uses."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
-        more = {
+        more: LaunchOptions = {
             "reference": self.known.folder if self.known else None,
             "max_restarts": self.strategy.max_restarts,
             "command": functools.partial(self.strategy.command, cell),

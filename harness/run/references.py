@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.analysis.losses import mean_losses
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol
+from harness.launch.options import TrialOptions
 from harness.launch.outcome import Outcome
 from harness.parity.judging import in_fp32
 from harness.parity.reference import Reference
@@ -23,6 +24,9 @@ from harness.parity.verdict import noise_of
 from harness.run.expected import time_limit_seconds
 from harness.spec.cell import Cell
 from harness.workloads import make_workload, prepare_data
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -84,7 +88,7 @@ class ReferenceRuns:
                     reference.note(noise)
 
 
-def _launch(launcher: LauncherProtocol, cell: Cell, **more: Any) -> Outcome:
+def _launch(launcher: LauncherProtocol, cell: Cell, **more: Unpack[TrialOptions]) -> Outcome:
     """Launches a reference run; raises KeyboardInterrupt where the user stopped it."""
     data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
     if cell.device == "cuda":

@@ -12,14 +12,15 @@ import functools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from harness.measure.breakdown import Event, Kind, breakdown
 from harness.measure.collectives import Call, counting, tensor_bytes
-from harness.measure.patched import replaced
+from harness.measure.patched import Method, replaced
 from harness.measure.peak_breakdown import STEPS as TRACKED_STEPS
 from harness.measure.peak_breakdown import peak_split
 from harness.record.profile import COMPONENTS
@@ -49,6 +50,18 @@ _FUNCTION = 0
 _HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")
+
+
+class RawEvent(Protocol):
+    """An event as torch's profiler has it, with the methods that are used here."""
+
+    def name(self) -> str: ...
+    def device_type(self) -> Enum: ...
+    def start_ns(self) -> int: ...
+    def end_ns(self) -> int: ...
+    def start_thread_id(self) -> int: ...
+    def scope(self) -> int: ...
+    def activity_type(self) -> str: ...
 
 
 def profiled_cell(cell: Cell) -> Cell:
@@ -195,11 +208,11 @@ def _profiled(
     return found
 
 
-def _on_host(event: Any) -> bool:
-    return bool(event.device_type().name == "CPU")
+def _on_host(event: RawEvent) -> bool:
+    return event.device_type().name == "CPU"
 
 
-def events_of(raw: Sequence[Any], zero: int) -> list[Event]:
+def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
     """The profiler's events that say something of where time goes, in seconds after `zero`
     nanoseconds."""
     events = [
@@ -238,8 +251,8 @@ def training_thread(events: list[Event], calling: int) -> int:
     return most
 
 
-def _kind(event: Any) -> Kind | None:
-    name: str = event.name()
+def _kind(event: RawEvent) -> Kind | None:
+    name = event.name()
     if not _on_host(event):
         return _device_kind(event, name)
     if name.startswith(_MARK):
@@ -263,7 +276,7 @@ def _kind(event: Any) -> Kind | None:
     )
 
 
-def _device_kind(event: Any, name: str) -> Kind | None:
+def _device_kind(event: RawEvent, name: str) -> Kind | None:
     activity = event.activity_type()
     if activity == "gpu_user_annotation":
         return "device optimizer" if name.startswith("Optimizer.step#") else None
@@ -274,11 +287,11 @@ def _device_kind(event: Any, name: str) -> Kind | None:
     return "device compute" if activity in ("kernel", "gpu_memset") else None
 
 
-def _marked(component: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(component: str, method: Method) -> Method:
     import torch
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with torch.profiler.record_function(_MARK + component):
             return method(*args, **kwargs)
 
@@ -318,8 +331,8 @@ def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Ite
     """Counts the collectives that a library calls without torch.distributed, where the strategy
     names its functions."""
 
-    def counted(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(operation: str, method: Method) -> Method:
+        def call(tensor: object, *args: object, **kwargs: object) -> object:
             calls[Call(operation, tensor_bytes(tensor), processes)] += 1
             return method(tensor, *args, **kwargs)
 
