@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
 from bench.host import Host, admit_here
-from bench.matrix import Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
+from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
 from bench.select import keep
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
@@ -47,7 +46,7 @@ def expand(
     name: str = "",
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    changes: Mapping[str, Any] | None = None,
+    changes: Axes | None = None,
     only_option: str = "--only",
 ) -> Expanded:
     """All cells of a matrix on a host. `only` and `skip`: strategies or patterns, see
@@ -93,7 +92,7 @@ Cells = dict[str, Cell]
 
 
 def _timed_and_checked(
-    matrix: Matrix, rule: Rule, host: Host, changes: Mapping[str, Any], name: str
+    matrix: Matrix, rule: Rule, host: Host, changes: Axes, name: str
 ) -> tuple[Cells, Cells]:
     """The cells of a matrix, and the twins in fp32 of those that name no precision."""
     sizes = rule.over(matrix)
@@ -118,13 +117,13 @@ def _timed_and_checked(
     return timed, checked
 
 
-def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _combinations(axes: Axes) -> Iterator[Axes]:
     lists = [value if isinstance(value, list) else [value] for value in axes.values()]
     for values in itertools.product(*lists):
         yield dict(zip(axes, values, strict=True))
 
 
-def _cell(axes: Mapping[str, Any], sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
+def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
     """The cell of these axes; raises UsageError where one of them means nothing."""
     named_numbers = {
         axis: sizes.numbers[value]

@@ -38,7 +38,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -47,6 +47,8 @@ from bench.host import Host
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError, first_error
 
+Axes: TypeAlias = dict[str, Any]
+"""Values by axis, as YAML gives them."""
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Launches that show a difference of 3 % where launches spread by 1.1 %
@@ -60,7 +62,7 @@ class Sizes(BaseModel):
     model_config = ConfigDict(extra="forbid")
     workloads: dict[str, str] = Field(default_factory=dict)
     numbers: dict[str, int] = Field(default_factory=dict)
-    defaults: dict[str, Any] = Field(default_factory=dict)
+    defaults: Axes = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
         """This and another one; where both give a value, this one's counts."""
@@ -92,7 +94,7 @@ class Matrix(Sizes):
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     hosts: list[Rule] = Field(default_factory=list)
-    cells: list[dict[str, Any]] = Field(min_length=1)
+    cells: list[Axes] = Field(min_length=1)
 
     def rule(self, host: Host) -> Rule:
         """The first rule that fits a host; an empty one where none does."""
@@ -178,9 +180,9 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
             raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def parse_changes(settings: Sequence[str]) -> dict[str, Any]:
+def parse_changes(settings: Sequence[str]) -> Axes:
     """`--set axis=value` options; values are read as YAML, so `devices=[1,2]` is a list."""
-    changes: dict[str, Any] = {}
+    changes: Axes = {}
     for setting in settings:
         axis, sign, value = setting.partition("=")
         if not sign:

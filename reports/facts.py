@@ -62,7 +62,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _setting(facts: Mapping[str, Any]) -> str:
+def _setting(facts: Mapping[str, float | bool | None]) -> str:
     """Of one GPU: power limit, error correction, persistence, place."""
     limit, default = facts.get("power_limit_watts"), facts.get("default_power_limit_watts")
     lowered = "" if default in (None, limit) else f" (default {number(default)} W)"

@@ -169,7 +169,7 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
     ]
 
 
-def _gpu_columns() -> dict[str, Any]:
+def _gpu_columns() -> dict[str, object]:
     """A run's columns about this host's GPUs, used or not; empty without GPUs."""
     from harness.host.gpu import driver
     from harness.host.gpu_facts import gpu_facts, gpu_topology

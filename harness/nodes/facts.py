@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -27,7 +26,7 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
     return megabits * 10**6 if megabits > 0 else None
 
 
-def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, Any]:
+def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, object]:
     """One node's facts, as they are recorded with a trial that ran on it."""
     return {
         "number": number,

@@ -125,7 +125,7 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
     return [_value(column, v, k) for v, k in zip(values.tolist(), known, strict=True)]
 
 
-def _value(column: Column, value: Any, known: bool) -> object:
+def _value(column: Column, value: object, known: bool) -> object:
     """A value as Python's own: pandas makes floats of integers to have a null among them, and
     arrow makes arrays of lists."""
     if known:

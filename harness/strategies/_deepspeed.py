@@ -26,7 +26,7 @@ def prebuilt() -> dict[str, Any]:
         if spec and spec.submodule_search_locations
         else None
     )
-    parts: dict[str, Any] = {}
+    parts = {}
     for node in ast.parse(file.read_text() if file and file.exists() else "").body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             parts[node.targets[0].id] = ast.literal_eval(node.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,9 @@ import harness.strategy
 from harness.spec.training import EXACT
 from harness.strategy import Strategy, TrainStep
 from tests.ranks.conftest import cell
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bench", "harness", "reports")
 
 
 def test_reading_a_report_loads_neither_torch_nor_the_launcher() -> None:
@@ -65,3 +70,29 @@ def test_a_strategy_that_declares_its_deviation_under_the_former_name_is_heard()
 def test_no_test_file_is_long() -> None:
     files = Path(__file__).parents[1].rglob("*.py")
     assert not [str(file) for file in files if len(file.read_text().splitlines()) > 500]
+
+
+def lines_by_file(*folders: str) -> dict[str, list[str]]:
+    """The lines of each Python file in these folders, by its path."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    return {str(file.relative_to(ROOT)): file.read_text().splitlines() for file in files}
+
+
+def test_files_are_short() -> None:
+    lengths = {file: len(lines) for file, lines in lines_by_file(*PACKAGES).items()}
+    assert {file: length for file, length in lengths.items() if length > 350} == {}
+    assert statistics.median(lengths.values()) < 150
+    of_tests = {file: len(lines) for file, lines in lines_by_file("tests").items()}
+    assert {file: length for file, length in of_tests.items() if length > 500} == {}
+
+
+def test_any_stands_for_what_a_library_gives_untyped() -> None:
+    """Counted outside of import lines."""
+    count = sum(
+        len(re.findall(r"\bAny\b", line))
+        for lines in lines_by_file(*PACKAGES).values()
+        for line in lines
+        if not re.match(r"\s*(from\b.*\bimport|import)\b", line)
+    )
+    assert count <= 150
