@@ -97,7 +97,7 @@ def test_not_a_number_is_diverged(run_cells: RunCells) -> None:
 def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
     row = run_cells(faulty("shows_nothing")).trials.iloc[0]
     assert row["status"] == "failed"
-    assert "did not call job.expose" in row["reason"]
+    assert "did not call job.register" in row["reason"]
 
 
 def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:

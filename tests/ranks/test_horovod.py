@@ -143,6 +143,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     assert pd.isna(row["wraps_ddp"])
 
 
+@pytest.mark.alone  # it looks for ranks of mpirun that are left
 @with_mpi
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
