@@ -89,12 +89,10 @@ def stop_from_the_keyboard() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data and references of the tests are made by the tests, once for all workers."""
+    """Data and references of the tests are made by the tests; each worker has its own, since some
+    tests damage them."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
-    folder.mkdir(exist_ok=True)
-    os.environ["PARALLELISM_BENCH_CACHE"] = str(folder)
+    os.environ["PARALLELISM_BENCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield
     if before is None:
         del os.environ["PARALLELISM_BENCH_CACHE"]
