@@ -52,6 +52,7 @@ def ranks_of(marker: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.alone  # it kills a run at a certain second
 @pytest.mark.parametrize(
     ("seed", "more", "seconds"),
     [(0, (), 9.0), (1, (), 9.0), (2, (), 9.0), (3, ("--by-turns",), 25.0)],
