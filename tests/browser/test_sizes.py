@@ -83,7 +83,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 peak_memory_bytes=2**28 + 2**16 * (number % 89),
             )
         )
-        steps += [step(TrialKey(one.id, 0), n) for n in range(200)]
+        steps += [vars(step(TrialKey(one.id, 0), n)) for n in range(200)]
     copies = folder / "gathered" / "run-1"
     copies.mkdir(parents=True)
     for table, content in (("trials", rows), ("steps", steps)):
