@@ -24,24 +24,24 @@ class Flag:
 
 def flags(cell: CellResult) -> tuple[Flag, ...]:
     """All cautions that a reader of this cell must know."""
-    found = []
+    flags = []
     if cell.stand_in is not None:
-        found.append(Flag("stand-in", cell.stand_in))
+        flags.append(Flag("stand-in", cell.stand_in))
     if cell.oversubscribed and cell.samples_per_second is not None:
-        found.append(
+        flags.append(
             Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware")
         )
     if cell.disturbed:
         how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
-        found.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
+        flags.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
     if cell.trend:
         change = f"steps still changed by {percent(cell.trend)} over the timed ones"
-        found.append(Flag("trend", f"warm-up was too short: {change}"))
+        flags.append(Flag("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
-        found.append(Flag("1 trial: no interval", ""))
+        flags.append(Flag("1 trial: no interval", ""))
     if cell.expected and cell.status == "diverged":
-        found.append(Flag("expected to diverge", "the matrix says so: no failure"))
-    return tuple(found)
+        flags.append(Flag("expected to diverge", "the matrix says so: no failure"))
+    return tuple(flags)
 
 
 def disturbance(cell: CellResult) -> str:

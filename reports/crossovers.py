@@ -86,7 +86,7 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
         near = by_rate.get(Link.of(far.asked).bits_per_second) if far.delayed else None
         for a, b in itertools.combinations(series, 2) if near else ():
             if near is None or any(
-                link.asked not in one.by_link for link in (near, far) for one in (a, b)
+                link.asked not in strategy.by_link for link in (near, far) for strategy in (a, b)
             ):
                 continue
             here, there = _order(a, b, near.asked), _order(a, b, far.asked)
@@ -102,7 +102,7 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
     """Logarithm of the ratio of their throughputs."""
-    first, second = (one.by_link[link].samples_per_second or 1.0 for one in (a, b))
+    first, second = (strategy.by_link[link].samples_per_second or 1.0 for strategy in (a, b))
     return math.log(first / second)
 
 
@@ -124,7 +124,11 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
     """Whether the slowest link puts the strategies in the order of what they send, in words; empty
     where that is not known."""
-    known = [one for one in series if one.sent is not None and slowest.asked in one.by_link]
+    known = [
+        strategy
+        for strategy in series
+        if strategy.sent is not None and slowest.asked in strategy.by_link
+    ]
     against, judged = [], 0
     for a, b in itertools.combinations(known, 2):
         order = _order(a, b, slowest.asked)

@@ -97,11 +97,11 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     order; the workload with most cells first."""
     cells = list(cells)
     sizes = Counter(cell.workload for cell in cells)
-    found: dict[tuple[object, ...], list[AnyCell]] = {}
+    by_key: dict[tuple[object, ...], list[AnyCell]] = {}
     for cell in cells:
         key = (*setting(cell), *(getattr(cell, name) for name in more))
-        found.setdefault(key, []).append(cell)
-    groups = [Group(tuple(rows)) for rows in found.values()]
+        by_key.setdefault(key, []).append(cell)
+    groups = [Group(tuple(rows)) for rows in by_key.values()]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 

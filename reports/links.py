@@ -126,20 +126,20 @@ def _chapter(
     group = Group((dataclasses.replace(cells[0], links=None), *cells[1:]))
     slowest = links[0].asked
 
-    def order(one: LinkSeries) -> float:
-        cell = one.by_link.get(slowest)
+    def order(line: LinkSeries) -> float:
+        cell = line.by_link.get(slowest)
         return 0.0 if cell is None else -group.rate(cell).value
 
     series.sort(key=order)
-    found = crossovers(series, links)
+    crossings = crossovers(series, links)
     return Chapter(
         group.full_title,
         tuple(links),
         _chart(f"links-{index}", group, links, series),
         _grid(f"links-table-{index}", group, links, series),
         group.unit,
-        tuple(crossover.words for crossover in found[:MOST_NAMED]),
-        max(0, len(found) - MOST_NAMED),
+        tuple(crossover.words for crossover in crossings[:MOST_NAMED]),
+        max(0, len(crossings) - MOST_NAMED),
         order_by_bytes(series, links[0]),
     )
 
@@ -155,17 +155,17 @@ def _chart(
     if len(drawn) < 2:
         return None
     lines = []
-    for one in series:
+    for line in series:
         there = [
-            (bandwidth, group.rate(one.by_link[link.asked]))
+            (bandwidth, group.rate(line.by_link[link.asked]))
             for link, bandwidth in drawn
-            if link.asked in one.by_link
+            if link.asked in line.by_link
         ]
         if there:
             bandwidths, rates = zip(*there, strict=True)
             lines.append(
                 BandwidthLine(
-                    one.label,
+                    line.label,
                     bandwidths,
                     tuple(rate.value for rate in rates),
                     tuple(rate.low for rate in rates),
@@ -197,10 +197,10 @@ def _grid(
 ) -> Grid[LinkedCell]:
     """Strategy by link; a row's own cell is that of the first link it ran over."""
     rows = []
-    for one in series:
-        first = next(one.by_link[link.asked] for link in links if link.asked in one.by_link)
+    for line in series:
+        first = next(line.by_link[link.asked] for link in links if link.asked in line.by_link)
         plain = dataclasses.replace(first, links=None, nodes=1)
-        rows.append(LinkedCell(**vars(plain), by_link=one.by_link, sent=one.sent))
+        rows.append(LinkedCell(**vars(plain), by_link=line.by_link, sent=line.sent))
 
     def over(link: MeasuredLink) -> Callable[[LinkedCell], Td]:
         def make(row: LinkedCell) -> Td:

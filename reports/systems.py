@@ -100,7 +100,7 @@ def not_run(systems_: Iterable[System]) -> list[Missing]:
     """Systems with cells that were left out, refused, unavailable or not reached: those that this
     host cannot run first."""
     kinds = ("absent", "none", "part")
-    missing = [found for system in systems_ if (found := _missing(system))]
+    missing = [row for system in systems_ if (row := _missing(system))]
     return sorted(missing, key=lambda system: kinds.index(system.kind))
 
 

@@ -44,13 +44,13 @@ def package_of(module: str) -> str:
 def imports() -> dict[str, set[str]]:
     """The packages that each package imports, also those for types only."""
     graph = grimp.build_graph("bench", "harness", "reports", cache_dir=None)
-    found: dict[str, set[str]] = defaultdict(set)
+    imports: dict[str, set[str]] = defaultdict(set)
     for module in sorted(graph.modules):
         for imported in graph.find_modules_directly_imported_by(module):
             pair = package_of(module), package_of(imported)
             if pair[0] != pair[1] and "harness" not in pair:
-                found[pair[0]].add(pair[1])
-    return found
+                imports[pair[0]].add(pair[1])
+    return imports
 
 
 def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:

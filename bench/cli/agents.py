@@ -18,10 +18,10 @@ class AgentOptions:
     """The options of bench run that say where its nodes are, as they were given."""
 
     nodes: int
-    meeting: Path | None
+    rendezvous_file: Path | None
     """File in which the agents find the run; None: it runs on this host alone."""
     interface: str
-    patience: float
+    timeout_seconds: float
     """Seconds to wait for the agents; the run then begins without some of them."""
 
 
@@ -34,12 +34,12 @@ def launchers(
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 
-    if options.meeting is None:
+    if options.rendezvous_file is None:
         yield Launcher
         return
-    nodes = Nodes(options.nodes, options.meeting, options.interface or None)
+    nodes = Nodes(options.nodes, options.rendezvous_file, options.interface or None)
     try:
-        present = nodes.ready(options.nodes, options.patience)
+        present = nodes.ready(options.nodes, options.timeout_seconds)
         nodes.check()
         nodes.measure()
         names = ", ".join(node.name for node in present)

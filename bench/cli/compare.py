@@ -64,24 +64,24 @@ def compare(
     from harness.analysis.compare import compare_sides
     from harness.spec.errors import UsageError
 
-    found = (
+    comparison = (
         _within(sides or [], baseline, cells, results)
         if cells
         else compare_sides(*find_sides(sides or [], baseline, results))
     )
     chosen = "json" if json_output else format_name or _by_suffix(out)
     if chosen == "table":
-        _table(found, out)
+        _table(comparison, out)
     else:
-        _give(_text(found, chosen), out)
+        _give(_text(comparison, chosen), out)
     if out is not None and not json_output:
         print(out)
-    if fail_on and not found.comparisons and not found.regressions:
+    if fail_on and not comparison.comparisons and not comparison.regressions:
         raise UsageError(
             "--fail-on regression: no cell could be compared, so nothing is guarded; the table"
             " says why"
         )
-    if fail_on and found.regressions:
+    if fail_on and comparison.regressions:
         raise typer.Exit(1)
 
 
@@ -124,12 +124,12 @@ def _by_suffix(out: Path | None) -> str:
     return {".md": "md", ".json": "json", ".html": "html"}.get(out.suffix if out else "", "table")
 
 
-def _text(found: RunComparison, chosen: str) -> str:
+def _text(comparison: RunComparison, chosen: str) -> str:
     from reports.comparison import markdown, page
 
     if chosen == "json":
-        return json.dumps(found.as_json()) + "\n"
-    return markdown(found) if chosen == "md" else page(found)
+        return json.dumps(comparison.as_json()) + "\n"
+    return markdown(comparison) if chosen == "md" else page(comparison)
 
 
 def _give(text: str, out: Path | None) -> None:
@@ -141,7 +141,7 @@ def _give(text: str, out: Path | None) -> None:
         write_whole(text, out, "python -m bench compare A B --out FILE")
 
 
-def _table(found: RunComparison, out: Path | None) -> None:
+def _table(comparison: RunComparison, out: Path | None) -> None:
     """The table, what could not be compared and why, and how it was decided."""
     import io
 
@@ -157,34 +157,34 @@ def _table(found: RunComparison, out: Path | None) -> None:
         if out is None
         else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
     )
-    console.print(f"A: {escape(found.first)}\nB: {escape(found.second)}")
-    if found.differences:
+    console.print(f"A: {escape(comparison.first)}\nB: {escape(comparison.second)}")
+    if comparison.differences:
         console.print(
-            f"[yellow]not the same software[/yellow]: {escape(', '.join(found.differences))}"
+            f"[yellow]not the same software[/yellow]: {escape(', '.join(comparison.differences))}"
         )
     table = Table()
     for column in COLUMNS:
         table.add_column(
             column, justify="left" if column in ("cell", "verdict") else "right", overflow="fold"
         )
-    for line in found.lines:
+    for line in comparison.lines:
         if line.throughput:
             table.add_row(
                 *(escape(word) for word in words(line)), style=_colour(line.regression, line.kind)
             )
     if table.row_count:
         console.print(table)
-    for line in found.lines:
+    for line in comparison.lines:
         if not line.throughput:
             colour = _colour(line.regression, line.kind) or "default"
             console.print(
                 f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.reason)}"
             )
-    for name, said in disturbed(found):
-        console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(said)}")
-    for name, said in found.method.items():
-        console.print(f"{name}: {escape(said)}")
-    console.print(f"[bold]{escape(found.headline)}[/bold]")
+    for name, explanation in disturbed(comparison):
+        console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(explanation)}")
+    for name, explanation in comparison.method.items():
+        console.print(f"{name}: {escape(explanation)}")
+    console.print(f"[bold]{escape(comparison.headline)}[/bold]")
     if isinstance(console.file, io.StringIO):
         _give(console.file.getvalue(), out)
 

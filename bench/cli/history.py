@@ -46,29 +46,29 @@ def history(
     from harness.analysis.change_points import MIN_RUNS
     from harness.analysis.history import histories, method
 
-    found = histories(_measured(results, cell), figure)
+    all_series = histories(_measured(results, cell), figure)
     if json_output:
         print(
             json.dumps(
                 {
                     "figure": figure,
                     "method": method(figure),
-                    "cells": [one.as_json() for one in found],
+                    "cells": [series.as_json() for series in all_series],
                 }
             )
         )
         return
     out = terminal.console()
-    if cell is not None and len(found) == 1:
-        _runs(out, found[0])
+    if cell is not None and len(all_series) == 1:
+        _runs(out, all_series[0])
     else:
-        _cells(out, found)
-    if not found:
+        _cells(out, all_series)
+    if not all_series:
         out.print(f"no verified trial has a figure of {figure}")
-    elif max(len(one.points) for one in found) < 2 * MIN_RUNS:
+    elif max(len(series.points) for series in all_series) < 2 * MIN_RUNS:
         out.print(f"a change can be seen from {2 * MIN_RUNS} runs of a cell on")
-    for name, said in method(figure).items():
-        out.print(f"{name}: {said}")
+    for name, explanation in method(figure).items():
+        out.print(f"{name}: {explanation}")
 
 
 def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
@@ -136,7 +136,7 @@ def _runs(out: Console, series: Series) -> None:
         out.print(f"left out: {series.failed} runs in which it failed or was not verified")
 
 
-def _cells(out: Console, found: list[Series]) -> None:
+def _cells(out: Console, all_series: list[Series]) -> None:
     """One line per cell."""
     from rich.markup import escape
     from rich.table import Table
@@ -150,7 +150,7 @@ def _cells(out: Console, found: list[Series]) -> None:
         ("last change", "left"),
     ):
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for series in found:
+    for series in all_series:
         last = series.last_change
         since = ""
         if last is not None and last.change is not None:
@@ -163,7 +163,7 @@ def _cells(out: Console, found: list[Series]) -> None:
             sparkline(values[-WIDTH:]),
             since,
         )
-    if found:
+    if all_series:
         out.print(table)
 
 

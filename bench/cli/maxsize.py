@@ -124,14 +124,14 @@ def maxsize(
             }
             for row in rows
         ]
-        said = {
+        document = {
             "run_id": plan.run_id,
             "results": str(store.folder),
             "report": page and str(page),
             "strategies": shown,
             "notes": notes,
         }
-        print(json.dumps(said))
+        print(json.dumps(document))
     if not finished:
         where = "" if results == Path("results") else f" --results {results}"
         console.print(f"interrupted; go on with: python -m bench maxsize --resume{where}")
@@ -217,17 +217,17 @@ class Progress:
         ) / total  # a strategy's probes are half done on average
         left = (time.monotonic() - self.began) * (1 - share) / share
         if trial.status == "ok":
-            said = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
+            words = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
         elif trial.status == "out_of_memory":
-            said = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
+            words = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
         else:
-            said = f"{trial.status}: {trial.reason}"
+            words = f"{trial.status}: {trial.reason}"
         assert trial.parameters is not None
         assert trial.wall_seconds is not None
         size = f"{cell.workload.rpartition('x')[2]} blocks, {millions(trial.parameters)} parameters"
         text = (
-            f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}: {said}"
-            f" ({trial.wall_seconds:.1f} s)"
+            f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
+            f" {words} ({trial.wall_seconds:.1f} s)"
         )
         self.out.print(
             escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")
@@ -275,8 +275,8 @@ def _show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
     for row in rows:
         if row.reason:
             out.print(escape(f"{row.label}: {row.status}: {row.reason}"))
-        elif said := limits(row):
-            out.print(escape(f"{row.label}: {said}"))
+        elif reasons := limits(row):
+            out.print(escape(f"{row.label}: {reasons}"))
     notes = order_notes(rows, plan.search["order"])
     for note in notes:
         out.print(escape(note))

@@ -180,7 +180,7 @@ def _tell(cell: Cell, record: ProfileRecord, files: list[Path]) -> None:
     }
     shown = sorted(
         ((name, seconds) for name, seconds in means.items() if seconds >= 5e-5),
-        key=lambda one: -one[1],
+        key=lambda pair: -pair[1],
     )
     print(
         "  mean of the ranks: "

@@ -245,9 +245,9 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     wide = {cell: share for cell, share in wide.items() if cell not in plan.once}
     if plan.precision is not None and wide:
         names = {cell.cell_id: cell.cell_name for cell in results}
-        said = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
+        shares = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
         console.print(
-            f"[yellow]interval wider than {plan.precision:.2%}[/yellow]: {escape(said)}; the time"
+            f"[yellow]interval wider than {plan.precision:.2%}[/yellow]: {escape(shares)}; the time"
             " budget is spent",
             highlight=False,
         )

@@ -25,10 +25,10 @@ MEBIBYTE = 2**20
 
 def console(quiet: bool = False) -> Console:
     """Colour only on a terminal; nothing at all where a machine reads stdout."""
-    found = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
-        found
-        if found.is_terminal
+        chosen
+        if chosen.is_terminal
         else Console(quiet=quiet, highlight=False, soft_wrap=True, width=160)
     )
 

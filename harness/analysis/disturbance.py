@@ -35,7 +35,7 @@ def disturbances(
     """What disturbed a trial before, during or after it; unknown is not held against it."""
     idle = [share for share in (idle_before, idle_after) if share is not None]
     busy = (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET
-    causes: set[Cause] = {one.cause for one in gpus.findings()} if gpus else set()
+    causes: set[Cause] = {finding.cause for finding in gpus.findings()} if gpus else set()
     if busy:
         causes.add("busy")
     return tuple(cause for cause in CAUSES if cause in causes)

@@ -143,7 +143,7 @@ def compare_rounds(
     """
     logs = []
     for r in sorted(first.keys() & second.keys()):
-        by_turns = log_ratio(*(one.get(r, ()) for one in turns))
+        by_turns = log_ratio(*(side.get(r, ()) for side in turns))
         logs.append(math.log(first[r] / second[r]) if by_turns is None else by_turns)
     if not logs:
         return None
@@ -186,15 +186,15 @@ def compare_runs(
     34, 1947) of the logarithms."""
     if not first or not second:
         return None
-    one, two = ([math.log(value) for value in values] for values in (first, second))
-    mean, count = statistics.fmean(one) - statistics.fmean(two), min(len(one), len(two))
+    a, b = ([math.log(value) for value in values] for values in (first, second))
+    mean, count = statistics.fmean(a) - statistics.fmean(b), min(len(a), len(b))
     if count < 2:
         return _comparison(mean, None, count)
-    errors = [statistics.variance(logs) / len(logs) for logs in (one, two)]
+    errors = [statistics.variance(logs) / len(logs) for logs in (a, b)]
     if not sum(errors):
         return _comparison(mean, 0.0, count)
     degrees = sum(errors) ** 2 / sum(
-        e**2 / (len(logs) - 1) for e, logs in zip(errors, (one, two), strict=True)
+        e**2 / (len(logs) - 1) for e, logs in zip(errors, (a, b), strict=True)
     )
     return _comparison(
         mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count

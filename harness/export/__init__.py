@@ -178,12 +178,12 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
 
 
 def _model_json(workload: Workload) -> str:
-    told: str = workload.hf_config().to_json_string(use_diff=True)
+    config: str = workload.hf_config().to_json_string(use_diff=True)
     return (
         json.dumps(
             {
                 k: v
-                for k, v in json.loads(told).items()
+                for k, v in json.loads(config).items()
                 if k not in ("transformers_version", "_name_or_path")
             },
             indent=2,

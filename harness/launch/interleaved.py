@@ -53,9 +53,9 @@ class InterleavedLauncher:
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
-        self._keepers = [_LauncherProcess(self.packages) for _ in range(count)]
-        for keeper in self._keepers:
-            keeper.ready()
+        self._processes = [_LauncherProcess(self.packages) for _ in range(count)]
+        for process in self._processes:
+            process.ready()
 
     def run(
         self,
@@ -76,7 +76,7 @@ class InterleavedLauncher:
     def together(
         self,
         launches: Sequence[Launch],
-        heard: Callable[[int, float], None] | None = None,
+        on_progress: Callable[[int, float], None] | None = None,
         by_turns: bool = True,
     ) -> list[Outcome]:
         """Runs them all to their ends, in turn; the first turn of each is its start, set-up and
@@ -87,33 +87,34 @@ class InterleavedLauncher:
         had ended: only together they say something.
         """
         folder = Path(tempfile.mkdtemp(prefix="parallelism-bench-"))
-        sides: list[_Slot] = []
+        slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
-                keeper = self._keepers[number] = self._keepers[number].alive()
-                sides.append(
-                    _Slot(keeper, launch, folder / str(number) if by_turns else None, heard)
-                )
-            while any(not side.over for side in sides):
-                for side in sides:
-                    if not side.over:
-                        side.take_turn()
-            return [side.outcome() for side in sides]
-        except KeyboardInterrupt:
-            for side in sides:
-                side.interrupt()
+                process = self._processes[number] = self._processes[number].alive()
+                address = folder / str(number) if by_turns else None
+                slots.append(_Slot(process, launch, address, on_progress))
+            while any(not slot.over for slot in slots):
+                for slot in slots:
+                    if not slot.over:
+                        slot.take_turn()
+            return [slot.outcome() for slot in slots]
+        except BaseException as error:  # ranks that wait for a turn would wait for ever
+            for slot in slots:
+                slot.interrupt()
+            if not isinstance(error, KeyboardInterrupt):
+                raise
             return [
-                replace(side.outcome(), status="interrupted", reason="stopped by the user")
-                for side in sides
+                replace(slot.outcome(), status="interrupted", reason="stopped by the user")
+                for slot in slots
             ]
         finally:
-            for side in sides:
-                side.close()
+            for slot in slots:
+                slot.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        for keeper in self._keepers:
-            keeper.close()
+        for process in self._processes:
+            process.close()
 
 
 class _LauncherProcess:
@@ -141,6 +142,16 @@ class _LauncherProcess:
             return _LauncherProcess(self.packages)
         return self
 
+    def start(self, launch: Launch, turns: TimeSlices | None) -> Future[Outcome]:
+        """Begins this launch; where the process was killed, the future has that error at once."""
+        more: LaunchOptions = {**launch.more, "turns": turns}
+        try:
+            return self.pool.submit(_launch, launch.cell, launch.data, launch.processes, more)
+        except BrokenProcessPool as error:
+            lost: Future[Outcome] = Future()
+            lost.set_exception(error)
+            return lost
+
     def close(self) -> None:
         self.pool.shutdown()
 
@@ -150,12 +161,12 @@ class _Slot:
 
     def __init__(
         self,
-        keeper: _LauncherProcess,
+        process: _LauncherProcess,
         launch: Launch,
         address: Path | None,
-        heard: Callable[[int, float], None] | None,
+        on_progress: Callable[[int, float], None] | None,
     ) -> None:
-        self.keeper, self.launch, self.heard = keeper, launch, heard
+        self.process, self.launch, self.on_progress = process, launch, on_progress
         self.turns = TimeSlices.of(str(address), launch.cycle) if address else None
         self.future: Future[Outcome] | None = None
         self.stopped: dict[socket.socket, int] = {}
@@ -168,7 +179,7 @@ class _Slot:
             self.listener.bind(str(address))
             self.listener.listen()
             self.selector.register(self.listener, selectors.EVENT_READ)
-        keeper.waited[:] = [0.0, 0.0]
+        process.waited[:] = [0.0, 0.0]
 
     @property
     def over(self) -> bool:
@@ -178,14 +189,11 @@ class _Slot:
         """Lets the ranks go on until all of them wait again, or the launch has come to its end;
         then stops them."""
         if self.future is None:
-            one = self.launch
-            self.future = self.keeper.pool.submit(
-                _launch, one.cell, one.data, one.processes, {**one.more, "turns": self.turns}
-            )
-            self.future.add_done_callback(self._say_end)
+            self.future = self.process.start(self.launch, self.turns)
+            self.future.add_done_callback(self._wake)
         else:
-            total, since = self.keeper.waited
-            self.keeper.waited[:] = [total + time.monotonic() - since, 0.0]
+            total, since = self.process.waited
+            self.process.waited[:] = [total + time.monotonic() - since, 0.0]
         going, self.stopped = self.stopped, {}
         for line, pid in going.items():
             _signal(pid, signal.SIGCONT)
@@ -194,51 +202,47 @@ class _Slot:
         while not self.over and len(self.stopped) < self.launch.processes:
             for key, _ in self.selector.select():
                 assert isinstance(key.fileobj, socket.socket)
-                self._hear(key.fileobj)
+                self._receive(key.fileobj)
         for pid in self.stopped.values():
             _signal(pid, signal.SIGSTOP)
-        self.keeper.waited[1] = time.monotonic()
+        self.process.waited[1] = time.monotonic()
 
-    def _say_end(self, _: Future[Outcome]) -> None:
-        with contextlib.suppress(OSError):  # closed: whoever waited saw it before it was said
+    def _wake(self, _: Future[Outcome]) -> None:
+        with contextlib.suppress(OSError):  # closed: whoever waited saw the end already
             self._end.send(b".")
 
-    def _hear(self, line: socket.socket) -> None:
+    def _receive(self, line: socket.socket) -> None:
         if line is self.listener:
             self.selector.register(line.accept()[0], selectors.EVENT_READ)
         elif line is not self.ended:
             try:
-                said = line.recv(256).split()
+                message = line.recv(256).split()
             except OSError:
-                said = []
-            if not said:  # the rank is gone
+                message = []
+            if not message:  # the rank is gone
                 self.stopped.pop(line, None)
                 self.selector.unregister(line)
                 line.close()
                 return
-            self.stopped[line] = int(said[0])
-            if self.heard:
-                self.heard(int(said[1]), float(said[2]))
+            self.stopped[line] = int(message[0])
+            if self.on_progress:
+                self.on_progress(int(message[1]), float(message[2]))
 
     def interrupt(self) -> None:
         """Ends the launch, whose ranks may be stopped."""
         if self.future and not self.future.cancel() and not self.over:
-            _signal(self.keeper.ready(), signal.SIGINT)
+            _signal(self.process.ready(), signal.SIGINT)
 
     def outcome(self) -> Outcome:
         """What became of it; waits for that."""
         if self.future is None or self.future.cancelled():
             return Outcome("interrupted", "", time.time(), 0.0)
         try:
-            found = self.future.result()
+            outcome = self.future.result()
         except BrokenProcessPool:
-            return Outcome(
-                "failed",
-                "the process that launched its ranks was killed from outside",
-                time.time(),
-                0.0,
-            )
-        return replace(found, wall_seconds=found.wall_seconds - self.keeper.waited[0])
+            reason = "the process that launched its ranks was killed from outside"
+            return Outcome("failed", reason, time.time(), 0.0)
+        return replace(outcome, wall_seconds=outcome.wall_seconds - self.process.waited[0])
 
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):

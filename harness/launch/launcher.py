@@ -246,9 +246,9 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterator[str | None]:
+def _listen(scratch: str, on_progress: Callable[[int, float], None] | None) -> Iterator[str | None]:
     """A socket on which rank 0 tells of its steps; the thread that reads it sleeps in between."""
-    if heard is None:
+    if on_progress is None:
         yield None
         return
     address = str(Path(scratch) / "progress")
@@ -259,8 +259,8 @@ def _listen(scratch: str, heard: Callable[[int, float], None] | None) -> Iterato
             while message := listener.recv(1024):
                 if message == b"stop":
                     return
-                told = json.loads(message)
-                heard(told["step"], told["seconds"])
+                progress = json.loads(message)
+                on_progress(progress["step"], progress["seconds"])
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()

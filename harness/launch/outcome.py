@@ -128,7 +128,7 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
     silent = [answer.rank for answer in answers if answer.silent]
     failed = sorted(
         ((answer.rank, answer.failure) for answer in answers if answer.failure),
-        key=lambda one: one[1].failed_at,
+        key=lambda pair: pair[1].failed_at,
     )
     causes = [(rank, failure) for rank, failure in failed if not failure.consequence]
     if not causes and silent:

@@ -111,16 +111,18 @@ class EmulatedNodes:
             return self._nodes
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="parallelism-bench-")
-        meeting = Path(self._folder.name) / "meeting"
+        rendezvous_file = Path(self._folder.name) / "rendezvous"
         self._switch = _Process()
         parts: list[NodeShare] = [
             {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
         ]
-        self._switch.ask({"nodes": parts, "meeting": str(meeting)})
+        self._switch.ask({"nodes": parts, "rendezvous_file": str(rendezvous_file)})
         # Only after the answer, with which the interfaces of the nodes are up.
-        self._nodes = nodes = Nodes(self.count, meeting, socket_file=meeting.with_name("head"))
+        self._nodes = nodes = Nodes(
+            self.count, rendezvous_file, socket_file=rendezvous_file.with_name("head")
+        )
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
-            log = meeting.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
+            log = rendezvous_file.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
             raise NoLinks(
                 f"emulated links: {nodes.lacking(self.count)}"
                 + (f"; the agents' log ends: {log[-1]}" if log else "")

@@ -48,13 +48,13 @@ class NodeShare(TypedDict):
 
 
 class Request(TypedDict, total=False):
-    """With `nodes` and `meeting`: start these nodes' agents, which wait for the file `meeting`.
-    With `link`: give the links this rate and delay, written as in a cell. Empty: try whether all of
-    this may be done here.
+    """With `nodes` and `rendezvous_file`: start these nodes' agents, which wait for that file. With
+    `link`: give the links this rate and delay, written as in a cell. Empty: try whether all of this
+    may be done here.
     """
 
     nodes: list[NodeShare]
-    meeting: str
+    rendezvous_file: str
     link: str
 
 
@@ -209,21 +209,22 @@ def address(number: int) -> str:
 
 
 def start_node(
-    number: int, cores: Sequence[int], gpus: str | None, meeting: str
+    number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
     """Starts the agent of a node, which is in its own namespaces when this returns. It waits for
-    the file `meeting`, and writes its log beside that file.
+    the file `rendezvous_file`, and writes its log beside that file.
     """
 
     def enter_namespaces() -> None:
         die_with_parent()
         unshare(_NEW_NETWORK | _NEW_HOST_NAME)
         socket.sethostname(f"node{number}")
-        own_hosts(Path(meeting).with_name(HOSTS))
+        own_hosts(Path(rendezvous_file).with_name(HOSTS))
         os.sched_setaffinity(0, cores)
 
-    options = [meeting, "--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
-    with open(Path(meeting).with_name(LOG), "ab") as log:
+    place = ["--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
+    options = [rendezvous_file, *place]
+    with open(Path(rendezvous_file).with_name(LOG), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "harness.agent", *options],
             stdin=subprocess.DEVNULL,
@@ -241,9 +242,9 @@ def serve(request: Request, switch: Switch | None) -> tuple[Switch, str]:
             "127.0.0.1 localhost",
             *(f"{address(number)} node{number}" for number in range(len(request["nodes"]))),
         ]
-        Path(request["meeting"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
+        Path(request["rendezvous_file"]).with_name(HOSTS).write_text("\n".join(names) + "\n")
         started = [
-            start_node(number, node["cores"], node["gpus"], request["meeting"])
+            start_node(number, node["cores"], node["gpus"], request["rendezvous_file"])
             for number, node in enumerate(request["nodes"])
         ]
         return Switch([process.pid for process in started]), ""

@@ -68,8 +68,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        told = json.loads(file.read_text())
-        return cls(told["machine"], tuple(told["addresses"]), told["port"], told["key"])
+        content = json.loads(file.read_text())
+        return cls(content["machine"], tuple(content["addresses"]), content["port"], content["key"])
 
 
 def machine_id() -> str:
@@ -85,22 +85,22 @@ def addresses_of(interface: str | None = None) -> list[str]:
 
     Raises UsageError for an interface that is not here.
     """
-    found = {
+    by_interface = {
         name: [a.address for a in known if a.family == socket.AF_INET]
         for name, known in psutil.net_if_addrs().items()
     }
     if interface is not None:
-        if not found.get(interface):
+        if not by_interface.get(interface):
             raise UsageError(
                 f"network interface {interface!r} has no IPv4 address on this node; there are:"
-                f" {', '.join(sorted(found))}"
+                f" {', '.join(sorted(by_interface))}"
             )
-        return found[interface]
+        return by_interface[interface]
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
     return sorted(
-        {a for known in found.values() for a in known},
+        {a for known in by_interface.values() for a in known},
         key=lambda a: (a.startswith("127."), a != named, a),
     )
 
@@ -138,8 +138,8 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
     """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError
     where one does not in time.
 
-    The coordinator keeps that patience: it reads when there is something to read, and a node may
-    stall in the middle of saying it.
+    The coordinator keeps that time limit on its connections: it reads when there is something to
+    read, and a node may stall in the middle of a message.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:

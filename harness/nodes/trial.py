@@ -34,9 +34,9 @@ class Trial:
         lose: Callable[[Node, str], None],
         nodes: Sequence[Node],
         specs: Sequence[TrialSpec],
-        heard: Callable[[int, float], None] | None,
+        on_progress: Callable[[int, float], None] | None,
     ) -> None:
-        self.lose, self.heard = lose, heard
+        self.lose, self.on_progress = lose, on_progress
         self.nodes, self.specs = list(nodes), list(specs)
         self.cell = specs[0].cell
         self.left = RankOutputs()
@@ -125,13 +125,13 @@ class Trial:
                         )
                 return
             for connection in ready:
-                if not self._hear(self.open[connection]) and not hurried:
+                if not self._receive(self.open[connection]) and not hurried:
                     deadline, hurried = (
                         min(deadline, time.monotonic() + (0.0 if self.lost else OTHERS_SECONDS)),
                         True,
                     )
 
-    def _hear(self, node: Node) -> bool:
+    def _receive(self, node: Node) -> bool:
         """False where the node is lost or its ranks failed."""
         try:
             word, what = node.line.receive()
@@ -142,8 +142,8 @@ class Trial:
             self._lose(node, "interrupted")
             raise
         if word == "step":
-            if self.heard:
-                self.heard(*what)
+            if self.on_progress:
+                self.on_progress(*what)
             return True
         received_at, left = what
         del self.open[node.line.connection]

@@ -45,15 +45,15 @@ def reference_cell(cell: Cell) -> Cell:
     On a GPU gradients are accumulated over micro-batches, so that the batch of eight devices fits
     one. Not where there is BatchNorm: over parts of the batch it would be another training.
     """
-    found = cell.reference()
+    reference = cell.reference()
     if cell.device != "cuda" or make_workload(cell.workload).batch_norm:
-        return found
+        return reference
     parts = next(
         n
         for n in _divisors(cell.global_batch)
         if _tokens(cell, n) <= MICRO_BATCH_TOKENS or n == cell.global_batch
     )
-    return found.model_copy(update={"micro_batches": parts})
+    return reference.model_copy(update={"micro_batches": parts})
 
 
 def split_differently(reference: Cell) -> Cell | None:
@@ -180,8 +180,10 @@ def activations_of_a_sample(workload: Workload, sequence_length: int) -> int:
     base, by, blocks = workload.name.rpartition("x")
     if not (by and blocks.isdecimal() and workload.family and workload.family.sized):
         return activation_bytes(workload, 1, sequence_length)
-    one, two = (activation_bytes(make_workload(f"{base}x{n}"), 1, sequence_length) for n in (1, 2))
-    return one + (int(blocks) - 1) * (two - one)
+    of_one_block, of_two = (
+        activation_bytes(make_workload(f"{base}x{n}"), 1, sequence_length) for n in (1, 2)
+    )
+    return of_one_block + (int(blocks) - 1) * (of_two - of_one_block)
 
 
 def limit_bytes() -> int:

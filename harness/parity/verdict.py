@@ -92,8 +92,8 @@ def judge(
     gaps = loss_deviations(losses, reference_losses)
     worst_loss = max(gaps)
     merged: dict[str, float] = {}
-    for one in updates:
-        for name, value in one.items():
+    for of_rank in updates:
+        for name, value in of_rank.items():
             merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
     missing = [
         name
@@ -117,13 +117,13 @@ def judge(
         )
     if worst_loss > allowed.loss:
         step = next(i for i, gap in enumerate(gaps) if gap > allowed.loss)
-        said = (
+        finding = (
             "is not finite"
             if not math.isfinite(gaps[step])
             else f"is off by {gaps[step]:.1e} (allowed {allowed.loss:.0e})"
         )
         return verdict(
-            "diverged", f"loss {said} at step {step}, largest deviation {worst_loss:.1e}"
+            "diverged", f"loss {finding} at step {step}, largest deviation {worst_loss:.1e}"
         )
     if worst_update > allowed.update:
         return verdict(

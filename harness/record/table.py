@@ -87,12 +87,12 @@ class Record:
         """
         import pandas as pd
 
-        found: dict[str, object] = {}
+        by_column: dict[str, object] = {}
         for column in cls.columns():
             value = row.get(column.name)
             known = pd.api.types.is_list_like(value) or bool(pd.notna(value))
-            found[column.name] = _value(column, value, known)
-        return cls(**found)
+            by_column[column.name] = _value(column, value, known)
+        return cls(**by_column)
 
     @classmethod
     def from_frame(cls: type[Rec], frame: pd.DataFrame) -> list[Rec]:
@@ -108,7 +108,7 @@ class Record:
 def _column_type(hint: Any) -> tuple[str, bool]:
     """The arrow type that a field's type stands for, and whether it may be null."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (inner,) = (one for one in typing.get_args(hint) if one is not type(None))
+        (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
         return _column_type(inner)[0], True
     if typing.get_origin(hint) is Annotated:
         return hint.__metadata__[0], False
@@ -181,24 +181,24 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
 
 def meanings(table: type[Record]) -> dict[str, str]:
     """What each column means, by its name: the docstring under its field."""
-    found: dict[str, str] = {}
+    by_column: dict[str, str] = {}
     for cls in reversed(table.__mro__):
         if dataclasses.is_dataclass(cls):
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
             assert isinstance(body, ast.ClassDef)
-            found |= _field_docstrings(body.body)
-    return {column.name: found.get(column.name, "") for column in table.columns()}
+            by_column |= _field_docstrings(body.body)
+    return {column.name: by_column.get(column.name, "") for column in table.columns()}
 
 
 def _field_docstrings(body: Iterable[ast.stmt]) -> dict[str, str]:
-    found, name = {}, ""
+    by_column, name = {}, ""
     for statement in body:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=str(field))):
                 name = field
             case ast.Expr(value=ast.Constant(value=str(text))) if name:
-                found[name] = " ".join(text.split())
+                by_column[name] = " ".join(text.split())
                 name = ""
             case _:
                 name = ""
-    return found
+    return by_column

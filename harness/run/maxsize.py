@@ -115,11 +115,11 @@ def predict(cell: Cell, budget: int) -> Prediction:
 
     layout = make_strategy(cell).layout(cell.devices)
     samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
-    one, two = (
+    of_one_block, of_two = (
         activation_bytes(make_workload(sized(cell, n).workload), samples, cell.sequence_length)
         for n in (1, 2)
     )
-    activations = (one, two - one)
+    activations = (of_one_block, of_two - of_one_block)
 
     def fits(blocks: int) -> bool:
         needed = formula(sized(cell, blocks), activations)
@@ -142,12 +142,12 @@ def plan_of(
     """
     predicted = {}
     for cell in cells:
-        found = predict(cell, budget)
+        prediction = predict(cell, budget)
         predicted[cell.id] = {
-            "step": found.step,
-            "blocks": found.blocks,
-            "parameters": found.parameters,
-            "activations": list(found.activations),
+            "step": prediction.step,
+            "blocks": prediction.blocks,
+            "parameters": prediction.parameters,
+            "activations": list(prediction.activations),
         }
     plan = Plan.new(MATRIX, cells, 1, left_out)
     return Plan(
@@ -250,7 +250,7 @@ class Search:
             self.watcher.trial_started(cell, trial, self.position)
             key = TrialKey(cell.id, trial, len(known) + 1)
             if trial == 0:
-                trial_record = self.runner.one(
+                trial_record = self.runner.run_trial(
                     launcher, cell, key, self.position, None, self.watcher.step
                 )
             else:
@@ -266,7 +266,9 @@ class Search:
         """The trial against a reference run of the same size without the limit, whose parameters
         are not kept."""
         if 24 * parameters_of(cell) > psutil.virtual_memory().available:
-            return self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)
+            return self.runner.run_trial(
+                launcher, cell, key, self.position, None, self.watcher.step
+            )
         self.watcher.preparing(f"reference run of {cell.workload}, without the limit")
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
@@ -275,6 +277,6 @@ class Search:
                 == "interrupted"
             ):
                 raise KeyboardInterrupt
-            return self.runner.one(
+            return self.runner.run_trial(
                 launcher, cell, key, self.position, Reference(folder), self.watcher.step
             )

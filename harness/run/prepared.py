@@ -77,14 +77,14 @@ def more_of_the_same(cell: Cell, other: Cell) -> bool:
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False
-    one, two = make_workload(cell.workload), make_workload(other.workload)
-    same_kind = one.family is two.family is not None and one.suffixes == two.suffixes
+    a, b = make_workload(cell.workload), make_workload(other.workload)
+    same_kind = a.family is b.family is not None and a.suffixes == b.suffixes
     if cell.workload != other.workload and not same_kind:
         return False
 
-    def needs(one: Cell) -> tuple[int, ...]:
-        parameters = model_facts(make_workload(one.workload), one.sequence_length).parameters
-        return parameters, one.global_batch, one.sequence_length, -one.devices
+    def needs(of: Cell) -> tuple[int, ...]:
+        parameters = model_facts(make_workload(of.workload), of.sequence_length).parameters
+        return parameters, of.global_batch, of.sequence_length, -of.devices
 
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
 

@@ -155,7 +155,9 @@ class Runner:
                 if interleaved:
                     return self._by_turns(interleaved, group, references, watcher.step)
                 return [
-                    self.one(launcher, cell, key, at, references[reference_key(cell)], watcher.step)
+                    self.run_trial(
+                        launcher, cell, key, at, references[reference_key(cell)], watcher.step
+                    )
                     for at, cell, key in group
                 ]
 
@@ -260,14 +262,14 @@ class Runner:
         """A launcher whose fork server holds what these cells need."""
         return self.launcher(packages(cells))
 
-    def one(
+    def run_trial(
         self,
         launcher: LauncherProtocol,
         cell: Cell,
         key: TrialKey,
         position: int,
         reference: Reference | None,
-        heard: Callable[[int, float], None],
+        on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
         """Launches, judges and records one trial.
 
@@ -276,7 +278,9 @@ class Runner:
         prepared = PreparedTrial(cell, key, position, reference)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
-        outcome = launcher.run(how.cell, how.data, how.processes, on_progress=heard, **how.more)
+        outcome = launcher.run(
+            how.cell, how.data, how.processes, on_progress=on_progress, **how.more
+        )
         around = Surroundings(
             gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after()
         )
@@ -287,20 +291,20 @@ class Runner:
         interleaved: InterleavedLauncher,
         todo: Sequence[Todo],
         references: dict[str, Reference],
-        heard: Callable[[int, float], None],
+        on_progress: Callable[[int, float], None],
     ) -> list[TrialRecord]:
         """Launches, judges and records a round of trials that train by turns."""
         round_ = [
             PreparedTrial(cell, key, position, references[reference_key(cell)])
             for position, cell, key in todo
         ]
-        most = max((one.gpus for one in round_), default=0)
+        most = max((trial.gpus for trial in round_), default=0)
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()
-        outcomes = interleaved.together([one.launch for one in round_], heard)
+        outcomes = interleaved.together([trial.launch for trial in round_], on_progress)
         around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
         return [
-            self._record(one, outcome, around)
-            for one, outcome in zip(round_, outcomes, strict=True)
+            self._record(trial, outcome, around)
+            for trial, outcome in zip(round_, outcomes, strict=True)
         ]
 
     def _record(

@@ -27,19 +27,19 @@ HOME = "harness.strategies"
 
 def _load(module_name: str, name: str) -> type[Strategy]:
     module = importlib.import_module(module_name)
-    found = [
+    classes = [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, Strategy)
         and value.__module__ == module.__name__
     ]
-    if len(found) != 1:
+    if len(classes) != 1:
         raise UsageError(
-            f"strategy file {module_name!r} must define one Strategy, it defines {len(found)} (for"
-            f" {name!r})"
+            f"strategy file {module_name!r} must define one Strategy, it defines"
+            f" {len(classes)} (for {name!r})"
         )
-    return found[0]
+    return classes[0]
 
 
 @cache
@@ -52,7 +52,7 @@ def strategies() -> dict[str, type[Strategy]]:
     names = sorted(
         info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_")
     )
-    found = {name: _load(f"{HOME}.{name}", name) for name in names}
+    classes = {name: _load(f"{HOME}.{name}", name) for name in names}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
@@ -60,8 +60,8 @@ def strategies() -> dict[str, type[Strategy]]:
                 f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class,"
                 f" it names {point.value!r}"
             )
-        found[point.name] = loaded
-    return found
+        classes[point.name] = loaded
+    return classes
 
 
 def make_strategy(cell: Cell) -> Strategy:

@@ -139,7 +139,7 @@ class Loop:
         self.slices_began.append((index, self.place.wait(index - len(self.slices_began) - 1, last)))
         self.settling = True
 
-    def one(self, index: int) -> None:
+    def run_step(self, index: int) -> None:
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:

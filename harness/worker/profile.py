@@ -81,7 +81,7 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
     assert train_state is not None
     indices = iter(range(cell.total_steps))
     for _ in range(cell.warmup_steps + PLAIN_STEPS):
-        loop.one(next(indices))
+        loop.run_step(next(indices))
     loop.stop_counting()
     profiled = _profiled(loop, train_state, indices, traces)
     calls, sees_operators = _counted(loop, train_state, next(indices))
@@ -190,7 +190,7 @@ def _profiled(
     events = events_of(raw, zero)
     thread = training_thread(events, steps[0][2])
     layout = loop.job.layout
-    found = []
+    rows = []
     for seconds, (begin_ns, end_ns, _) in list(zip(took, steps, strict=True))[1:]:
         begin, end = (begin_ns - zero) / 1e9, (end_ns - zero) / 1e9
         parts = breakdown(
@@ -198,14 +198,14 @@ def _profiled(
         )
         parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
         # What a library's own threads send is not seen, and so not what it overlaps.
-        found.append(
+        rows.append(
             {
                 "step": seconds,
                 **parts,
                 "overlapped": None if train_state.collectives else parts["overlapped"],
             }
         )
-    return found
+    return rows
 
 
 def _on_host(event: RawEvent) -> bool:

@@ -293,7 +293,7 @@ def _train(
     meter.reset()
     gc.disable()  # a collection in a timed step is a noise of the harness's making
     while not loop.over():
-        loop.one(len(loop.steps))
+        loop.run_step(len(loop.steps))
         if len(loop.steps) == cell.parity_steps:
             loop.verify()
     loop.stop_counting()

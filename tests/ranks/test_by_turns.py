@@ -147,13 +147,42 @@ def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
 
 def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
     with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
-        keeper = psutil.Process(interleaved._keepers[1].ready())
-        threading.Timer(3, keeper.kill).start()
+        process = psutil.Process(interleaved._processes[1].ready())
+        threading.Timer(3, process.kill).start()
         first, lost = together(interleaved, cell("ddp"), faulty("hangs"))
         fine(first)
         assert (lost.status, lost.reason) == (
             "failed",
             "the process that launched its ranks was killed from outside",
         )
+        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
+            fine(outcome)
+
+
+def test_a_launchers_process_killed_before_its_first_turn(plugin: object) -> None:
+    """The first launch has begun, the second not yet."""
+    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
+        killed = psutil.Process(interleaved._processes[1].ready())
+
+        def kill(step: int, seconds: float) -> None:
+            if killed.is_running():
+                killed.kill()
+                time.sleep(1)  # the pool's own thread sees it
+
+        first, lost = interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], kill)
+    fine(first)
+    assert lost.status == "failed"
+    assert lost.reason == "the process that launched its ranks was killed from outside"
+
+
+def test_an_error_of_the_run_leaves_no_rank_waiting(plugin: object) -> None:
+    """What the progress display raises ends all launches, and their processes can be closed."""
+
+    def fails(step: int, seconds: float) -> None:
+        raise OSError("the terminal is gone")
+
+    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
+        with pytest.raises(OSError, match="the terminal is gone"):
+            interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], fails)
         for outcome in together(interleaved, cell("ddp"), cell("ddp")):
             fine(outcome)

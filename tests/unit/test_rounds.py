@@ -72,12 +72,12 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
     store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
     launched = []
 
-    def one(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
+    def run_trial(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
         launched.append(key)
         store.write_trial(trial := TrialRecord(**trial_row(cell, key.trial)))
         return trial
 
-    monkeypatch.setattr(runner, "one", one)
+    monkeypatch.setattr(runner, "run_trial", run_trial)
     monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
     assert runner.run(Recorder())
     assert launched == [TrialKey(large.id, 1)]
@@ -132,7 +132,9 @@ def adaptive(
     runner = Runner(store, plan, launcher=lambda packages: None, now=now)
     rng = random.Random(5)
 
-    def one(launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any) -> TrialRecord:
+    def run_trial(
+        launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any
+    ) -> TrialRecord:
         value = 10.0 * (1 + spread[cell.strategy] * rng.gauss(0, 1))
         row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {
             "position": position
@@ -141,7 +143,7 @@ def adaptive(
         return trial
 
     store.write_run(RunRecord(**one_cell_run()))
-    monkeypatch.setattr(runner, "one", one)
+    monkeypatch.setattr(runner, "run_trial", run_trial)
     monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
     return store, watcher, runner.run(watcher)
 
