@@ -93,7 +93,7 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
             if here * there < 0:
                 fast, slow = (a, b) if here > 0 else (b, a)
                 words = (
-                    f"Latency turns two around: over {near.words} {fast.label} is faster than"
+                    f"Latency reverses an order: over {near.words} {fast.label} is faster than"
                     f" {slow.label}, over {far.words} slower."
                 )
                 leads = [abs(_lead(a, b, link.asked)) for link in (near, far)]

@@ -151,7 +151,7 @@ def test_latency_turns_strategies_around_too(chapter: Chapter) -> None:
     """At 1 Gbit/s talker takes 0.036 s and frugal 0.049; 1 ms away talker sends 60 messages and
     frugal 2."""
     assert (
-        "Latency turns two around: over 1gbit talker is faster than frugal, over 1gbit 1ms slower."
+        "Latency reverses an order: over 1gbit talker is faster than frugal, over 1gbit 1ms slower."
         in chapter.crossovers
     )
 
@@ -220,7 +220,7 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
     for words in (
         "The links are emulated",
         "Below about",
-        "Latency turns two around",
+        "Latency reverses an order",
         "95 Mbit/s",
         "0.030 ms",
         "network namespaces and tbf",
