@@ -3,20 +3,24 @@ its time goes, its parity."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared
+from harness.analysis.stats import Comparison
 from harness.record.profile import COMPONENTS
 from harness.record.trial import TrialRecord
 from reports import facts
-from reports.cautions import flags
-from reports.export_records import for_json
-from reports.export_records import records as cell_records
+from reports.cautions import Flag, flags
+from reports.export_records import for_json, record_of
 from reports.groups import RankedGroup
+from reports.profile import ProfiledCell
 from reports.ranked import RankedCell
-from reports.run_report import RunReport, ran
+from reports.run_report import ran
 from reports.stacks import KINDS
 
 if TYPE_CHECKING:
@@ -24,9 +28,7 @@ if TYPE_CHECKING:
 
     from harness.record.store import Results
 
-Record = dict[str, Any]
-"""Fit for JSON; unknown is None."""
-TRIAL = (
+_TRIAL = (
     "trial",
     "attempt",
     "status",
@@ -37,7 +39,7 @@ TRIAL = (
     "peak_memory_bytes",
     "wall_seconds",
 )
-KEPT = (
+_MEMORY = (
     "state_bytes",
     "formula_bytes",
     "formula_deviation",
@@ -48,115 +50,192 @@ KEPT = (
 )
 
 
-def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> Record:
-    """Everything recorded of a cell, fit for JSON.
+@dataclass(frozen=True)
+class TrialDetail:
+    """A trial and its steps."""
 
-    `results`: of its run; `steps`: table `steps` of the cell. Unknown is None.
+    trial: TrialRecord
+    slowest_rank_step_seconds: tuple[float, ...]
+    """By step."""
+    phases: tuple[str, ...]
+    """By step, see StepRecord."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: for_json(getattr(self.trial, name)) for name in _TRIAL} | {
+            "slowest_rank_step_seconds": for_json(self.slowest_rank_step_seconds),
+            "phases": list(self.phases),
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place within cells that differ in nothing but the strategy."""
+
+    place: int
+    of: int
+    same_as_above: bool
+    setting: str
+    fastest: str
+    """Its label."""
+    ratio: Comparison | None
+    """Throughput over that of the fastest; None for the fastest itself."""
+
+    def as_json(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {
+            "place": self.place,
+            "of": self.of,
+            "same_as_above": self.same_as_above,
+            "setting": self.setting,
+            "fastest": self.fastest,
+            "ratio_to_fastest": ratio and ratio.ratio,
+            "ratio_low": ratio and for_json(ratio.low),
+            "ratio_high": ratio and for_json(ratio.high),
+            "verdict": ratio and ratio.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class KindOfState:
+    """What the fullest rank keeps of one kind between steps."""
+
+    kind: str
+    """parameter, gradient, optimizer, library"""
+    bytes: float | None
+    formula_bytes: float | None
+
+
+@dataclass(frozen=True)
+class RankDetail:
+    """One rank: the median of its timed steps over all finished trials, and its peak in the trial
+    with the largest."""
+
+    rank: int
+    step_seconds_p50: float | None
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class CellDetail:
+    """Everything recorded of a cell."""
+
+    started_at: datetime
+    hardware: str
+    cell: CellResult
+    cautions: tuple[Flag, ...]
+    trials: tuple[TrialDetail, ...]
+    place: Place | None
+    """None where it is not ranked."""
+    kinds: tuple[KindOfState, ...] | None
+    """None where states were not measured."""
+    ranks: tuple[RankDetail, ...]
+    profiled: ProfiledCell | None
+    log_tail: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Fit for JSON; unknown is None."""
+        memory = {name: for_json(getattr(self.cell, name)) for name in _MEMORY}
+        return {
+            "started_at": self.started_at.isoformat(),
+            "hardware": self.hardware,
+            "cell": record_of(self.cell),
+            "cautions": [dataclasses.asdict(caution) for caution in self.cautions],
+            "trials": [trial.as_json() for trial in self.trials],
+            "ranking": self.place and self.place.as_json(),
+            "memory": None
+            if self.kinds is None
+            else {"kinds": [dataclasses.asdict(kind) for kind in self.kinds], **memory},
+            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+            "time": self.profiled and _time(self.profiled),
+            "log_tail": self.log_tail,
+        }
+
+
+def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
+    """Everything recorded of a cell.
+
+    `results`: of its run; `steps`: table `steps` of the cell.
     """
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
-    (record,) = [record for record in cell_records(report) if record["cell_id"] == cell_id]
+    ranked = [
+        (group, row) for group in report.groups for row in group.rows if row.cell_id == cell_id
+    ]
     every = TrialRecord.from_frame(results.trials[results.trials["cell_id"] == cell_id])
     trials = sorted(every, key=lambda trial: (trial.trial, trial.attempt))
-    return {
-        "started_at": report.run.started_at.isoformat(),
-        "hardware": facts.hardware(report.run),
-        "cell": record,
-        "cautions": [{"word": flag.word, "meaning": flag.meaning} for flag in flags(cell)],
-        "trials": [_trial(trial, steps) for trial in trials],
-        "ranking": _ranking(report, cell_id),
-        "memory": _memory(cell, trials),
-        "ranks": _ranks(cell, steps, trials),
-        "time": _time(report, cell_id),
-        "log_tail": next((trial.log_tail for trial in reversed(trials) if trial.log_tail), ""),
-    }
+    return CellDetail(
+        started_at=report.run.started_at,
+        hardware=facts.hardware(report.run),
+        cell=ranked[0][1] if ranked else cell,
+        cautions=flags(cell),
+        trials=tuple(_trial(trial, steps) for trial in trials),
+        place=_place(*ranked[0]) if ranked else None,
+        kinds=_kinds(cell, trials),
+        ranks=_ranks(cell, steps, trials),
+        profiled=next((cell for cell in report.profiled if cell.cell_id == cell_id), None),
+        log_tail=next((trial.log_tail for trial in reversed(trials) if trial.log_tail), ""),
+    )
 
 
-def _trial(trial: TrialRecord, steps: pd.DataFrame) -> Record:
+def _trial(trial: TrialRecord, steps: pd.DataFrame) -> TrialDetail:
     own = steps[(steps["trial"] == trial.trial) & (steps["attempt"] == trial.attempt)]
     by_step = own.groupby("step")
-    return {name: for_json(getattr(trial, name)) for name in TRIAL} | {
-        "slowest_rank_step_seconds": for_json(by_step["step_seconds"].max().tolist()),
-        "phases": [str(phase) for phase in by_step["phase"].first().tolist()],
-    }
+    return TrialDetail(
+        trial,
+        tuple(by_step["step_seconds"].max().tolist()),
+        tuple(str(phase) for phase in by_step["phase"].first().tolist()),
+    )
 
 
-def _ranking(report: RunReport, cell_id: str) -> Record | None:
-    """Place within cells that differ in nothing but the strategy, and the ratio to the fastest of
-    them; None where it is not ranked."""
-    for group in report.groups:
-        for cell in group.rows:
-            if cell.cell_id == cell_id:
-                return _place(group, cell)
-    return None
-
-
-def _place(group: RankedGroup, cell: RankedCell) -> Record:
+def _place(group: RankedGroup, cell: RankedCell) -> Place:
     fastest = group.rows[0]
-    ratio = None if cell is fastest else compared(cell, fastest)
-    return {
-        "place": cell.place,
-        "of": len(group.rows),
-        "same_as_above": cell.same_as_above,
-        "setting": group.full_title,
-        "fastest": fastest.label,
-        "ratio_to_fastest": ratio and ratio.ratio,
-        "ratio_low": ratio and for_json(ratio.low),
-        "ratio_high": ratio and for_json(ratio.high),
-        "verdict": ratio and ratio.verdict,
-    }
+    return Place(
+        cell.place,
+        len(group.rows),
+        cell.same_as_above,
+        group.full_title,
+        fastest.label,
+        None if cell is fastest else compared(cell, fastest),
+    )
 
 
-def _memory(cell: CellResult, trials: Sequence[TrialRecord]) -> Record | None:
-    """What the fullest rank keeps between steps by kind, each with the formula's; None where it was
-    not measured."""
+def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
+    """By kind, each with the formula's; None where it was not measured."""
     if cell.state_bytes is None:
         return None
-    good = [trial for trial in trials if trial.status == "ok"]
-    kinds = [
-        {
-            "kind": field.removesuffix("_bytes"),
-            "bytes": getattr(cell, field),
-            "formula_bytes": for_json(getattr(good[-1], f"formula_{field}")) if good else None,
-        }
+    finished = [trial for trial in trials if trial.status == "ok"]
+    return tuple(
+        KindOfState(
+            field.removesuffix("_bytes"),
+            getattr(cell, field),
+            getattr(finished[-1], f"formula_{field}") if finished else None,
+        )
         for field in KINDS.values()
-    ]
-    return {"kinds": kinds, **{name: for_json(getattr(cell, name)) for name in KEPT}}
+    )
 
 
-def _ranks(cell: CellResult, steps: pd.DataFrame, trials: Sequence[TrialRecord]) -> list[Record]:
-    """Per rank: its peak in the trial with the largest, and the median of its timed steps over all
-    finished trials."""
-    good = {(trial.trial, trial.attempt) for trial in trials if trial.status == "ok"}
+def _ranks(
+    cell: CellResult, steps: pd.DataFrame, trials: Sequence[TrialRecord]
+) -> tuple[RankDetail, ...]:
+    finished = {(trial.trial, trial.attempt) for trial in trials if trial.status == "ok"}
     timed = steps[steps["phase"] == "timed"]
-    of_good = [key in good for key in zip(timed["trial"], timed["attempt"], strict=True)]
-    by_rank = timed.loc[of_good].groupby("rank")["step_seconds"].median()
-    medians = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
+    counts = [key in finished for key in zip(timed["trial"], timed["attempt"], strict=True)]
+    by_rank = timed.loc[counts].groupby("rank")["step_seconds"].median()
+    medians: dict[int, float] = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
     peaks = cell.peak_memory_bytes_by_rank
     count = max(len(peaks), max(medians, default=-1) + 1)
-    return [
-        {
-            "rank": rank,
-            "step_seconds_p50": for_json(medians.get(rank)),
-            "peak_memory_bytes": peaks[rank] if rank < len(peaks) else None,
-        }
+    return tuple(
+        RankDetail(rank, medians.get(rank), peaks[rank] if rank < len(peaks) else None)
         for rank in range(count)
-    ]
+    )
 
 
-def _time(report: RunReport, cell_id: str) -> Record | None:
-    """Parts of a profiled step, mean of the ranks, in seconds; None where the cell was not
-    profiled."""
-    for cell in report.profiled:
-        if cell.cell_id == cell_id:
-            return {
-                **{
-                    f"{name}_seconds": s
-                    for name in COMPONENTS
-                    if (s := cell.parts[name]) is not None
-                },
-                "profiled_step_seconds": cell.profiled_step,
-                "plain_step_seconds": cell.plain_step,
-                "straggler_rank": cell.straggler,
-            }
-    return None
+def _time(cell: ProfiledCell) -> dict[str, Any]:
+    """Parts of a profiled step, mean of the ranks, in seconds."""
+    parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
+    return {
+        **{f"{name}_seconds": seconds for name, seconds in parts.items()},
+        "profiled_step_seconds": cell.profiled_step,
+        "plain_step_seconds": cell.plain_step,
+        "straggler_rank": cell.straggler,
+    }

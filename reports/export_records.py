@@ -61,10 +61,11 @@ def records(report: RunReport) -> list[dict[str, Any]]:
     """A record for each cell of a run, ranked ones first in the order of their groups."""
     ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
     rest = [cell for cell in report.cells if cell.cell_id not in ranked]
-    return [_record(cell) for cell in (*ranked.values(), *rest)]
+    return [record_of(cell) for cell in (*ranked.values(), *rest)]
 
 
-def _record(cell: CellResult) -> dict[str, Any]:
+def record_of(cell: CellResult) -> dict[str, Any]:
+    """What one cell has to say, fit for JSON; its place is null where it is not ranked."""
     fields = vars(cell) | {
         "disturbed_trials": cell.disturbed,
         "samples_per_second_by_trial": cell.by_round,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from harness.analysis.cell_result import CellResult
+    from reports.cell_detail import CellDetail
 
-Detail = dict[str, Any]
-"""A cell, or a part of what is recorded of it, as reports/cell_detail.py has it: fit for JSON."""
 BAR = 20
 """Characters of the longest bar."""
 STEPS = 32
@@ -59,37 +60,37 @@ def show(
     tables, cell_id = find_recorded_cell(store, which, find_run(store, run) if run else None)
     detail = in_full(tables, store.steps_of(str(tables.runs["run_id"].iloc[0]), cell_id), cell_id)
     if json_output:
-        print(json.dumps(detail, allow_nan=False))
+        print(json.dumps(detail.as_json(), allow_nan=False))
         return
     from bench.cli import terminal
 
     draw(terminal.console(), detail)
 
 
-def draw(out: Console, detail: Detail) -> None:
+def draw(out: Console, detail: CellDetail) -> None:
     """The cell in words, tables and charts."""
-    cell = detail["cell"]
-    out.print(f"[bold]{clean(cell['cell_name'])}[/bold]  {cell['cell_id']}")
+    cell = detail.cell
+    out.print(f"[bold]{clean(cell.cell_name)}[/bold]  {cell.cell_id}")
     out.print(
-        f"run {clean(cell['run_id'])}, {detail['started_at'][:16].replace('T', ' ')} UTC;"
-        f" {clean(detail['hardware'])}"
+        f"run {clean(cell.run_id)}, {detail.started_at:%Y-%m-%d %H:%M} UTC;"
+        f" {clean(detail.hardware)}"
     )
-    if cell["status"] != "ok":
-        colour = "yellow" if cell["expected"] or cell["status"] in NOT_LAUNCHED else "red"
+    if cell.status != "ok":
+        colour = "yellow" if cell.expected or cell.status in NOT_LAUNCHED else "red"
         out.print(
-            f"[{colour}]{cell['status']}{' (as expected)' if cell['expected'] else ''}[/{colour}]:"
-            f" {clean(cell['reason'])}"
+            f"[{colour}]{cell.status}{' (as expected)' if cell.expected else ''}[/{colour}]:"
+            f" {clean(cell.reason)}"
         )
-    for caution in detail["cautions"]:
-        out.print(f"[yellow]{caution['word']}[/yellow]: {clean(caution['meaning'])}")
+    for caution in detail.cautions:
+        out.print(f"[yellow]{caution.word}[/yellow]: {clean(caution.meaning)}")
     _throughput(out, detail)
     _ranks(out, detail)
     _memory(out, detail)
     _time(out, detail)
     _parity(out, cell)
-    if detail["log_tail"]:
+    if detail.log_tail:
         out.print("[bold]end of the log[/bold]")
-        for line in detail["log_tail"].splitlines()[-8:]:
+        for line in detail.log_tail.splitlines()[-8:]:
             out.print(f"  {clean(line)}")
 
 
@@ -102,77 +103,72 @@ def clean(text: object) -> str:
     return escape(" ".join(printable(str(text)).split()))
 
 
-def _throughput(out: Console, detail: Detail) -> None:
+def _throughput(out: Console, detail: CellDetail) -> None:
     from reports.text import DASH, MIB, number, scaled
 
-    cell, place = detail["cell"], detail["ranking"]
-    speeds = [trial["samples_per_second"] for trial in detail["trials"]]
+    cell, place = detail.cell, detail.place
+    speeds = [detailed.trial.samples_per_second for detailed in detail.trials]
     most = max((speed for speed in speeds if speed), default=0.0)
     table = _table(
         "trial", "samples/s", "", "steps: time of the slowest rank", "p50 ms", "p95 ms", "peak MiB"
     )
-    for trial, speed in zip(detail["trials"], speeds, strict=True):
-        name = str(trial["trial"]) + (
-            f" (attempt {trial['attempt']})" if trial["attempt"] > 1 else ""
+    for detailed, speed in zip(detail.trials, speeds, strict=True):
+        trial = detailed.trial
+        name = str(trial.trial) + (f" (attempt {trial.attempt})" if trial.attempt > 1 else "")
+        line = sparkline_of(detailed.slowest_rank_step_seconds) or (
+            DASH if trial.status == "ok" else trial.status
         )
-        line = sparkline_of(trial["slowest_rank_step_seconds"]) or (
-            DASH if trial["status"] == "ok" else trial["status"]
-        )
-        times = [scaled(trial[column], 1e3) for column in ("step_seconds_p50", "step_seconds_p95")]
+        times = [scaled(p, 1e3) for p in (trial.step_seconds_p50, trial.step_seconds_p95)]
         table.add_row(
             name,
             number(speed),
             bar(speed, most),
             line,
             *times,
-            scaled(trial["peak_memory_bytes"], 1 / MIB),
+            scaled(trial.peak_memory_bytes, 1 / MIB),
         )
     out.print("[bold]throughput[/bold]")
     out.print(table)
-    if cell["samples_per_second"] is not None:
-        low, high = cell["samples_per_second_low"], cell["samples_per_second_high"]
+    if cell.samples_per_second is not None:
+        low, high = cell.samples_per_second_low, cell.samples_per_second_high
         interval = (
             "1 trial: no interval"
             if low is None
             else f"95 % interval {number(low)} to {number(high)}"
         )
         tokens = (
-            ""
-            if cell["tokens_per_second"] is None
-            else f", {number(cell['tokens_per_second'])} tokens/s"
+            "" if cell.tokens_per_second is None else f", {number(cell.tokens_per_second)} tokens/s"
         )
-        out.print(f"  median {number(cell['samples_per_second'])} samples/s{tokens}, {interval}")
+        out.print(f"  median {number(cell.samples_per_second)} samples/s{tokens}, {interval}")
     if place:
         alike = (
-            f", cannot be told apart from place {place['place'] - 1}"
-            if place["same_as_above"]
-            else ""
+            f", cannot be told apart from place {place.place - 1}" if place.same_as_above else ""
         )
-        out.print(f"  place {place['place']} of {place['of']}{alike}: {clean(place['setting'])}")
-        if place["ratio_to_fastest"] is not None:
+        out.print(f"  place {place.place} of {place.of}{alike}: {clean(place.setting)}")
+        if place.ratio is not None:
             ends = (
                 ""
-                if place["ratio_low"] is None
-                else f" ({number(place['ratio_low'])} to {number(place['ratio_high'])})"
+                if place.ratio.low is None
+                else f" ({number(place.ratio.low)} to {number(place.ratio.high)})"
             )
             out.print(
-                f"  {number(place['ratio_to_fastest'])} x the fastest{ends},"
-                f" {clean(place['fastest'])}: {place['verdict']}"
+                f"  {number(place.ratio.ratio)} x the fastest{ends},"
+                f" {clean(place.fastest)}: {place.ratio.verdict}"
             )
 
 
-def _ranks(out: Console, detail: Detail) -> None:
+def _ranks(out: Console, detail: CellDetail) -> None:
     from reports.text import MIB, scaled
 
-    if len(detail["ranks"]) < 2:
+    if len(detail.ranks) < 2:
         return
-    most = max((rank["peak_memory_bytes"] or 0 for rank in detail["ranks"]), default=0)
+    most = max((rank.peak_memory_bytes or 0 for rank in detail.ranks), default=0)
     table = _table("rank", "step p50 ms", "peak MiB", "")
-    for rank in detail["ranks"]:
-        peak = rank["peak_memory_bytes"]
+    for rank in detail.ranks:
+        peak = rank.peak_memory_bytes
         table.add_row(
-            str(rank["rank"]),
-            scaled(rank["step_seconds_p50"], 1e3),
+            str(rank.rank),
+            scaled(rank.step_seconds_p50, 1e3),
             scaled(peak, 1 / MIB),
             bar(peak, most),
         )
@@ -180,56 +176,56 @@ def _ranks(out: Console, detail: Detail) -> None:
     out.print(table)
 
 
-def _memory(out: Console, detail: Detail) -> None:
+def _memory(out: Console, detail: CellDetail) -> None:
     from reports.text import MIB, scaled, signed
 
-    memory = detail["memory"]
-    if memory is None:
+    cell = detail.cell
+    if detail.kinds is None or cell.state_bytes is None:
         return
-    most = max(memory["peak_memory_bytes"] or 0, memory["state_bytes"])
+    most = max(cell.peak_memory_bytes or 0, cell.state_bytes)
     table = _table("kept by the fullest rank between steps", "MiB", "formula MiB", "")
-    for kind in memory["kinds"]:
+    for kind in detail.kinds:
         table.add_row(
-            kind["kind"],
-            scaled(kind["bytes"], 1 / MIB),
-            scaled(kind["formula_bytes"], 1 / MIB),
-            bar(kind["bytes"], most),
+            kind.kind,
+            scaled(kind.bytes, 1 / MIB),
+            scaled(kind.formula_bytes, 1 / MIB),
+            bar(kind.bytes, most),
         )
-    off = "" if memory["formula_deviation"] is None else f" ({signed(memory['formula_deviation'])})"
-    whole = scaled(memory["state_bytes"], 1 / MIB) + off
+    off = "" if cell.formula_deviation is None else f" ({signed(cell.formula_deviation)})"
+    whole = scaled(cell.state_bytes, 1 / MIB) + off
     table.add_row(
         "together",
         whole,
-        scaled(memory["formula_bytes"], 1 / MIB),
-        bar(memory["state_bytes"], most),
+        scaled(cell.formula_bytes, 1 / MIB),
+        bar(cell.state_bytes, most),
     )
     table.add_row(
         "peak of a step",
-        scaled(memory["peak_memory_bytes"], 1 / MIB),
+        scaled(cell.peak_memory_bytes, 1 / MIB),
         "",
-        bar(memory["peak_memory_bytes"], most),
+        bar(cell.peak_memory_bytes, most),
     )
     out.print("[bold]memory[/bold]")
     out.print(table)
 
 
-def _time(out: Console, detail: Detail) -> None:
+def _time(out: Console, detail: CellDetail) -> None:
     from harness.record.profile import COMPONENTS
     from reports.profile import WORDS
     from reports.text import percent, scaled
 
-    time = detail["time"]
+    profiled = detail.profiled
     out.print("[bold]where the time goes[/bold]")
-    if time is None:
+    if profiled is None:
         out.print(
             "  not explained in this run; a run with --explain, or: python -m bench profile,"
             " says it"
         )
         return
-    whole = sum(time.get(f"{name}_seconds", 0.0) for name in COMPONENTS)
+    whole = sum(profiled.parts[name] or 0.0 for name in COMPONENTS)
     table = _table("part of a profiled step", "ms", "share", "")
     for name in COMPONENTS:
-        seconds = time.get(f"{name}_seconds")
+        seconds = profiled.parts[name]
         if seconds:
             table.add_row(
                 WORDS.get(name, name),
@@ -238,37 +234,37 @@ def _time(out: Console, detail: Detail) -> None:
                 bar(seconds, whole),
             )
     out.print(table)
-    slow = "" if time["straggler_rank"] is None else f"; rank {time['straggler_rank']} is slow"
-    plain = scaled(time["plain_step_seconds"], 1e3)
+    slow = "" if profiled.straggler is None else f"; rank {profiled.straggler} is slow"
+    plain = scaled(profiled.plain_step, 1e3)
     out.print(
-        f"  step {scaled(time['profiled_step_seconds'], 1e3)} ms under the profiler, {plain} ms"
+        f"  step {scaled(profiled.profiled_step, 1e3)} ms under the profiler, {plain} ms"
         f" without{slow}"
     )
 
 
-def _parity(out: Console, cell: Detail) -> None:
+def _parity(out: Console, cell: CellResult) -> None:
     from reports.text import deviation
 
-    if cell["parity_verdict"] is None:
+    if cell.parity_verdict is None:
         return
     colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(
-        cell["parity_verdict"], "yellow"
+        cell.parity_verdict, "yellow"
     )
-    reason = f": {clean(cell['parity_reason'])}" if cell["parity_reason"] else ""
-    out.print(f"[bold]parity[/bold]  [{colour}]{cell['parity_verdict']}[/{colour}]{reason}")
+    reason = f": {clean(cell.parity_reason)}" if cell.parity_reason else ""
+    out.print(f"[bold]parity[/bold]  [{colour}]{cell.parity_verdict}[/{colour}]{reason}")
     loss = (
-        f"{deviation(cell['parity_max_loss_deviation'])} of"
-        f" {deviation(cell['parity_loss_tolerance'])} allowed"
+        f"{deviation(cell.parity_max_loss_deviation)} of"
+        f" {deviation(cell.parity_loss_tolerance)} allowed"
     )
     update = (
-        f"{deviation(cell['parity_max_update_deviation'])} of"
-        f" {deviation(cell['parity_update_tolerance'])} allowed"
+        f"{deviation(cell.parity_max_update_deviation)} of"
+        f" {deviation(cell.parity_update_tolerance)} allowed"
     )
     out.print(
-        f"  over {cell['parity_steps']} steps: largest deviation in loss {loss}, in parameters"
+        f"  over {cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
         f" {update}"
     )
-    if losses := [loss for loss in cell["losses"] or [] if loss is not None]:
+    if losses := [loss for loss in cell.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 
 
@@ -296,7 +292,7 @@ def sparkline_of(values: Sequence[float | None]) -> str:
     """A block per value; of more than STEPS the largest of each of STEPS stretches."""
     from bench.cli.history import sparkline
 
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
     count = min(STEPS, len(known))

@@ -128,8 +128,8 @@ def test_text_and_data(store: Store) -> None:
 def test_one_cell(store: Store) -> None:
     results = store.load([NEW], steps=False)
     for cell in (FULL, BARE, OTHER):
-        told = json.dumps(in_full(results, store.steps_of(NEW, cell.id), cell.id), allow_nan=False)
-        assert json.loads(told)["cell"]["cell_id"] == cell.id
+        detail = in_full(results, store.steps_of(NEW, cell.id), cell.id).as_json()
+        assert json.loads(json.dumps(detail, allow_nan=False))["cell"]["cell_id"] == cell.id
 
 
 @pytest.mark.parametrize("target", list(LIBRARIES))
