@@ -28,7 +28,7 @@ run_of_job() {
 BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
 
 # Keeps the agent of one node running: starts it again where it, its job step or its node was lost, until the run has ended or the agent
-# ends with exit code 0 (the head has said that all is done) or 2 (it cannot work). The head is the process `bench run`.
+# ends with exit code 0 (the coordinator has said that all is done) or 2 (it cannot work). The coordinator is the process `bench run`.
 keep_agent() { # MEETING NUMBER NAME
   local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
   options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
@@ -106,14 +106,14 @@ say_without_gpus() {
 run_matrix() {
   local options=(--matrix "$BENCH_MATRIX" --run "$BENCH_RUN" --results "$BENCH_RESULTS" --with-parent "${more_options[@]}" "$@") code tries=0
   local meeting=''
-  warned='' ended='' agents=() head=''
+  warned='' ended='' agents=() coordinator=''
   say_without_gpus
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # shellcheck disable=SC2153 # SLURM sets it
     options+=(--share "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
   fi
-  trap 'warned=yes; [ -z "$head" ] || kill -TERM "$head" 2>/dev/null' USR1
-  trap 'ended=yes' TERM # SLURM sends TERM to the head too; the job ends with this shell, which therefore waits for the head
+  trap 'warned=yes; [ -z "$coordinator" ] || kill -TERM "$coordinator" 2>/dev/null' USR1
+  trap 'ended=yes' TERM # SLURM sends TERM to the coordinator too; the job ends with this shell, which therefore waits for the coordinator
   if [ "$BENCH_NODES" -gt 1 ]; then
     meeting=$BENCH_WORK/meeting-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
     options+=(--nodes "$BENCH_NODES" --meeting "$meeting")
@@ -122,15 +122,15 @@ run_matrix() {
   while :; do
     [ -z "$meeting" ] || start_agents "$meeting"
     "${python[@]}" -m bench run "${options[@]}" &
-    head=$!
-    wait_for "$head"
+    coordinator=$!
+    wait_for "$coordinator"
     code=$?
-    head=''
+    coordinator=''
     [ -z "$warned$ended" ] || break
     case $code in 0 | 1 | 2 | 130 | 143) break ;; esac
     tries=$((tries + 1))
     [ $tries -lt 5 ] || break
-    say "the head ended with exit code $code; it is started again and continues"
+    say "the coordinator ended with exit code $code; it is started again and continues"
     [ $tries -gt 1 ] || options+=(--patience 30) # seconds: most agents are connected already, and a lost node is not waited for again
   done
   [ -z "$meeting" ] || end_agents "$meeting"

@@ -119,7 +119,7 @@ class EmulatedNodes:
         self._switch.ask({"nodes": parts, "rendezvous_file": str(rendezvous_file)})
         # Only after the answer, with which the interfaces of the nodes are up.
         self._nodes = nodes = Nodes(
-            self.count, rendezvous_file, socket_file=rendezvous_file.with_name("head")
+            self.count, rendezvous_file, socket_file=rendezvous_file.with_name("socket")
         )
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
             log = rendezvous_file.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()

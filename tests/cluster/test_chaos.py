@@ -36,7 +36,7 @@ cells:
 
 
 def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
-    """What may be killed of a kind: a rank, an agent, the head or the shell of the batch step."""
+    """What may be killed of a kind: a rank, an agent, the coordinator or the batch shell."""
     if kind == "rank":  # forked by a fork server, without a new command line
         return [
             p
@@ -49,7 +49,7 @@ def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
             for p in slurm.of_kind("bash slurm/multinode.sbatch")
             if p.parent().name() == "slurmstepd"
         ]
-    words = {"agent": "-m harness.agent", "head": "-m bench run"}[kind]
+    words = {"agent": "-m harness.agent", "coordinator": "-m bench run"}[kind]
     return [p for p in slurm.of_kind(words) if p.name().startswith("python")]
 
 
@@ -70,7 +70,9 @@ def strike(slurm: Slurm, kind: str, chance: random.Random) -> bool:
 def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: Bench) -> None:
     chance = random.Random(6)
     kinds = [
-        kind for kind in ("rank", "agent", "head", "shell", "controller") for _ in range(KILLS // 5)
+        kind
+        for kind in ("rank", "agent", "coordinator", "shell", "controller")
+        for _ in range(KILLS // 5)
     ]
     chance.shuffle(kinds)
     matrix = bench.matrix(MATRIX)
