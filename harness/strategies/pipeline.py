@@ -9,6 +9,7 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.strategy import Cell, Job, Layout, ModelFacts, Strategy, TrainStep
 from harness.strategy.formulas import hidden_bytes
+from harness.strategy.schedules import check_micro_batches
 from harness.workloads import Workload, make_workload
 
 
@@ -31,8 +32,6 @@ class Pipeline(Strategy):
         return Layout(pipeline=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        from harness.strategy.pipelining import check_micro_batches
-
         if "stages_per_rank" in self.model_fields_set and self.stages_per_rank != self._per_rank:
             raise Refused(
                 f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not"

@@ -25,7 +25,7 @@ class TensorParallel(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         workload.check_split(self.layout(cell.devices))
         if workload.split:
-            workload.split.tensor_plan(self.sequence_parallel)
+            workload.split.check_tensor(self.sequence_parallel)
         if self.sequence_parallel and cell.sequence_length % cell.devices:
             raise Refused(
                 f"sequence_parallel needs a sequence length that divides by {cell.devices} devices,"
@@ -43,10 +43,8 @@ class TensorParallel(Strategy):
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.sequence_parallel:
             return None
-        return all_reduced(
-            layout.tensor,
-            workload.blocks * len(workload.split.tensor_plan(sequence_parallel=False)) * hidden,
-        )
+        reduced = len(workload.split.by_column) + len(workload.split.by_row)
+        return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from harness.strategy import Cell, Job, Layout, Refused, Strategy, TrainStep, Workload
+from harness.strategy.schedules import check_micro_batches
 
 
 class ThreeD(Strategy):
@@ -33,12 +34,10 @@ class ThreeD(Strategy):
         return Layout(data=data, pipeline=self.pipeline, tensor=self.tensor)
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        from harness.strategy.pipelining import check_micro_batches
-
         workload.check_split(self.layout(cell.devices))
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
         if workload.split and self.tensor > 1:
-            workload.split.tensor_plan(sequence_parallel=False)
+            workload.split.check_tensor(sequence_parallel=False)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

@@ -54,7 +54,7 @@ def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
 
     if cell.precision != "fp32":
         return None
-    hidden: int = make_workload(cell.workload).hf_config().hidden_size
+    hidden = make_workload(cell.workload).hidden_size
     return 4.0 * cell.global_batch // layout.data * cell.sequence_length * hidden
 
 

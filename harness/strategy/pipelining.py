@@ -19,7 +19,6 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from harness.spec.errors import Refused
 from harness.strategy.stage import Stage
 
 if TYPE_CHECKING:
@@ -35,22 +34,6 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-
-
-def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this
-    many ranks."""
-    if schedule == "1f1b" and micro_batches < ranks:
-        raise Refused(
-            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
-            f" {micro_batches}"
-        )
-    rounds = max(1, micro_batches // ranks)
-    if schedule.startswith("interleaved") and micro_batches % rounds:
-        raise Refused(
-            f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds}"
-            f" rounds, into which they do not divide; use a multiple of {ranks}"
-        )
 
 
 class Pipe:

@@ -35,6 +35,14 @@ class Split(ABC):
     tied: ClassVar[dict[str, str]] = {}
     """Name of a parameter of the last stage -> name of the first stage's parameter that is the same
     tensor in the unsplit model."""
+    by_column: ClassVar[tuple[str, ...]] = ()
+    """Paths of a block's linear layers that tensor parallelism splits by their outputs; `*` stands
+    for any block."""
+    by_row: ClassVar[tuple[str, ...]] = ()
+    """The same of those that it splits by their inputs; behind each an all-reduce adds the ranks'
+    parts."""
+    sequence_parallel: ClassVar[bool] = False
+    """Whether `tensor_plan` also describes a split of the sequence."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -53,14 +61,28 @@ class Split(ABC):
         """(samples, tokens, hidden) -> logits: (samples, tokens, vocabulary) of a causal model,
         (samples, classes) of a classifier."""
 
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Parallel style of each module by its path, in which `*` stands for any block.
+    def check_tensor(self, sequence_parallel: bool) -> None:
+        """Raises Refused where the family has no tensor-parallel split of this kind."""
+        if not self.by_column:
+            raise Refused(
+                "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
+            )
+        if sequence_parallel and not self.sequence_parallel:
+            raise Refused(
+                "sequence parallelism is described for llama workloads only; use one of them, or"
+                " sequence_parallel=false"
+            )
 
-        Raises Refused where the family has no tensor-parallel split of this kind.
-        """
-        raise Refused(
-            "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
-        )
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """Parallel style of each module by its path, in which `*` stands for any block; raises as
+        `check_tensor`."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        self.check_tensor(sequence_parallel)
+        return {
+            **{name: ColwiseParallel() for name in self.by_column},
+            **{name: RowwiseParallel() for name in self.by_row},
+        }
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks as they are.

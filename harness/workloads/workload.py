@@ -72,6 +72,14 @@ class Workload:
         files = sorted(folder.iterdir()) if self.pretrained and folder.is_dir() else []
         return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between two blocks."""
+        for name in ("hidden_size", "n_embd"):  # transformers' GPT-2 has the second
+            if name in self.config:
+                return int(self.config[name])
+        return int(self.hf_config().hidden_size)
+
     def hf_config(self) -> PretrainedConfig:
         """A new transformers config, without key-value cache and without dropout, whose random
         numbers would differ between layouts of the same training."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.spec.errors import Refused
 from harness.workloads.family import Family, ModelConfig, Split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Gpt2Split(Split):
@@ -18,6 +16,14 @@ class Gpt2Split(Split):
     embedding = ("transformer.wte", "transformer.wpe")
     head = ("transformer.ln_f", "lm_head")
     tied: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
+    by_column = (
+        "transformer.h.*.attn.c_attn",
+        "transformer.h.*.mlp.c_fc",
+    )
+    by_row = (
+        "transformer.h.*.attn.c_proj",
+        "transformer.h.*.mlp.c_proj",
+    )
 
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         import torch
@@ -31,21 +37,6 @@ class Gpt2Split(Split):
         normed = model.get_submodule("transformer.ln_f")(hidden)
         logits: Tensor = model.get_submodule("lm_head")(normed)
         return logits
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-        if sequence_parallel:
-            raise Refused(
-                "sequence parallelism is described for llama workloads only; use one of them, or"
-                " sequence_parallel=false"
-            )
-        return {
-            "transformer.h.*.attn.c_attn": ColwiseParallel(),
-            "transformer.h.*.attn.c_proj": RowwiseParallel(),
-            "transformer.h.*.mlp.c_fc": ColwiseParallel(),
-            "transformer.h.*.mlp.c_proj": RowwiseParallel(),
-        }
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Each Conv1D, whose weight is (inputs, outputs), becomes a Linear. The rows of the fused

@@ -16,6 +16,12 @@ class LlamaSplit(Split):
     blocks = "model.layers"
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")
+    by_column = (
+        *(f"model.layers.*.self_attn.{n}_proj" for n in "qkv"),
+        *(f"model.layers.*.mlp.{n}_proj" for n in ("gate", "up")),
+    )
+    by_row = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
+    sequence_parallel = True
 
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         hidden: Tensor = model.get_submodule("model.embed_tokens")(inputs)
@@ -35,6 +41,9 @@ class LlamaSplit(Split):
         return logits
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        plan = super().tensor_plan(sequence_parallel)
+        if not sequence_parallel:
+            return plan
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
@@ -43,15 +52,8 @@ class LlamaSplit(Split):
             SequenceParallel,
         )
 
-        plan: dict[str, ParallelStyle] = {
-            f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"
-        }
-        plan |= {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
-        rows = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
-        if not sequence_parallel:
-            return plan | {row: RowwiseParallel() for row in rows}
         return plan | {
-            **{row: RowwiseParallel(output_layouts=Shard(1)) for row in rows},
+            **{row: RowwiseParallel(output_layouts=Shard(1)) for row in self.by_row},
             "model.embed_tokens": RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Shard(1)
             ),

@@ -1,0 +1,21 @@
+"""What a pipeline's schedules accept; without torch, so that a plan is checked at once."""
+
+from __future__ import annotations
+
+from harness.spec.errors import Refused
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this
+    many ranks."""
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise Refused(
+            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
+            f" {micro_batches}"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if schedule.startswith("interleaved") and micro_batches % rounds:
+        raise Refused(
+            f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds}"
+            f" rounds, into which they do not divide; use a multiple of {ranks}"
+        )
