@@ -101,11 +101,12 @@ class InterleavedLauncher:
         except BaseException as error:  # ranks that wait for a turn would wait for ever
             for slot in slots:
                 slot.interrupt()
+            outcomes = [slot.outcome() for slot in slots]
             if not isinstance(error, KeyboardInterrupt):
                 raise
             return [
-                replace(slot.outcome(), status="interrupted", reason="stopped by the user")
-                for slot in slots
+                replace(outcome, status="interrupted", reason="stopped by the user")
+                for outcome in outcomes
             ]
         finally:
             for slot in slots:

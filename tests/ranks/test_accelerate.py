@@ -38,7 +38,7 @@ def test_thirteen_steps_and_four_ranks(run_cells: RunCells) -> None:
     assert list(trials["parity_verdict"]) == ["exact"] * 5, list(trials["reason"])
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])  # ddp: a cell of matrix full
 def test_its_config_file_trains_the_same(run_cells: RunCells, engine: str) -> None:
     one = cell(
         "accelerate",
@@ -60,11 +60,8 @@ def test_mixed_precision_is_its_own(run_cells: RunCells) -> None:
 
 
 def test_states_follow_the_formula(run_cells: RunCells) -> None:
-    cells = [
-        c
-        for devices in (2, 4)
-        for c in engines("ddp", "zero2", "zero3", "fsdp2", devices=devices, workload="llama-micro")
-    ]
+    """On four ranks; cells of matrix full are held to it on two."""
+    cells = engines("ddp", "zero2", "zero3", "fsdp2", devices=4, workload="llama-micro")
     for _, row in run_cells(*cells).trials.iterrows():
         for kind in ("parameter", "gradient", "optimizer", "library"):
             expected, found = row[f"formula_{kind}_bytes"], max(row[f"{kind}_bytes"])

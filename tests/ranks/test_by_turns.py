@@ -25,8 +25,6 @@ from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Silent, cell
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
@@ -120,6 +118,7 @@ def test_one_that_fails_leaves_the_others_alone(
     assert (failed.status, failed.reason[:6]) == ("failed", "rank 1")
 
 
+@pytest.mark.alone
 def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLauncher) -> None:
     """The others wait for longer than their own limit while one of them hangs until its own."""
     first, hung, last = together(
@@ -135,6 +134,7 @@ def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLaunche
     assert first.wall_seconds < 6 < 8 < hung.wall_seconds
 
 
+@pytest.mark.alone
 def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
@@ -145,22 +145,13 @@ def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
         fine(outcome)
 
 
+def ended_from_outside(outcome: Outcome) -> None:
+    reason = "the process that launched its ranks was killed from outside"
+    assert (outcome.status, outcome.reason) == ("failed", reason)
+
+
 def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
-    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
-        process = psutil.Process(interleaved._processes[1].ready())
-        threading.Timer(3, process.kill).start()
-        first, lost = together(interleaved, cell("ddp"), faulty("hangs"))
-        fine(first)
-        assert (lost.status, lost.reason) == (
-            "failed",
-            "the process that launched its ranks was killed from outside",
-        )
-        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
-            fine(outcome)
-
-
-def test_a_launchers_process_killed_before_its_first_turn(plugin: object) -> None:
-    """The first launch has begun, the second not yet."""
+    """Before its first turn, when the first launch has begun; and while its ranks hang."""
     with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
         killed = psutil.Process(interleaved._processes[1].ready())
 
@@ -170,19 +161,26 @@ def test_a_launchers_process_killed_before_its_first_turn(plugin: object) -> Non
                 time.sleep(1)  # the pool's own thread sees it
 
         first, lost = interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], kill)
-    fine(first)
-    assert lost.status == "failed"
-    assert lost.reason == "the process that launched its ranks was killed from outside"
+        fine(first)
+        ended_from_outside(lost)
+
+        interleaved._processes[1] = interleaved._processes[1].alive()
+        killed = psutil.Process(interleaved._processes[1].ready())
+        threading.Timer(3, killed.kill).start()
+        first, lost = together(interleaved, cell("ddp"), faulty("hangs"))
+        fine(first)
+        ended_from_outside(lost)
+        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
+            fine(outcome)
 
 
-def test_an_error_of_the_run_leaves_no_rank_waiting(plugin: object) -> None:
-    """What the progress display raises ends all launches, and their processes can be closed."""
+def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLauncher) -> None:
+    """What the progress display raises ends all launches; their processes serve the next ones."""
 
     def fails(step: int, seconds: float) -> None:
         raise OSError("the terminal is gone")
 
-    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
-        with pytest.raises(OSError, match="the terminal is gone"):
-            interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], fails)
-        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
-            fine(outcome)
+    with pytest.raises(OSError, match="the terminal is gone"):
+        interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], fails)
+    for outcome in together(interleaved, cell("ddp"), cell("ddp")):
+        fine(outcome)

@@ -59,12 +59,20 @@ def planned(python: Path | str, folder: Path) -> dict[str, tuple[str, str]]:
     }
 
 
+@pytest.fixture(scope="module")
+def planned_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    return planned(sys.executable, tmp_path_factory.mktemp("results"))
+
+
 @pytest.mark.parametrize("library", NEEDED_BY)
 def test_exactly_its_cells_become_unavailable(
-    other_environment: Path, tmp_path: Path, library: str
+    other_environment: Path,
+    planned_here: dict[str, tuple[str, str]],
+    tmp_path: Path,
+    library: str,
 ) -> None:
     python = other_environment / "bin" / "python"
-    before = planned(sys.executable, tmp_path)
+    before = planned_here
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-python-version-warning"]
     subprocess.run(
         [*pip, "uninstall", "--yes", "--quiet", library], check=True, capture_output=True

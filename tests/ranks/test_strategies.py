@@ -33,11 +33,14 @@ def cells_of_full() -> list[Cell]:
         "warmup_steps": 3,
         "time_limit_seconds": 60.0,
     }
+    # Steps of more ranks than cores, and of those that offload to a disk, are slow.
+    shorter = {**short, "parity_steps": 3, "warmup_steps": 1}
     found: dict[str, Cell] = {}
     for one in cells:
         base, plus, suffixes = one.workload.partition("+")
+        slow = one.devices > 2 or base == "llama-512x2"
         changes = (
-            {**short, "workload": SMALL.get(base, base) + plus + suffixes}
+            {**(shorter if slow else short), "workload": SMALL.get(base, base) + plus + suffixes}
             if one.expect == "ok"
             else {}
         )
@@ -85,7 +88,6 @@ def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
             )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -98,9 +100,10 @@ def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
     ids=str,
 )
 def test_states_between_steps_follow_the_formula(
-    run_cells: RunCells, strategy: str, options: dict[str, object], devices: int
+    run_cells: RunCells, strategy: str, options: dict[str, object]
 ) -> None:
-    trial = run_cells(cell(strategy, devices, "llama-micro", options=options)).trials.iloc[0]
+    """On four ranks; on two every cell of matrix full is held to it, see above."""
+    trial = run_cells(cell(strategy, 4, "llama-micro", options=options)).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
     assert trial["formula_parameter_bytes"] > 0
     states_follow_the_formula(trial)
