@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from bench.cli.options import ResultsRead
+
 if TYPE_CHECKING:
     from harness.analysis.run_comparison import RunComparison
 
@@ -35,9 +37,7 @@ def compare(
             help="Two cells of one run, as labels or patterns: compares them round by round.",
         ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
-        "results"
-    ),
+    results: ResultsRead = Path("results"),
     fail_on: Annotated[
         Literal["regression"] | None,
         typer.Option(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonObject
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -47,9 +49,7 @@ def doctor(
         Path | None,
         typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU."),
     ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    json_output: JsonObject = False,
 ) -> None:
     """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
     falsify a measurement.

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from bench.cli.options import MatrixOfCell, ResultsWithCell
+
 
 def export(
     which: Annotated[
@@ -20,21 +22,14 @@ def export(
     to: Annotated[
         str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
     ],
-    matrix: Annotated[
-        str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
-    ] = "full",
+    matrix: MatrixOfCell = "full",
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set", help="axis=value for the matrix's cells, such as devices=4; may be repeated."
         ),
     ] = None,
-    results: Annotated[
-        Path,
-        typer.Option(
-            "--results", help="Folder of results; CELL may be the id or name of a cell in it."
-        ),
-    ] = Path("results"),
+    results: ResultsWithCell = Path("results"),
     out: Annotated[
         Path | None,
         typer.Option("--out", help="New folder to write to; by default one in exports/."),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from bench.cli.options import ResultsRead
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,9 +31,7 @@ def history(
     figure: Annotated[
         Literal["throughput", "memory"], typer.Option("--figure", help="Which figure is followed.")
     ] = "throughput",
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
-        "results"
-    ),
+    results: ResultsRead = Path("results"),
     json_output: Annotated[
         bool,
         typer.Option("--json", help="For machines: one JSON object with every run of each cell."),

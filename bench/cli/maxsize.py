@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonAtEnd, ResultsAddedTo
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -60,18 +62,14 @@ def maxsize(
             help="YAML file with the strategies and the order that theory expects of them.",
         ),
     ] = HOME,
-    results: Annotated[
-        Path, typer.Option("--results", help="Folder that results are added to.")
-    ] = Path("results"),
+    results: ResultsAddedTo = Path("results"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest search, as it was planned.")
     ] = False,
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
     ] = True,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object at the end.")
-    ] = False,
+    json_output: JsonAtEnd = False,
 ) -> None:
     """Finds the largest model that each strategy trains.
 

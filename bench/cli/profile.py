@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonObject, MatrixOfCell, ResultsWithCell
+
 if TYPE_CHECKING:
     from harness.record.profile import ProfileRecord
     from harness.spec.cell import Cell
@@ -27,27 +29,18 @@ def profile(
             ),
         ),
     ],
-    matrix: Annotated[
-        str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
-    ] = "full",
+    matrix: MatrixOfCell = "full",
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set", help="axis=value for the matrix's cells, such as devices=2; may be repeated."
         ),
     ] = None,
-    results: Annotated[
-        Path,
-        typer.Option(
-            "--results", help="Folder of results; CELL may be the id or name of a cell in it."
-        ),
-    ] = Path("results"),
+    results: ResultsWithCell = Path("results"),
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")
     ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    json_output: JsonObject = False,
 ) -> None:
     """Runs a few steps of a cell under torch's profiler and leaves a trace per rank.
 

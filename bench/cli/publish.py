@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from bench.cli.options import JsonObject, ResultsRead
+
 
 def publish(
     target: Annotated[
@@ -27,15 +29,11 @@ def publish(
             help="Runs: id, its first letters, latest, latest~1; by default the newest."
         ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
-        "results"
-    ),
+    results: ResultsRead = Path("results"),
     every: Annotated[
         bool, typer.Option("--all", help="All runs of the folder (tensorboard, mlflow).")
     ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    json_output: JsonObject = False,
 ) -> None:
     """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. What is there
     already is not written twice.

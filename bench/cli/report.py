@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from bench.cli.options import ResultsRead
+
 if TYPE_CHECKING:
     from harness.record.store import Results, Store
 
@@ -28,9 +30,7 @@ def report(
             )
         ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
-        "results"
-    ),
+    results: ResultsRead = Path("results"),
     every: Annotated[
         bool, typer.Option("--all", help="All runs of the folder against each other.")
     ] = False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonAtEnd, ResultsAddedTo
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def run(
             ),
         ),
     ] = False,
-    results: Annotated[
-        Path, typer.Option("--results", help="Folder that results are added to.")
-    ] = Path("results"),
+    results: ResultsAddedTo = Path("results"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest run, as it was planned.")
     ] = False,
@@ -137,9 +136,7 @@ def run(
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
     ] = True,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object at the end.")
-    ] = False,
+    json_output: JsonAtEnd = False,
 ) -> None:
     """Runs a matrix and writes its report.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonObject, ResultsRead
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
@@ -40,12 +41,8 @@ def show(
             help="Run: id, first letters, latest, latest~1; by default the newest with the cell.",
         ),
     ] = None,
-    results: Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")] = Path(
-        "results"
-    ),
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    results: ResultsRead = Path("results"),
+    json_output: JsonObject = False,
 ) -> None:
     """Shows one cell: its trials and steps, its place, its memory against the formula, where its
     time goes, its parity.

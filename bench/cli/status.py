@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.options import JsonObject
+
 if TYPE_CHECKING:
     from bench.cluster.slurm import JobState
     from harness.record.store import Store
@@ -45,9 +47,7 @@ def status(
     results: Annotated[Path, typer.Option("--results", help="Folder that the run is in.")] = Path(
         "results"
     ),
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    json_output: JsonObject = False,
 ) -> None:
     """Shows how far a run is and what SLURM says of its jobs.
 

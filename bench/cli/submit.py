@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from bench.cli.options import JsonObject
+
 
 def submit(
     matrix: Annotated[
@@ -75,9 +77,7 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script and stop.")
     ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON object.")
-    ] = False,
+    json_output: JsonObject = False,
 ) -> None:
     """Submits a matrix as a SLURM job.
 

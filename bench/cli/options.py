@@ -1,0 +1,26 @@
+"""Options that several commands have alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ResultsRead = Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")]
+ResultsAddedTo = Annotated[
+    Path, typer.Option("--results", help="Folder that results are added to.")
+]
+ResultsWithCell = Annotated[
+    Path,
+    typer.Option(
+        "--results", help="Folder of results; CELL may be the id or name of a cell in it."
+    ),
+]
+MatrixOfCell = Annotated[
+    str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
+]
+JsonObject = Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")]
+JsonAtEnd = Annotated[
+    bool, typer.Option("--json", help="For machines: one JSON object at the end.")
+]
