@@ -170,7 +170,7 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
             device=torch.device(kind),
         )
         loop = SimpleNamespace(job=job, steps=[], traffic=SimpleNamespace(sent=None))
-        loop.one, loop.stop_counting, loop.per_step = (
+        loop.run_step, loop.stop_counting, loop.per_step = (
             (lambda _: None),
             (lambda: None),
             (lambda _: None),

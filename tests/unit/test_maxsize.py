@@ -155,7 +155,7 @@ class Runs(Runner):
     def start(self, cells: Any) -> Any:
         return None
 
-    def one(
+    def run_trial(
         self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any
     ) -> TrialRecord:
         blocks = int(cell.workload.rpartition("x")[2])
@@ -204,7 +204,7 @@ class Runs(Runner):
 
 class Dry(Search):
     def _verified(self, launcher: Any, cell: Cell, key: Any) -> TrialRecord:
-        return self.runner.one(launcher, cell, key, self.position, None, self.watcher.step)
+        return self.runner.run_trial(launcher, cell, key, self.position, None, self.watcher.step)
 
 
 class Silent:
@@ -275,8 +275,8 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
     """It is not taken for memory, unless the same cell trains without the limit."""
 
     class Broken(Runs):
-        def one(self, launcher: Any, cell: Cell, *rest: Any) -> TrialRecord:
-            return super().one(
+        def run_trial(self, launcher: Any, cell: Cell, *rest: Any) -> TrialRecord:
+            return super().run_trial(
                 launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest
             )
 

@@ -75,7 +75,7 @@ def test_every_block_runs_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch
             exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
     assert names["fast"]["label"].tolist() == ["ddp", "fsdp2"]
     expected = compare_rounds(*(dict(enumerate(speeds)) for _, speeds in SPEEDS))
-    assert names["found_ratio"] == expected
+    assert names["comparison"] == expected
     told = out.getvalue()
     assert f"ddp over fsdp2: {expected.ratio:.3f}, " in told if expected else False
     assert "faster" in told
