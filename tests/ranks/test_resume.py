@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -52,19 +51,25 @@ def ranks_of(marker: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.alone  # it kills a run at a certain second
+def recorded(folder: Path) -> int:
+    """Trials that the run has recorded so far."""
+    return len(list((folder / "results" / "trials").rglob("*.parquet")))
+
+
 @pytest.mark.parametrize(
-    ("seed", "more", "seconds"),
-    [(0, (), 9.0), (1, (), 9.0), (2, (), 9.0), (3, ("--by-turns",), 25.0)],
+    ("seed", "more"), [(0, ()), (1, ()), (2, ()), (3, ("--by-turns",))], ids=lambda v: str(v)
 )
-def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], seconds: float) -> None:
+def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...]) -> None:
+    """Killed three times: at its start, or up to half a second after so many trials were
+    recorded."""
     matrix = tmp_path / "small.yaml"
     matrix.write_text(MATRIX)
     marker = f"{os.getpid()}-{seed}"
     environment = {**os.environ, "BENCH_TEST_MARKER": marker}
     words = ["--matrix", str(matrix), *more]
-    moment = random.Random(seed)
-    for attempt in range(12):
+    chance = random.Random(seed)
+    counts = sorted(chance.sample(range(7), 3))
+    for attempt in range(4):
         # setsid: a group of its own, so that only this run is killed
         process = subprocess.Popen(
             command(tmp_path, *words),
@@ -73,11 +78,13 @@ def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...], secon
             stdout=subprocess.DEVNULL,
         )
         if attempt < 3:
-            try:
-                process.wait(timeout=moment.uniform(1.0, seconds))
-            except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
-        code = process.wait(timeout=120)
+            deadline = time.monotonic() + 120
+            while recorded(tmp_path) < counts[attempt] and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(chance.uniform(0.0, 0.5 if counts[attempt] else 5.0))
+            process.kill()
+        code = process.wait(timeout=240)
         deadline = time.monotonic() + 10
         while ranks_of(marker) and time.monotonic() < deadline:
             time.sleep(0.1)
