@@ -90,9 +90,16 @@ def stop_from_the_keyboard() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Data and references of the tests are made by the tests; each worker has its own, since some
-    tests damage them."""
+    tests damage them. What was counted of models is shared."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
-    os.environ["PARALLELISM_BENCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    cache = tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    facts = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "facts"
+    facts.mkdir(exist_ok=True)
+    (cache / "facts").symlink_to(
+        facts
+    )  # parameters and FLOPs, which take a second a model to count
+    os.environ["PARALLELISM_BENCH_CACHE"] = str(cache)
     yield
     if before is None:
         del os.environ["PARALLELISM_BENCH_CACHE"]
