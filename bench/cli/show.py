@@ -189,10 +189,10 @@ def _memory(out: Console, detail: CellDetail) -> None:
             bar(kind.bytes, most),
         )
     off = "" if cell.formula_deviation is None else f" ({signed(cell.formula_deviation)})"
-    whole = scaled(cell.state_bytes, 1 / MIB) + off
+    sum_of_kinds = scaled(cell.state_bytes, 1 / MIB) + off
     table.add_row(
         "together",
-        whole,
+        sum_of_kinds,
         scaled(cell.formula_bytes, 1 / MIB),
         bar(cell.state_bytes, most),
     )
@@ -219,7 +219,7 @@ def _time(out: Console, detail: CellDetail) -> None:
             " says it"
         )
         return
-    whole = sum(profiled.parts[name] or 0.0 for name in COMPONENTS)
+    step_seconds = sum(profiled.parts[name] or 0.0 for name in COMPONENTS)
     table = _table("part of a profiled step", "ms", "share", "")
     for name in COMPONENTS:
         seconds = profiled.parts[name]
@@ -227,8 +227,8 @@ def _time(out: Console, detail: CellDetail) -> None:
             table.add_row(
                 WORDS.get(name, name),
                 scaled(seconds, 1e3),
-                percent(seconds / whole),
-                bar(seconds, whole),
+                percent(seconds / step_seconds),
+                bar(seconds, step_seconds),
             )
     out.print(table)
     slow = "" if profiled.straggler is None else f"; rank {profiled.straggler} is slow"

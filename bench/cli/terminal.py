@@ -35,12 +35,12 @@ def console(quiet: bool = False) -> Console:
 
 def duration(seconds: float) -> str:
     """`45 s`, `3 min 05 s`, `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 @contextlib.contextmanager
@@ -126,8 +126,8 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
         "parity",
         "loss deviation",
     ):
-        left = column in ("strategy", "precision", "parity", "")
-        table.add_column(column, justify="left" if left else "right")
+        is_text = column in ("strategy", "precision", "parity", "")
+        table.add_column(column, justify="left" if is_text else "right")
     for same, cell in zip(alike(cells), cells, strict=True):
         marks = (
             ("†", cell.stand_in is not None),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -160,7 +160,8 @@ def _group_size(args: Sequence[object]) -> int:
         if isinstance(argument, ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).size()
         if isinstance(argument, str):
-            return int(dist.distributed_c10d._resolve_process_group(argument).size())  # type: ignore[arg-type,attr-defined]
+            resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
+            return int(resolve(argument).size())
     return dist.get_world_size()
 
 

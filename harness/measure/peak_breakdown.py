@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from harness.measure.states import retained
 
@@ -120,7 +120,8 @@ def _tracker(written: list[Tensor]) -> MemTracker:
         ) -> object:
             if not any(t is DTensor for t in types):
                 self._note_written(func, args, kwargs or {})
-            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            dispatch: Any = super().__torch_dispatch__
+            return dispatch(func, types, args, kwargs)
 
         def _note_written(
             self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]

@@ -209,8 +209,8 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         for half, master in zip(halves, wholes, strict=True)
     }
     for name, parameter in engine.module.named_parameters():
-        whole = masters.get(parameter, safe_get_full_fp32_param(parameter))
+        fp32_parameter = masters.get(parameter, safe_get_full_fp32_param(parameter))
         with GatheredParameters(
-            [parameter], enabled=whole is None and hasattr(parameter, "ds_id")
+            [parameter], enabled=fp32_parameter is None and hasattr(parameter, "ds_id")
         ):  # frozen, in stage 3
-            yield name, parameter if whole is None else whole
+            yield name, parameter if fp32_parameter is None else fp32_parameter

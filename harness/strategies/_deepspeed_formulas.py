@@ -114,14 +114,16 @@ def zero_traffic(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelF
     Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch.
     """
     width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
-    whole = float(width * sum(facts.sizes))
+    gradient_bytes = float(width * sum(facts.sizes))
     if options.stage < 3:
-        reduced = all_reduced(ranks, whole) * (parts if options.stage == 2 else 1)
-        return reduced + (passed_once(ranks, whole) if options.stage else 0.0)
+        reduced = all_reduced(ranks, gradient_bytes) * (parts if options.stage == 2 else 1)
+        return reduced + (passed_once(ranks, gradient_bytes) if options.stage else 0.0)
     threshold = options.persistent_elements
     kept = float(width * sum(size for size in facts.sizes if size <= threshold))
     reused = width * _reused(facts.sizes, options.bucket(facts.sizes), threshold)
-    return passed_once(ranks, parts * (whole + 2 * (whole - kept) - reused) + kept)
+    return passed_once(
+        ranks, parts * (gradient_bytes + 2 * (gradient_bytes - kept) - reused) + kept
+    )
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:

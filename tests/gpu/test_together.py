@@ -70,7 +70,8 @@ def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated() 
     figures = {"tokens_per_second": 1.0, "samples_per_second": 1.0}
 
     def details(**changes: object) -> str:
-        return Group((SimpleNamespace(**setting | figures | changes),)).details  # type: ignore[type-var]
+        cell: Any = SimpleNamespace(**setting | figures | changes)
+        return Group((cell,)).details
 
     assert "nothing is communicated" in details()
     assert "nothing is communicated" not in details(devices=2)

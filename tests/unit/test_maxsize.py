@@ -73,7 +73,12 @@ def test_the_search_finds_the_largest_that_fits_and_its_neighbour(true: int, gue
 
 def test_a_good_guess_takes_few_probes() -> None:
     asked: list[int] = []
-    assert largest(lambda n: asked.append(n) or n <= 93, 99) == (93, 94)  # type: ignore[func-returns-value]
+
+    def fits(blocks: int) -> bool:
+        asked.append(blocks)
+        return blocks <= 93
+
+    assert largest(fits, 99) == (93, 94)
     assert len(asked) <= 6
 
 
@@ -314,7 +319,8 @@ def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
     )
     known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
     one = MaxsizeResult("stage 1", parameters=50, **known)  # type: ignore[arg-type]
-    two = MaxsizeResult("stage 2", parameters=50, failed_in="update", holding=held, **known)  # type: ignore[arg-type]
+    of_stage_2: Any = {"parameters": 50, "failed_in": "update", "holding": held}
+    two = MaxsizeResult("stage 2", **of_stage_2, **known)
     three = MaxsizeResult("stage 3", parameters=51, **known)  # type: ignore[arg-type]
     assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])

@@ -214,7 +214,8 @@ def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path
         "host": "bench-host",
     }
     units = re.compile(
-        r"(seconds|bytes|per_second|ratio|deviation|_ok|mfu|joules_per_sample|efficiency_\w+|bytes_per_step)(_\w+)?$"
+        r"(seconds|bytes|per_second|ratio|deviation|_ok|mfu|joules_per_sample|efficiency_\w+"
+        r"|bytes_per_step)(_\w+)?$"
     )
     assert not [
         one.name for one in samples if not units.search(one.name) and "_run_" not in one.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,17 +54,26 @@ class Gpt2Split(Split):
             )
             weight, bias = conv.weight.data.t(), conv.bias.data
             parent = model.get_submodule(name.rpartition(".")[0])
-            undo: Callable[[Tensor], Tensor] = lambda whole: whole  # noqa: E731
+            undo: Callable[[Tensor], Tensor] = _unchanged
             if name.endswith("c_attn"):
                 weight, bias = _reorder(weight, 3, size), _reorder(bias, 3, size)
-                undo = lambda whole: _reorder(whole, size, 3)  # noqa: E731
+                undo = functools.partial(_reorder, outer=size, inner=3)
                 assert isinstance(parent, GPT2Attention)
                 parent.split_size //= size
             linear.weight.data, linear.bias.data = weight.contiguous(), bias.contiguous()
             setattr(parent, name.rpartition(".")[2], linear)
-            restore[f"{name}.weight"] = lambda whole, undo=undo: undo(whole).t()  # type: ignore[misc]
+            restore[f"{name}.weight"] = functools.partial(_transposed, undo)
             restore[f"{name}.bias"] = undo
         return restore
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _transposed(undo: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Conv1D's weight from a Linear's, whose rows `undo` puts back into their order."""
+    return undo(rows).t()
 
 
 def _reorder(rows: Tensor, outer: int, inner: int) -> Tensor:

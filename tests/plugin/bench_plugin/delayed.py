@@ -30,7 +30,8 @@ class Delayed(Strategy):
             if sleeps:
                 time.sleep(self.seconds)
 
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, which are strings here
+        # torch compares annotations, which are strings here.
+        def hook(state, bucket):  # type: ignore[no-untyped-def]
             """A slow link: the sum is there, but comes late."""
             future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
@@ -49,6 +50,7 @@ class Delayed(Strategy):
             optimizer.register_step_pre_hook(pause)
         if self.where == "data":
             batch = DataSource.batch
-            DataSource.batch = lambda *told: (pause(), batch(*told))[1]  # type: ignore[method-assign]
+            later: Any = lambda *arguments: (pause(), batch(*arguments))[1]  # noqa: E731
+            DataSource.batch = later  # type: ignore[method-assign]
         job.register(model, optimizer)
         return standard_step(job, model, optimizer)

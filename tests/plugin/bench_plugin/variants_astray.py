@@ -21,7 +21,7 @@ class VariantAstray(Ddp):
             make = job.model
             job.model = lambda: make().requires_grad_(True)  # type: ignore[method-assign]
         if self.mistake == "unseeded":
-            type(workload)._adapter_seed = lambda self, seed: torch.seed()  # type: ignore[attr-defined]
+            setattr(type(workload), "_adapter_seed", lambda self, seed: torch.seed())  # noqa: B010
         if self.mistake == "first_positions":
 
             def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
