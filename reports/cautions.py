@@ -24,24 +24,24 @@ class Flag:
 
 def flags(cell: CellResult) -> tuple[Flag, ...]:
     """All cautions that a reader of this cell must know."""
-    flags = []
+    cautions = []
     if cell.stand_in is not None:
-        flags.append(Flag("stand-in", cell.stand_in))
+        cautions.append(Flag("stand-in", cell.stand_in))
     if cell.oversubscribed and cell.samples_per_second is not None:
-        flags.append(
+        cautions.append(
             Flag("oversubscribed", "more ranks than cores: its times say nothing of real hardware")
         )
     if cell.disturbed:
         how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
-        flags.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
+        cautions.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
     if cell.trend:
         change = f"steps still changed by {percent(cell.trend)} over the timed ones"
-        flags.append(Flag("trend", f"warm-up was too short: {change}"))
+        cautions.append(Flag("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
-        flags.append(Flag("1 trial: no interval", ""))
+        cautions.append(Flag("1 trial: no interval", ""))
     if cell.expected and cell.status == "diverged":
-        flags.append(Flag("expected to diverge", "the matrix says so: no failure"))
-    return tuple(flags)
+        cautions.append(Flag("expected to diverge", "the matrix says so: no failure"))
+    return tuple(cautions)
 
 
 def disturbance(cell: CellResult) -> str:

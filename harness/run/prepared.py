@@ -82,9 +82,16 @@ def more_of_the_same(cell: Cell, other: Cell) -> bool:
     if cell.workload != other.workload and not same_kind:
         return False
 
-    def needs(of: Cell) -> tuple[int, ...]:
-        parameters = model_facts(make_workload(of.workload), of.sequence_length).parameters
-        return parameters, of.global_batch, of.sequence_length, -of.devices
+    def needs(any_cell: Cell) -> tuple[int, ...]:
+        parameters = model_facts(
+            make_workload(any_cell.workload), any_cell.sequence_length
+        ).parameters
+        return (
+            parameters,
+            any_cell.global_batch,
+            any_cell.sequence_length,
+            -any_cell.devices,
+        )
 
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
 

@@ -114,16 +114,14 @@ def zero_traffic(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelF
     Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch.
     """
     width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
-    gradient_bytes = float(width * sum(facts.sizes))
+    model_bytes = float(width * sum(facts.sizes))
     if options.stage < 3:
-        reduced = all_reduced(ranks, gradient_bytes) * (parts if options.stage == 2 else 1)
-        return reduced + (passed_once(ranks, gradient_bytes) if options.stage else 0.0)
+        reduced = all_reduced(ranks, model_bytes) * (parts if options.stage == 2 else 1)
+        return reduced + (passed_once(ranks, model_bytes) if options.stage else 0.0)
     threshold = options.persistent_elements
     kept = float(width * sum(size for size in facts.sizes if size <= threshold))
     reused = width * _reused(facts.sizes, options.bucket(facts.sizes), threshold)
-    return passed_once(
-        ranks, parts * (gradient_bytes + 2 * (gradient_bytes - kept) - reused) + kept
-    )
+    return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:

@@ -108,6 +108,8 @@ class Family:
     common: ModelConfig
     """What all sizes set in the config."""
     split: Split | None = None
+    hidden_size_key: str = "hidden_size"
+    """Entry of the config that says how wide the hidden states between two blocks are."""
     batch_norm: bool = False
     """Whether the models have BatchNorm layers."""
     image_size: Callable[[str], int] = lambda size: 0

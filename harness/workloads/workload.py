@@ -75,10 +75,9 @@ class Workload:
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states between two blocks."""
-        for name in ("hidden_size", "n_embd"):  # transformers' GPT-2 has the second
-            if name in self.config:
-                return int(self.config[name])
-        return int(self.hf_config().hidden_size)
+        if self.family is None:
+            return int(self.hf_config().hidden_size)
+        return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
         """A new transformers config, without key-value cache and without dropout, whose random

@@ -129,5 +129,6 @@ FAMILY = Family(
         "eos_token_id": None,
     },
     split=Gpt2Split(),
+    hidden_size_key="n_embd",
     without_zero_gradient=_without_key_bias,
 )
