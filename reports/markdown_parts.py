@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from harness.analysis.answer import answer
 from harness.analysis.cell_result import CellResult
 from reports import facts, links, systems
 from reports.failures import failures
@@ -46,6 +47,7 @@ def verdict_text(report: RunReport) -> Paragraphs:
             f"Training **{escaped(group.workload)}** on {escaped(group.details)}, {what} that"
             " passed parity:"
         ),
+        *_advised(group),
         "\n".join(_picks(verdict(group))),
     ]
     others = [verdict(other) for other in biggest(report.groups) if len(other.rows) > 1]
@@ -60,6 +62,14 @@ def verdict_text(report: RunReport) -> Paragraphs:
         ]
         paragraphs.append(table(["workload and setting", "fastest", "least memory"], [], rows))
     return paragraphs
+
+
+def _advised(group: RankedGroup) -> Paragraphs:
+    """The answer to the question which strategy to use, as a list."""
+    found = answer(group.rows)
+    if found is None:
+        return []
+    return ["\n".join(f"- **{a.role}** {escaped(a.sentence)}." for a in found.advice)]
 
 
 def _picks(best: FastestVerdict) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from harness.analysis.answer import Answer, answer
 from harness.analysis.cell_result import CellResult
 from reports import (
     bubble,
@@ -65,6 +66,8 @@ class Parity:
 
 @dataclass(frozen=True)
 class VerdictPart:
+    answer: Answer | None
+    """To the question which strategy to use, of the headline's group."""
     headline: FastestVerdict | None
     verdicts: list[FastestVerdict]
     """Of the largest group of each workload and number of devices."""
@@ -78,6 +81,7 @@ def verdict_part(report: RunReport, _: Panels) -> VerdictPart:
     leading = report.leading
     several = [group for group in groups.biggest(report.groups) if len(group.rows) > 1]
     return VerdictPart(
+        answer(leading.rows) if leading else None,
         verdict(leading) if leading else None,
         [verdict(group) for group in several] if leading else [],
         Parity.of(report),

@@ -58,9 +58,14 @@ def run(
     time_budget: Annotated[
         str,
         typer.Option(
-            "--time-budget", help="With --precision: adds no round after this time, such as 45min."
+            "--time-budget",
+            help=(
+                "Adds no round after this time, such as 45min; by default 1h with --precision, else"
+                " a quarter more than the planned rounds take. Rounds are added for cells that may"
+                " still be the fastest, unless --trials says how many there are."
+            ),
         ),
-    ] = "1h",
+    ] = "",
     by_turns: Annotated[
         bool,
         typer.Option(
@@ -71,6 +76,18 @@ def run(
             ),
         ),
     ] = False,
+    timed_seconds: Annotated[
+        float,
+        typer.Option(
+            "--timed-seconds",
+            min=0,
+            help=(
+                "On CPUs each launch times steps for so long, with a control between them that"
+                " takes the machine's changes of speed out; 0: as many steps as the matrix says,"
+                " and no control."
+            ),
+        ),
+    ] = 2.0,
     results: ResultsAddedTo = Path("results"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest run, as it was planned.")
@@ -178,6 +195,7 @@ def run(
         precision,
         time_budget,
         by_turns,
+        timed_seconds,
         run_id,
         host,
         nodes,
@@ -225,8 +243,10 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from rich.markup import escape
 
     from bench.cli import terminal
+    from harness.analysis.answer import answer
     from harness.analysis.ranking import too_wide
     from harness.analysis.summary import cell_results
+    from reports.groups import find_groups, headline
 
     console = terminal.console(quiet=json_output)
     store.gather(plan.run_id)
@@ -255,6 +275,10 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         path = Path("reports") / "html" / f"{plan.run_id}.html"
         page = write_report(loaded, path, "python -m bench report --out FILE")
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
+    leading = headline(find_groups(results)) if plan.search is None else None
+    found = answer(leading.rows) if leading else None
+    if leading and found:
+        terminal.advice(console, found, leading.full_title)
     terminal.paths(console, store, plan, page, finished)
     if json_output:
         columns = [
@@ -273,6 +297,10 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
                     "run_id": plan.run_id,
                     "results": str(store.folder),
                     "report": page and str(page),
+                    "answer": [
+                        {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
+                        for a in (found.advice if found else ())
+                    ],
                     "cells": records,
                 }
             )

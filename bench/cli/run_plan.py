@@ -13,6 +13,9 @@ from harness.record.plan import Plan, kept_plan, resumable
 from harness.record.store import Store
 from harness.spec.errors import UsageError
 
+DEFAULT_TIMED_SECONDS = 2.0
+"""As long as takes a slow spell of the machine in, and about as long as a launch's start."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -24,8 +27,9 @@ class PlanOptions:
     settings: tuple[str, ...] = ()
     trials: int | None = None
     precision: str = ""
-    time_budget: str = "1h"
+    time_budget: str = ""
     by_turns: bool = False
+    timed_seconds: float = DEFAULT_TIMED_SECONDS
     run_id: str = ""
     """Name of the run; empty: it is named by its time."""
     host: str = ""
@@ -85,9 +89,14 @@ def _new_plan(options: PlanOptions) -> Plan:
         plan = dataclasses.replace(
             plan,
             precision=parse_precision(options.precision),
-            time_budget_seconds=parse_time(options.time_budget),
+            time_budget_seconds=parse_time(options.time_budget or "1h"),
         )
-    if options.by_turns:
+    elif not options.trials and not options.by_turns:
+        budget = parse_time(options.time_budget) if options.time_budget else None
+        plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
+    if not options.by_turns:
+        plan = dataclasses.replace(plan, timed_seconds=options.timed_seconds)
+    else:
         require_few(plan)
         plan = dataclasses.replace(plan, by_turns=True)
     return plan

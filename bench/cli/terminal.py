@@ -16,6 +16,7 @@ from rich.table import Table
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
+    from harness.analysis.answer import Answer
     from harness.analysis.cell_result import CellResult
     from harness.record.plan import Plan
     from harness.record.store import Store
@@ -150,6 +151,13 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
             "-" if deviation is None else f"{deviation:.1e}",
         )
     return table
+
+
+def advice(out: Console, found: Answer, where: str) -> None:
+    """Which strategy to use, and what else one might choose; `where`: what was trained, on what."""
+    out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
+    for one in found.advice:
+        out.print(f"[bold]{one.role}[/bold] {escape(one.sentence)}", highlight=False)
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:

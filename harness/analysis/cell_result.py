@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.analysis.stats import Estimate
+from harness.analysis.stats import Estimate, LogEstimate
 
 if TYPE_CHECKING:
     from harness.analysis.disturbance import Cause
@@ -58,6 +58,7 @@ class CellResult:
     micro_batches: int = 1
     optimizer: str = ""
     launcher: str = ""
+    packages: tuple[str, ...] = ()
     wraps_ddp: str | None = None
     threads_per_device: int = 1
     stand_in: str | None = None
@@ -80,14 +81,21 @@ class CellResult:
     """Finished ones."""
 
     samples_per_second: float | None = None
-    """Median over trials; `_low` and `_high` are its 95 % interval, None below two trials."""
+    """Geometric mean over trials, adjusted by the control where there is one (median over trials in
+    runs from before schema version 8); `_low` and `_high` are its 95 % interval, None where there
+    is none."""
     samples_per_second_low: float | None = None
     samples_per_second_high: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
+    speed: LogEstimate | None = None
+    """What these are made from; None in runs from before schema version 8."""
+    raw_samples_per_second: float | None = None
+    """Median over trials, nothing taken out by the control; None in runs from before version 8."""
+    raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
-    """Samples per second by number of trial."""
+    """Samples per second by number of trial, adjusted by the control where there is one."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
     """Peak memory of the fullest rank in bytes by number of trial, of trials with status ok."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)

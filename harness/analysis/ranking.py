@@ -17,6 +17,7 @@ from harness.analysis.stats import (
     Estimate,
     compare_rounds,
     compare_runs,
+    ratio,
 )
 from harness.analysis.summary import cell_results
 
@@ -30,6 +31,9 @@ def compared(
     """The throughput of one cell over another's: within rounds where both are of one run; None
     where one has no trial."""
     if cell.run_id == other.run_id:
+        by_turns = cell.turns and other.turns
+        if cell.speed and other.speed and not by_turns:
+            return ratio(cell.speed, other.speed, confidence)
         return compare_rounds(cell.by_round, other.by_round, (cell.turns, other.turns), confidence)
     return compare_runs([*cell.by_round.values()], [*other.by_round.values()], confidence)
 

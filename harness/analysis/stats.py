@@ -58,6 +58,46 @@ class Estimate:
         )
 
 
+@dataclass(frozen=True)
+class LogEstimate:
+    """The logarithm of a figure: mean over independent launches, its standard error, and the
+    degrees of freedom with which that is known."""
+
+    mean: float
+    error: float
+    degrees: float
+    trials: int
+    adjusted: bool = False
+    """Whether what the control saw of the machine's speed was taken out."""
+
+    def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
+        """The figure itself, with an interval of Student's t; without a degree of freedom there is
+        none."""
+        if self.degrees <= 0:
+            return Estimate(math.exp(self.mean), None, None, self.trials)
+        half = _students_t((1 + confidence) / 2, self.degrees) * self.error
+        return Estimate(
+            math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half), self.trials
+        )
+
+
+def ratio(
+    first: LogEstimate, second: LogEstimate, confidence: float = COMPARED_CONFIDENCE
+) -> Comparison:
+    """One figure over another of the same run; degrees of freedom by Satterthwaite (Biometrics
+    Bulletin 2, 1946)."""
+    count, mean = min(first.trials, second.trials), first.mean - second.mean
+    if first.degrees <= 0 or second.degrees <= 0:
+        return _comparison(mean, None, count)
+    squares = [(one.error**2, one.degrees) for one in (first, second)]
+    total = sum(square for square, _ in squares)
+    if not total:
+        return _comparison(mean, 0.0, count)
+    degrees = total**2 / sum(square**2 / own for square, own in squares)
+    half = _students_t((1 + confidence) / 2, degrees) * math.sqrt(total)
+    return _comparison(mean, half, count)
+
+
 def median_error(trials: int) -> float:
     """Standard error of the median over that of the mean, of normal values (1 for one and two of
     them, 1.2533 for many).

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.disturbance import CAUSES
+from harness.analysis.estimates import RunEstimates, estimates_of
 from harness.analysis.scaling import with_efficiencies
-from harness.analysis.stats import Estimate, estimate
+from harness.analysis.stats import Estimate, LogEstimate, estimate
 from harness.analysis.trials import (
     causes_of,
     disturbance_in_words,
@@ -53,6 +54,7 @@ _SHARED = [
     "micro_batches",
     "optimizer",
     "launcher",
+    "packages",
     "wraps_ddp",
     "threads_per_device",
     "stand_in",
@@ -117,17 +119,34 @@ def summarised(trials: Iterable[TrialRecord]) -> list[CellResult]:
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
     """One result per run and cell in the order of their first trials, without the scaling
     efficiencies."""
-    by_cell: dict[tuple[str, str], list[TrialRecord]] = {}
+    attempts: dict[tuple[str, str], list[TrialRecord]] = {}
     for trial in trials:
-        by_cell.setdefault((trial.run_id, trial.cell_id), []).append(trial)
-    return [result_of(attempts) for attempts in by_cell.values()]
+        attempts.setdefault((trial.run_id, trial.cell_id), []).append(trial)
+    by_cell = {key: last_attempts(of_cell) for key, of_cell in attempts.items()}
+    finished: dict[str, list[TrialRecord]] = {}
+    for (run_id, _), last in by_cell.items():
+        finished.setdefault(run_id, []).extend(finished_of(last))
+    estimates = {run_id: estimates_of(of_run) for run_id, of_run in finished.items()}
+    return [result_of(last, estimates[run_id]) for (run_id, _), last in by_cell.items()]
 
 
-def result_of(attempts: Sequence[TrialRecord]) -> CellResult:
-    """One cell's result from its trials in any order; only the last attempt of each counts."""
+def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
+    """The trials of a cell that count, from its records in any order."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
-    trials = ended([last[number] for number in sorted(last)])
-    finished = [trial for trial in trials if trial.samples_per_second is not None]
+    return ended([last[number] for number in sorted(last)])
+
+
+def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Those that have a throughput."""
+    return [trial for trial in trials if trial.samples_per_second is not None]
+
+
+def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
+    """One cell's result from its trials, of each the last attempt.
+
+    `estimates`: of the run that it is of.
+    """
+    finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
     status = worst_of(trials).status
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
@@ -136,6 +155,13 @@ def result_of(attempts: Sequence[TrialRecord]) -> CellResult:
     figures |= {"nodes": trials[0].nodes or 1}
     for name in ("samples_per_second", "tokens_per_second"):
         figures |= _interval(name, _values(finished, name))
+    by_round = _by_round(finished, "samples_per_second")
+    if estimate := estimates.cells.get(trials[0].cell_id):
+        figures |= _estimated(figures, estimate)
+        by_round = {
+            number: estimates.by_trial[cell_id, number]
+            for cell_id, number in ((t.cell_id, t.trial) for t in finished)
+        }
     for name in _MEDIANS:
         values = _values(finished, name)
         figures[name] = statistics.median(values) if values else None
@@ -150,7 +176,7 @@ def result_of(attempts: Sequence[TrialRecord]) -> CellResult:
         ranked=status == "ok" and verified and bool(finished),
         recorded_trials=len(trials),
         trials=len(finished),
-        by_round=_by_round(finished, "samples_per_second"),
+        by_round=by_round,
         peak_by_round=_by_round(well, "peak_memory_bytes"),
         turns=turns_of(finished),
         trend=max(map(abs, _values(finished, "trend")), default=None),
@@ -180,6 +206,23 @@ def _interval(name: str, values: Sequence[float]) -> Figures:
         f"{name}_low": median.low,
         f"{name}_high": median.high,
     }
+
+
+def _estimated(figures: Figures, estimate: LogEstimate) -> Figures:
+    """The throughput as the run's estimate has it, and as it was without the control."""
+    raw, adjusted = figures["samples_per_second"], estimate.estimate()
+    each: Figures = {"speed": estimate}
+    for name in ("samples_per_second", "tokens_per_second"):
+        if figures[name] is None:
+            continue
+        scale = figures[name] / raw
+        each |= {
+            f"raw_{name}": figures[name],
+            name: adjusted.value * scale,
+            f"{name}_low": None if adjusted.low is None else adjusted.low * scale,
+            f"{name}_high": None if adjusted.high is None else adjusted.high * scale,
+        }
+    return each
 
 
 def _disturbances(trials: Sequence[TrialRecord]) -> Figures:

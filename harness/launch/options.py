@@ -20,6 +20,8 @@ class TrialOptions(TypedDict, total=False):
     profile: bool
     traces: str | None
     turns: TimeSlices | None
+    control: bool
+    timed_seconds: float
 
 
 class LaunchOptions(TrialOptions, total=False):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,24 @@ class Reference:
             norms[name] = float(moved.norm())
         (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
         self._write({"losses": losses, "update_norms": norms, "frozen": frozen})
+
+    @property
+    def all_losses(self) -> list[float]:
+        """Those of the segment, and of as many steps after it as were asked for so far."""
+        facts = self.facts
+        losses: list[float] = facts.get("all_losses") or facts["losses"]
+        return losses
+
+    @property
+    def drift(self) -> list[float]:
+        """Relative deviation at each of these steps of the loss of a run that splits the batch
+        differently; empty where there was none."""
+        losses: list[float] = self.facts.get("drift", [])
+        return losses
+
+    def note_losses(self, losses: Sequence[float], drift: Sequence[float]) -> None:
+        """Keeps the losses of a longer run of the same training, and its drift."""
+        self._write(self.facts | {"all_losses": list(losses), "drift": list(drift)})
 
     def note(self, noise: Noise) -> None:
         """Keeps the run's own noise with it."""

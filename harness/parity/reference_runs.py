@@ -64,14 +64,16 @@ def split_differently(reference: Cell) -> Cell | None:
     the batch of eight GPUs takes one of them eight times as long, and its noise is that of one
     GPU's batch.
     """
-    parts = 2 * reference.micro_batches
-    if (
-        reference.device != "cuda"
-        or reference.global_batch % parts
-        or _tokens(reference, 1) > NOISE_TOKENS
-    ):
+    if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None
-    if make_workload(reference.workload).batch_norm:
+    return halved(reference)
+
+
+def halved(reference: Cell) -> Cell | None:
+    """The same training with the batch in twice as many parts; None where it cannot be split so,
+    or where that is another training (BatchNorm)."""
+    parts = 2 * reference.micro_batches
+    if reference.global_batch % parts or make_workload(reference.workload).batch_norm:
         return None
     return reference.model_copy(update={"micro_batches": parts})
 

@@ -47,6 +47,11 @@ class Plan:
     by_turns: bool = False
     """Whether the launches of a round train at once, by turns of a few steps (see
     harness/launch/interleaved.py)."""
+    timed_seconds: float = 0.0
+    """How long the timed steps of a trial take at least, with a control between them (see
+    harness/worker/control.py); 0: as many steps as the cell says, and no control."""
+    until_answered: bool = False
+    """Whether cells that may still be the fastest are launched again after the planned rounds."""
     once: frozenset[str] = frozenset()
     """Ids of the cells that are launched once, for parity: their time is no measurement."""
 
@@ -107,6 +112,8 @@ class Plan:
                 "precision": self.precision,
                 "time_budget_seconds": self.time_budget_seconds,
                 "by_turns": self.by_turns,
+                **({"timed_seconds": self.timed_seconds} if self.timed_seconds else {}),
+                **({"until_answered": True} if self.until_answered else {}),
                 **({"once": sorted(self.once)} if self.once else {}),
             }
         )
@@ -121,6 +128,8 @@ class Plan:
         cells = tuple(Cell(**c) for c in plan["cells"])
         more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
         more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
+        more["timed_seconds"] = plan.get("timed_seconds", 0.0)
+        more["until_answered"] = plan.get("until_answered", False)
         return cls(
             row["run_id"],
             row["matrix"],

@@ -12,6 +12,7 @@ A column says since which version the schema has it. What the first versions wer
   7  what a GPU's number needs beside it: versions, topology and settings of a run's GPUs; their
      state around each trial, what held them back in the timed steps, memory by NVML and of the
      host; cores of each rank; noise of the reference.
+  8  the control that runs between the steps, and work that a step leaves behind.
 """
 
 from __future__ import annotations

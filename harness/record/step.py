@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.record.table import Int32, Record
+from harness.record.table import Int32, Record, since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +26,9 @@ class StepRecord(Record):
     """the whole step between two device synchronisations, data included"""
     loss: float | None = None
     """mean loss of this rank's samples; null where the rank has none"""
+    control_seconds: float | None = since(8, None)
+    """the control that ran after the step: one sample's forward and backward in a process of its
+    own on the rank's cores; null where none did"""
+    left_over_seconds: float | None = since(8, None)
+    """processor time that the rank's threads used in the pause after the step, for work that the
+    step left behind; part of step_seconds"""

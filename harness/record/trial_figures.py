@@ -24,6 +24,13 @@ class TrialSpeed(Record):
     median of whole cycles"""
     tokens_per_second: float | None = None
     """null for images"""
+    window_step_seconds: tuple[float, ...] = since(8, ())
+    """of a launch with a control, over windows of timed steps in a row: mean of the slowest rank's
+    time; the control's times below are of the same windows"""
+    window_control_seconds: tuple[float, ...] = since(8, ())
+    """mean time of the control, over all ranks"""
+    window_slowest_control_seconds: tuple[float, ...] = since(8, ())
+    """mean over the pauses of the time of the rank whose control took longest"""
     turn_began: tuple[float, ...] = since(6, ())
     """of a launch that trained by turns with its round's others: when each began, seconds after the
     epoch"""
@@ -90,6 +97,10 @@ class TrialParity(Record):
     """largest |loss - reference| / |reference|"""
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
+    later_steps_verified: Int32 | None = since(8, None)
+    """steps after the parity segment whose loss was held to the reference's"""
+    later_loss_deviation: float | None = since(8, None)
+    """largest |loss - reference| / |reference| of these"""
     parity_worst_tensor: str | None = None
     """the tensor that it was"""
     reference_loss_noise: float | None = since(7, None)

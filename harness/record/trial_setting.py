@@ -121,6 +121,8 @@ class TrialSetting(Record):
     seed: Int64
     launcher: str
     """elastic (torchrun's agent), spawn, or the command of a library's own launcher"""
+    packages: tuple[str, ...] = since(8, ())
+    """packages beyond torch that its strategy needs"""
     wraps_ddp: str | None = since(2, None)
     """library whose wrapper around DDP's mathematics this is"""
     threads_per_device: Int32

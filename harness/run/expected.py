@@ -103,6 +103,10 @@ An estimate too.
 """
 
 
+CONTROL_SHARE = 0.25
+"""Time of the control over that of the steps it runs between, about."""
+
+
 LIMIT_FACTOR = 8.0
 """A time limit is so many times the prediction: a hang is to be ended, not a slow machine."""
 
@@ -114,8 +118,17 @@ def inputs_of(cell: Cell) -> Inputs:
     return GPU if cell.device == "cuda" else CPU
 
 
-def trial_seconds(cell: Cell, cores: int, gpu: str | None = None) -> float:
-    """Seconds of one trial. `cores`: of the host, for CPU ranks; `gpu`: NVML's name of the GPUs."""
+def has_control(cell: Cell) -> bool:
+    """Whether a control can run between its steps: one of a GPU's kind would need memory there, and
+    ranks on several nodes do not pause together."""
+    return cell.device == "cpu" and cell.nodes == 1
+
+
+def trial_seconds(
+    cell: Cell, cores: int, gpu: str | None = None, timed_seconds: float = 0.0
+) -> float:
+    """Seconds of one trial. `cores`: of the host, for CPU ranks; `gpu`: NVML's name of the GPUs;
+    `timed_seconds`: see Plan."""
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
     facts = model_facts(workload, cell.sequence_length)
@@ -147,7 +160,11 @@ def trial_seconds(cell: Cell, cores: int, gpu: str | None = None) -> float:
     )  # ranks on one core wait for each other
     # A GPU computes while its kernels are launched.
     worked = max(computed, overhead) if cell.device == "cuda" else computed + overhead
-    return (started + cell.total_steps * (worked + sent + moved)) * crowded + compared
+    steps = cell.total_steps * (worked + sent + moved)
+    if timed_seconds and has_control(cell):
+        untimed = (cell.total_steps - cell.timed_steps) / cell.total_steps * steps
+        steps = max(steps, untimed + timed_seconds) * (1 + CONTROL_SHARE)
+    return (started + steps) * crowded + compared
 
 
 def _link_bytes_per_second(known: Inputs, gpu: str | None) -> float:
@@ -209,12 +226,16 @@ def references_of(cells: Sequence[Cell], cores: int, gpu: str | None) -> Referen
 
 
 def expected_seconds(
-    store: Store, cells: Sequence[Cell], cores: int, gpu: str | None = None
+    store: Store,
+    cells: Sequence[Cell],
+    cores: int,
+    gpu: str | None = None,
+    timed_seconds: float = 0.0,
 ) -> dict[str, float]:
     """Seconds a trial of each cell will take, by cell id: as long as it took before, else by
     harness/run/expected.py.
 
-    `gpu`: NVML's name of the GPUs that it is for.
+    `gpu`: NVML's name of the GPUs that it is for. `timed_seconds`: see Plan.
     """
     before: dict[str, float] = {}
     if store.run_ids():
@@ -225,6 +246,8 @@ def expected_seconds(
         }
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
     return {
-        cell.id: trial_seconds(cell, cores, gpu) if (took := measured[cell.id]) is None else took
+        cell.id: trial_seconds(cell, cores, gpu, timed_seconds)
+        if (took := measured[cell.id]) is None
+        else took
         for cell in cells
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -24,6 +25,8 @@ from harness.worker.answer import RankAnswer, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)
+WINDOW_STEPS = 8
+"""Timed steps in a window: a slow spell of the machine lasts longer."""
 
 
 def with_figures(
@@ -42,6 +45,7 @@ def with_figures(
     """
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peak_flops, cycle)
+    trial = _with_windows(trial, ranks, cycle)
     trial = _with_memory(trial, ranks)
     trial = _with_gpus(trial, ranks)
     trial = _with_states(trial, ranks)
@@ -90,6 +94,34 @@ def _with_speed(
         trend=trend(seconds),
         flops_per_step=flops,
         mfu=mfu(flops, typical, cell.devices, peak_flops),
+    )
+
+
+def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
+    """With its step times and the control's over windows of whole cycles, where it had one."""
+    timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
+    seconds = slowest([[step.step_seconds for step in rank] for rank in timed])
+    size = cycle * max(1, round(WINDOW_STEPS / cycle))
+    count = max(1, len(seconds) // size)
+    steps, means, slowest_ones = [], [], []
+    for number in range(count):
+        # The last one takes what is left over.
+        part = slice(number * size, (number + 1) * size if number < count - 1 else None)
+        pauses = [
+            known
+            for step in zip(*(rank[part] for rank in timed), strict=True)
+            if (known := all_known([of_rank.control_seconds for of_rank in step]))
+        ]
+        if not pauses:
+            return trial
+        steps.append(statistics.fmean(seconds[part]))
+        means.append(statistics.fmean(map(statistics.fmean, pauses)))
+        slowest_ones.append(statistics.fmean(map(max, pauses)))
+    return replace(
+        trial,
+        window_step_seconds=tuple(steps),
+        window_control_seconds=tuple(means),
+        window_slowest_control_seconds=tuple(slowest_ones),
     )
 
 

@@ -18,6 +18,7 @@ from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
+from harness.run.expected import has_control
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
@@ -28,8 +29,14 @@ class PreparedTrial:
     """A trial, and what a launcher is told to launch it."""
 
     def __init__(
-        self, cell: Cell, key: TrialKey, position: int, reference: Reference | None
+        self,
+        cell: Cell,
+        key: TrialKey,
+        position: int,
+        reference: Reference | None,
+        timed_seconds: float = 0.0,
     ) -> None:
+        """`timed_seconds`: see Plan."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -43,6 +50,8 @@ class PreparedTrial:
             "max_restarts": self.strategy.max_restarts,
             "command": functools.partial(self.strategy.command, cell),
         }
+        if timed_seconds and has_control(cell):
+            more |= {"control": True, "timed_seconds": timed_seconds}
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
 

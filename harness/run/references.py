@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,19 +15,24 @@ from harness.launch.outcome import Outcome
 from harness.parity.judging import in_fp32
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import (
+    halved,
     make_room,
     reference_cell,
     reference_key,
     reference_of,
     split_differently,
 )
-from harness.parity.verdict import noise_of
+from harness.parity.verdict import loss_deviations, noise_of
 from harness.run.expected import time_limit_seconds
 from harness.spec.cell import Cell
 from harness.workloads import make_workload, prepare_data
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+LEAST_STEPS = 32
+"""Of a reference run whose losses go on after the parity segment."""
 
 
 @dataclass
@@ -86,6 +92,33 @@ class ReferenceRuns:
                 noise = noise_of(losses, rank.update_deviations, reference.facts["losses"])
                 if noise:
                     reference.note(noise)
+
+    def grow(
+        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, steps: int
+    ) -> None:
+        """Sees to it that the reference of a cell has the losses of so many steps, and their drift,
+        by launches of its own where it has fewer; it stays as it is where these do not end well.
+        """
+        if len(reference.all_losses) >= steps:
+            return
+        longer = reference_cell(cell)
+        more = max(LEAST_STEPS, 2 ** math.ceil(math.log2(steps)))
+        longer = longer.model_copy(update={"timed_steps": more - longer.warmup_steps})
+        losses = _losses_of(launcher, longer)
+        twin = halved(longer)
+        again = _losses_of(launcher, twin) if losses and twin else []
+        if losses:
+            drift = loss_deviations(again, losses) if len(again) == len(losses) else []
+            reference.note_losses(losses, drift)
+
+
+def _losses_of(launcher: LauncherProtocol, cell: Cell) -> list[float]:
+    """The losses of a reference run; empty where it does not end well."""
+    outcome = _launch(launcher, cell)
+    if outcome.status != "ok":
+        return []
+    losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
+    return [loss for loss in losses if loss is not None]
 
 
 def _launch(launcher: LauncherProtocol, cell: Cell, **more: Unpack[TrialOptions]) -> Outcome:

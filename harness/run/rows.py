@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from harness.host.cores import oversubscribed
 from harness.launch.outcome import Outcome
 from harness.measure.bubble import bubble_fraction
+from harness.parity.later import largest_finite
 from harness.parity.reference import Noise
 from harness.parity.verdict import ParityVerdict
 from harness.record.nodes import distinct_cores, shared_machine
@@ -75,6 +76,8 @@ class Verification:
     noise: Noise | None
     """The reference's own; None: unknown."""
     fp32_loss_deviation: float | None
+    later_deviations: tuple[float, ...] = ()
+    """Relative deviation of the loss from the reference's at each step after the parity segment."""
 
 
 def trial_record(
@@ -110,6 +113,7 @@ def trial_record(
         data_parallel=layout.data,
         pipeline_parallel=layout.pipeline,
         tensor_parallel=layout.tensor,
+        packages=strategy.requires,
         wraps_ddp=strategy.same_as_ddp(cell),
         stand_in=stand_in,
         oversubscribed=oversubscribed(
@@ -122,6 +126,8 @@ def trial_record(
         reference_loss_noise=noise.loss if noise else None,
         reference_update_noise=noise.update if noise else None,
         fp32_loss_deviation=verification.fp32_loss_deviation,
+        later_steps_verified=len(verification.later_deviations),
+        later_loss_deviation=largest_finite(verification.later_deviations),
     )
     trial = surroundings.noted_in(trial, prepared.gpus, outcome)
     if nodes:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Protocol
 
-from harness.analysis.ranking import too_wide
 from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
 from harness.host.gpu_state import GpuLook
@@ -29,6 +28,7 @@ from harness.record.schema import VERSION as SCHEMA_VERSION
 from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
+from harness.run.further_rounds import budget_seconds, worth_launching
 from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
@@ -63,6 +63,8 @@ class Runner:
     share: tuple[int, int] = (0, 1)
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
     time."""
+    _first_rounds_seconds: float | None = None
+    """What the planned rounds took; None before their end."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -168,19 +170,18 @@ class Runner:
         return True
 
     def another_round(self, spent_seconds: float, watcher: Watcher) -> list[Todo]:
-        """A further trial of each cell whose interval is too wide; none where the time that is left
-        is too short for it."""
-        if self.plan.precision is None:
+        """A further trial of each cell whose interval is too wide, or that may still be the answer;
+        none where the time that is left is too short for it."""
+        if self.plan.precision is None and not self.plan.until_answered:
             return []
+        if self._first_rounds_seconds is None:
+            self._first_rounds_seconds = spent_seconds
         trials = self.store.load([self.plan.run_id], steps=False).trials
-        wide = too_wide(trials, self.plan.precision)
-        cells = [cell for cell in self.cells if cell.id in wide and cell.id not in self.plan.once]
+        wanted = worth_launching(self.plan, trials)
+        cells = [cell for cell in self.cells if cell.id in wanted]
         trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
         seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
-        if (
-            self.plan.time_budget_seconds is not None
-            and spent_seconds + seconds > self.plan.time_budget_seconds
-        ):
+        if spent_seconds + seconds > budget_seconds(self.plan, self._first_rounds_seconds):
             return []
         if not cells:
             return []
@@ -275,7 +276,7 @@ class Runner:
 
         Without a reference its parity stays unknown.
         """
-        prepared = PreparedTrial(cell, key, position, reference)
+        prepared = PreparedTrial(cell, key, position, reference, self.plan.timed_seconds)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(
@@ -284,7 +285,7 @@ class Runner:
         around = Surroundings(
             gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after()
         )
-        return self._record(prepared, outcome, around)
+        return self._record(prepared, outcome, around, launcher)
 
     def _by_turns(
         self,
@@ -303,15 +304,22 @@ class Runner:
         outcomes = interleaved.together([trial.launch for trial in round_], on_progress)
         around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
         return [
-            self._record(trial, outcome, around)
+            self._record(trial, outcome, around, interleaved)
             for trial, outcome in zip(round_, outcomes, strict=True)
         ]
 
     def _record(
-        self, prepared: PreparedTrial, outcome: Outcome, surroundings: Surroundings
+        self,
+        prepared: PreparedTrial,
+        outcome: Outcome,
+        surroundings: Surroundings,
+        launcher: LauncherProtocol,
     ) -> TrialRecord:
-        """Judges and records a trial."""
+        """Judges and records a trial; launches what its reference lacks for that."""
         cell, reference = prepared.cell, prepared.reference
+        if prepared.known and outcome.status == "ok":
+            taken = max(len(rank.steps) for rank in outcome.trained)
+            self._references.grow(launcher, cell, prepared.known, taken)
         why_not = (
             self._references.failures.get(reference.folder, "")
             if reference

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from harness.analysis.cell_result import VERIFIED
 from harness.analysis.losses import mean_losses
 from harness.launch.outcome import Outcome
 from harness.parity.judging import allowed_deviation, distance_to_fp32, verdict_of
+from harness.parity.later import deviations_later, with_later
 from harness.run.prepared import PreparedTrial
 from harness.run.rows import Verification
 
@@ -27,5 +29,9 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verific
         why_not,
         noise,
     )
+    later = []
+    if reference and verdict.verdict in VERIFIED:
+        later = deviations_later(losses, reference.all_losses, cell.parity_steps)
+        verdict = with_later(verdict, later, cell.parity_steps, reference.drift)
     distance = distance_to_fp32(cell, losses) if losses else None
-    return Verification(verdict, reference_losses, noise, distance)
+    return Verification(verdict, reference_losses, noise, distance, tuple(later))

@@ -27,6 +27,11 @@ class RankStep(StepTime):
     """warmup, settling or timed, as in table `steps`."""
     loss: float | None
     """Mean loss of this rank's samples; None where it has none."""
+    control_seconds: float | None = None
+    """Of the control that ran after the step; None: none did."""
+    left_over_seconds: float | None = None
+    """Processor time that this rank's threads used in the pause after the step, for work that the
+    step left behind; it is part of `step_seconds`."""
 
 
 @dataclass(frozen=True)

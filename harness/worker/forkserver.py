@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import warnings
 from collections.abc import Callable
 
 import harness.strategy.registry
@@ -20,6 +21,9 @@ if os.getppid() != int(
 ):  # it died while this was importing
     os._exit(1)
 adopt_orphans()
+
+# A rank that was killed leaves its control process to this one, whose end is no news.
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
 """What of the following imports initialised CUDA, so that no rank can use it; None: nothing did."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from harness.measure.bubble import busy_fraction
 from harness.measure.clock import timed_step
@@ -23,9 +25,13 @@ from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
 from harness.worker.answer import Offload, RankStates, RankStep
 from harness.worker.batches import Batches
+from harness.worker.control import Control
 from harness.worker.interleave import Place
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload
+
+MOST_TIMED_STEPS = 200
+"""However short they are."""
 
 
 class Progress:
@@ -53,8 +59,18 @@ class Loop:
     """The training loop of one rank: steps, peaks, the look at the parameters after the parity
     segment."""
 
-    def __init__(self, spec: TrialSpec, job: Job, step: TrainStep, meter: MemoryMeter) -> None:
+    def __init__(
+        self,
+        spec: TrialSpec,
+        job: Job,
+        step: TrainStep,
+        meter: MemoryMeter,
+        control: Control | None = None,
+    ) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
+        self.control = control
+        self.paused_seconds = 0.0
+        """Time for which the control ran while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
@@ -66,6 +82,8 @@ class Loop:
         self.settling = False
         self.timed = 0
         """Timed steps so far."""
+        self.planned = job.cell.timed_steps
+        """Timed steps that are to be taken."""
         self.traffic = Traffic(
             over_tcp=job.device.type == "cpu"
             and job.train_state is not None
@@ -125,10 +143,10 @@ class Loop:
         )
 
     def over(self) -> bool:
-        """Whether all steps were taken; by turns more of them, for those that settle."""
-        cell = self.job.cell
-        return len(self.steps) >= cell.total_steps and (
-            self.spec.turns is None or self.timed >= cell.timed_steps
+        """Whether all steps were taken; by turns and by time more of them than the cell says."""
+        counted = self.spec.turns is not None or self.control is not None
+        return len(self.steps) >= self.job.cell.total_steps and (
+            not counted or self.timed >= self.planned
         )
 
     def take_turn(self, index: int) -> None:
@@ -152,6 +170,41 @@ class Loop:
         value = None if loss is None else float(loss.detach())
         self.steps.append(RankStep(took.data_seconds, took.step_seconds, index, phase, value))
         self.progress.tell(index, took.step_seconds)
+        if self.control:
+            self._pause(self.control, phase == "timed")
+
+    def _pause(self, control: Control, timed: bool) -> None:
+        """Lets the control run; after the cell's number of timed steps the ranks agree how many
+        more there are."""
+        agree = timed and self.timed == self.job.cell.timed_steps
+        if not agree and len(self.steps) % control.every:
+            return
+        began = time.perf_counter()
+        pause = control.pause(self._mean_step_seconds() if agree else 0.0)
+        last = self.steps[-1]
+        self.steps[-1] = replace(
+            last,
+            step_seconds=last.step_seconds + pause.left_over_seconds,
+            control_seconds=pause.control_seconds,
+            left_over_seconds=pause.left_over_seconds,
+        )
+        if self._counted_from is not None:
+            self.paused_seconds += time.perf_counter() - began
+            self.load.own += pause.control_cpu_seconds
+        if agree and pause.largest:
+            wanted = math.ceil(self.spec.timed_seconds / pause.largest)
+            self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))
+
+    def _mean_step_seconds(self) -> float:
+        seconds = [step.step_seconds for step in self.steps if step.phase == "timed"]
+        return sum(seconds) / len(seconds)
+
+    def joules_per_step(self) -> float | None:
+        """Energy of a timed step; the control's share, by its time, does not count."""
+        joules = self.per_step(self.energy.joules)
+        if joules is None or not self.load.seconds:
+            return joules
+        return joules * (1 - self.paused_seconds / self.load.seconds)
 
     def note_peak(self) -> None:
         peak = self.meter.peak()

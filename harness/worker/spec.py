@@ -33,6 +33,11 @@ class TrialSpec:
     """Folder for the traces of such a launch."""
     turns: TimeSlices | None = None
     """How this launch trains by turns with others; None: alone."""
+    control: bool = False
+    """Whether a control runs between the steps (see harness/worker/control.py)."""
+    timed_seconds: float = 0.0
+    """With a control: timed steps are taken until they take so long together, but no fewer than
+    the cell says."""
     node: int = 0
     """Which of the cell's nodes this is."""
     node_name: str = ""

@@ -29,6 +29,7 @@ from harness.worker.answer import (
     TrainedAnswer,
     answer_file,
 )
+from harness.worker.control import Control
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
@@ -84,11 +85,11 @@ def run_rank(spec: TrialSpec) -> None:
     """Entry point of every rank under the elastic launcher; rank and world size are torchrun's
     variables."""
     rank = int(os.environ["RANK"])
-    _prepare_process(spec, rank)
+    control = _prepare_process(spec, rank)
     answer = RankAnswer(rank, os.getpid(), time.time())
     progress = RankProgress()
     try:
-        result = _train(spec, answer, progress)
+        result = _train(spec, answer, progress, control)
     except BaseException as error:
         if progress.meter:
             progress.meter.lift()
@@ -158,7 +159,8 @@ def no_memory(text: str) -> str:
     )
 
 
-def _prepare_process(spec: TrialSpec, rank: int) -> None:
+def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
+    """Pins the process to its cores and sends its output to its log; returns its control."""
     die_with_parent()
     if spec.parent and os.getppid() != spec.parent:  # it was gone before the kernel was told
         os._exit(1)
@@ -190,9 +192,11 @@ def _prepare_process(spec: TrialSpec, rank: int) -> None:
 
     import harness.worker.preload  # noqa: F401
 
+    control = Control(spec, rank, cores) if spec.control else None
     torch.set_num_threads(threads_of(spec.cell, cores))
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    return control
 
 
 def _device(cell: Cell, serves: bool) -> torch.device:
@@ -222,7 +226,7 @@ def _flush() -> None:
 
 
 def _train(
-    spec: TrialSpec, answer: RankAnswer, progress: RankProgress
+    spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None
 ) -> TrainedAnswer | ProfiledAnswer:
     """Sets up, takes all steps and verifies, or is profiled.
 
@@ -284,7 +288,7 @@ def _train(
     setup_seconds = time.perf_counter() - begin
     setup_peak = meter.peak().allocated
 
-    loop = Loop(spec, job, step, meter)
+    loop = Loop(spec, job, step, meter, control)
     if spec.profile:
         from harness.worker.profile import profile_rank
 
@@ -298,6 +302,8 @@ def _train(
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
+    if control:
+        control.close()
     gc.enable()
     busy = busy_share(loop) if layout.pipeline > 1 else None
     assert loop.states is not None
@@ -318,6 +324,6 @@ def _train(
         offload=loop.offload(),
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
         cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
-        joules_per_step=loop.per_step(loop.energy.joules),
+        joules_per_step=loop.joules_per_step(),
         states=loop.states,
     )

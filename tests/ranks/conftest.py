@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,9 +47,10 @@ def launcher() -> Launcher:
 def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
     """Runs cells through the runner and the store; returns what was recorded."""
 
-    def run(*cells: Cell, trials: int = 1) -> Results:
+    def run(*cells: Cell, trials: int = 1, timed_seconds: float = 0.0) -> Results:
         store = Store(tmp_path / "results")
         plan = Plan.new("test", cells, trials, [])
+        plan = dataclasses.replace(plan, timed_seconds=timed_seconds)
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
         assert runner.run(Silent())

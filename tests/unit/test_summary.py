@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     table = cells(frame_of(rows))
     assert list(table["strategy"]) == ["ddp", "single", "fsdp2"]
     assert list(table["ranked"]) == [True, True, False]
-    assert table["samples_per_second"].tolist()[:2] == [16.5, 11.0]
-    assert table.loc[0, "efficiency_single"] == pytest.approx(16.5 / 22)
+    means = [math.sqrt(16 * 17), math.sqrt(10 * 12)]  # geometric
+    assert table["samples_per_second"].tolist()[:2] == pytest.approx(means)
+    assert table.loc[0, "efficiency_single"] == pytest.approx(means[0] / means[1] / 2)
     assert alike(cell_results(frame_of(rows))[:2]) == [False, True], "two rounds say nothing"
 
 
@@ -57,12 +59,8 @@ def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
             trial_row(one, 2, **stopped),
         ]
     )
-    assert (part["status"], part["ranked"], part["trials"], part["samples_per_second"]) == (
-        "ok",
-        True,
-        2,
-        11.0,
-    )
+    assert (part["status"], part["ranked"], part["trials"]) == ("ok", True, 2)
+    assert part["samples_per_second"] == pytest.approx(math.sqrt(10 * 12))
     failed = row([trial_row(one, 0, status="failed"), trial_row(one, 1, **stopped)])
     assert (failed["status"], failed["ranked"]) == ("failed", False)
     none = row([trial_row(one, trial, **stopped) for trial in (0, 1)])

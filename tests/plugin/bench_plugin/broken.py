@@ -19,8 +19,13 @@ class Broken(Strategy):
         "other_seed",
         "frozen_tensor",
         "no_weight_decay",
+        "skipped_steps",
+        "frozen_update",
+        "lower_precision",
     ] = "none"
     """What is wrong with it."""
+    from_step: int = 0
+    """From which step on."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -38,21 +43,24 @@ class Broken(Strategy):
 
         def step(batch: Batch) -> torch.Tensor:
             kept.append(batch)
-            if self.mistake == "repeated_batch" and batch.step == 3:
-                batch = kept[2]
-            if self.mistake == "lost_micro_batch":
+            mistake = self.mistake if batch.step >= self.from_step else "none"
+            if mistake == "repeated_batch" and batch.step == max(3, self.from_step):
+                batch = kept[-2]
+            if mistake == "lost_micro_batch":
                 batch = next(batch.split(2))
-            loss = job.loss(model, batch)
-            (loss * 2 if self.mistake == "scaled_loss" else loss).backward()
-            if self.mistake != "no_synchronization":
+            with torch.autocast("cpu", torch.bfloat16, enabled=mistake == "lower_precision"):
+                loss = job.loss(model, batch)
+            (loss * 2 if mistake == "scaled_loss" else loss).backward()
+            if mistake != "no_synchronization":
                 for parameter in model.parameters():
                     if parameter.grad is not None:
                         dist.all_reduce(parameter.grad)
-                        if self.mistake != "summed_gradients":
+                        if mistake != "summed_gradients":
                             parameter.grad /= size
-            if self.mistake == "clipping":
+            if mistake == "clipping":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            if mistake != "frozen_update" and not (mistake == "skipped_steps" and batch.step % 2):
+                optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
 

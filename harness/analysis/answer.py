@@ -1,0 +1,232 @@
+"""Which strategy to use: what a run says about cells that differ in nothing but the strategy, in
+sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.analysis.best import against_best
+from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import compared, same
+from harness.analysis.setting import setting
+from harness.analysis.stats import CONFIDENCE, Comparison
+from harness.spec.cell import BASELINE
+
+EQUAL = 0.02
+"""Relative differences in throughput up to this matter to nobody."""
+NEARLY_AS_FAST = 0.03
+"""How much throughput the simplest strategy may cost."""
+MOST_NAMED = 5
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One cell, and why a reader might choose it."""
+
+    role: str
+    """Use, Faster at a price, Least memory or Simplest."""
+    cell: CellResult
+    words: str
+    """The rest of a sentence that begins with the cell's label and a colon."""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.cell.label}: {self.words}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is advised of cells of one setting. At least one of them is ranked."""
+
+    advice: tuple[Advice, ...]
+    """What to use first."""
+    compared: int
+    """Cells that could be advised."""
+    may_be_fastest: tuple[CellResult, ...]
+    """Of those that train exactly the same: the set that holds the fastest with 95 % confidence."""
+    baseline: CellResult | None
+
+
+def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Ranked cells of real things with a core for each rank, fastest first."""
+    chosen = [
+        cell for cell in cells if cell.ranked and cell.stand_in is None and not cell.oversubscribed
+    ]
+    return sorted(chosen, key=lambda cell: -(cell.samples_per_second or 0.0))
+
+
+def baseline_of(cells: Sequence[CellResult]) -> CellResult | None:
+    """What the others are compared with: DDP by torchrun without options, else the single process;
+    None where neither is there."""
+    plain = [cell for cell in cells if cell.ranked and cell.micro_batches == 1]
+    ddp = (cell for cell in plain if cell.wraps_ddp == "torchrun")
+    single = (cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}")
+    return next(ddp, None) or next(single, None)
+
+
+def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
+    """The cells that hold the fastest of them with 95 % confidence; those that cannot be told from
+    it where a run has no estimates of all."""
+    speeds = [cell.speed for cell in cells if cell.speed]
+    if len(speeds) == len(cells):
+        if all(speed.degrees > 0 for speed in speeds):
+            best = against_best(speeds)
+            return [cell for cell, bound in zip(cells, best, strict=True) if bound.may_be_best]
+        return list(cells)
+    return [cell for cell in cells if cell is cells[0] or same(cell, cells[0])]
+
+
+def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Cells of a run that further launches are worth: in each setting those that may be the
+    fastest, and what they are compared with. None where one of them is known to be the fastest, or
+    all are known to be equal to it."""
+    settings: dict[tuple[object, ...], list[CellResult]] = {}
+    for cell in trustworthy(cells):
+        settings.setdefault(setting(cell), []).append(cell)
+    chosen: list[CellResult] = []
+    for group in settings.values():
+        exact = [cell for cell in group if cell.parity_verdict == "exact"]
+        ties = may_be_fastest(exact) if len(exact) > 1 else []
+        speeds = [cell.speed for cell in ties if cell.speed and cell.speed.degrees > 0]
+        if len(ties) < 2 or len(speeds) < len(ties):
+            continue
+        if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
+            continue
+        baseline = baseline_of(group)
+        chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
+    return chosen
+
+
+def answer(cells: Sequence[CellResult]) -> Answer | None:
+    """What the cells of one setting say; None where none of them can be advised."""
+    fair = trustworthy(cells)
+    exact = [cell for cell in fair if cell.parity_verdict == "exact"]
+    if not exact:
+        return None
+    baseline = baseline_of(fair)
+    fastest = exact[0]
+    ties = may_be_fastest(exact)
+    advice = [Advice("Use", fastest, _use(fastest, exact, ties, baseline))]
+    inexact = fair[0]
+    if inexact is not fastest and _faster(inexact, fastest):
+        advice.append(Advice("Faster at a price", inexact, _price(inexact, fastest)))
+    if frugal := _frugal(fair):
+        advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
+    simple = _simplest(exact)
+    if simple is not fastest and simple.speed:  # records of older versions lack the packages
+        advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
+    return Answer(tuple(advice), len(fair), tuple(ties), baseline)
+
+
+def change(comparison: Comparison) -> str:
+    """`12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
+    ratio = comparison.ratio - 1
+    words = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
+    if comparison.low is None or comparison.high is None:
+        return f"{words} (too few launches for an interval)"
+    ends = (comparison.low - 1, comparison.high - 1)
+    if ratio < 0:
+        ends = (-ends[1], -ends[0])
+    low, high = (f"{end * 100:.1f}".replace("-", "−") for end in ends)
+    return f"{words} (95 % interval: {low} to {high} %)"
+
+
+def named(cells: Sequence[CellResult]) -> str:
+    """At most five of them by name, and the number of the rest."""
+    labels = [cell.label for cell in cells]
+    if len(labels) > MOST_NAMED:
+        labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+
+
+def _use(
+    cell: CellResult,
+    exact: Sequence[CellResult],
+    ties: Sequence[CellResult],
+    baseline: CellResult | None,
+) -> str:
+    count = len(exact)
+    if count == 1:
+        return "the only one here that trains exactly the same as one process"
+    parts = [f"the fastest of {count} that train exactly the same as one process"]
+    if baseline is not None and baseline is not cell:
+        ratio = compared(cell, baseline, CONFIDENCE)
+        if ratio:
+            parts.append(f"{change(ratio)} than {baseline.label}")
+    elif baseline is cell:
+        parts.append("the usual choice itself")
+    others = [tie for tie in ties if tie is not cell]
+    equal = [tie for tie in others if _ratio(tie, cell) >= 1 - EQUAL]
+    words = ", ".join(parts)
+    if equal:
+        words += f"; equal to it within {EQUAL:.0%}: {named(equal)}".replace("%:", " %:")
+    rest = [tie for tie in others if tie not in equal]
+    if rest:
+        words += f"; not told apart from it: {named(rest)}"
+    return words
+
+
+def _ratio(cell: CellResult, other: CellResult) -> float:
+    return (cell.samples_per_second or 0.0) / (other.samples_per_second or 1.0)
+
+
+def _faster(cell: CellResult, other: CellResult) -> bool:
+    """Whether it is known to be faster, by more than matters to nobody."""
+    ratio = compared(cell, other)
+    return ratio is not None and ratio.verdict == "faster" and ratio.ratio > 1 + EQUAL
+
+
+def _price(cell: CellResult, fastest: CellResult) -> str:
+    ratio = compared(cell, fastest, CONFIDENCE)
+    words = f"{change(ratio)} than {fastest.label}" if ratio else "faster"
+    reason = cell.parity_reason or "another training"
+    deviation = cell.parity_max_loss_deviation
+    off = "" if deviation is None else f"; its loss was off by {deviation:.1e} at most"
+    return f"{words}, at the price of another training: {reason}{off}"
+
+
+def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
+    """The one with the smallest peak on its fullest device, the faster of equals."""
+    known = [cell for cell in cells if cell.peak_memory_bytes is not None]
+    return min(
+        known,
+        key=lambda cell: (cell.peak_memory_bytes or 0, -(cell.samples_per_second or 0.0)),
+        default=None,
+    )
+
+
+def _memory(cell: CellResult, fastest: CellResult) -> str:
+    peak = cell.peak_memory_bytes or 0
+    words = f"{peak / MIB:,.0f} MiB on its fullest device"
+    if cell is fastest or not fastest.peak_memory_bytes:
+        return words
+    less = 1 - peak / fastest.peak_memory_bytes
+    inexact = "" if cell.parity_verdict == "exact" else ", and not exactly the same training"
+    return (
+        f"{words}, {less * 100:.0f} % less than {fastest.label}, at"
+        f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{inexact}"
+    )
+
+
+def complexity(cell: CellResult) -> tuple[int, int, str]:
+    """What it asks of its user: packages beyond torch, and options not at their default."""
+    options = len(json.loads(cell.options)) + (cell.launcher == "spawn") + (cell.micro_batches > 1)
+    return len(cell.packages), options, cell.label
+
+
+def _simplest(cells: Sequence[CellResult]) -> CellResult:
+    """Of cells in order of their speed: the one that asks least of its user, among those about as
+    fast as the first."""
+    near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
+    return min(near, key=complexity)
+
+
+def _simple(cell: CellResult, fastest: CellResult) -> str:
+    packages, options, _ = complexity(cell)
+    needs = "torch alone" if not packages else f"{', '.join(cell.packages)} beside torch"
+    ratio = compared(cell, fastest, CONFIDENCE)
+    speed = f"{change(ratio)} than {fastest.label}" if ratio else "about as fast"
+    return f"needs {needs} and {options or 'no'} options; {speed}"

@@ -1,0 +1,117 @@
+"""The throughput of each cell of a run, estimated with what its other cells tell of the noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.analysis.control import NONE, Adjustment, Window, fitted, mean_window, usual_control
+from harness.analysis.moderated import Spread, moderated
+from harness.analysis.stats import LogEstimate
+from harness.record.trial import TrialRecord
+
+FIRST_VERSION = 8
+"""Of the schema: runs recorded before are shown as they were then."""
+
+
+@dataclass(frozen=True)
+class RunEstimates:
+    """What is estimated of a run's cells."""
+
+    cells: Mapping[str, LogEstimate] = field(default_factory=dict)
+    """Logarithm of the throughput, samples per second, by cell id."""
+    by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """Throughput by cell id and number of trial, adjusted by the control."""
+    adjustment: Adjustment = NONE
+    """Of cells that keep nothing on a disk."""
+
+
+def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
+    """Of the trials of one run that have a throughput, one record for each; empty for a run of an
+    older version."""
+    if not finished or min(trial.schema_version for trial in finished) < FIRST_VERSION:
+        return RunEstimates()
+    windows = [windows_of(trial) for trial in finished]
+    # What waits for a disk does not move with the speed of the cores.
+    adjustments = {}
+    for disk in (False, True):
+        chosen = [i for i, trial in enumerate(finished) if _on_disk(trial) == disk]
+        adjustments[disk] = fitted(
+            _launches([finished[i] for i in chosen], [windows[i] for i in chosen])
+        )
+    usual = {key: usual_control(together) for key, together in _together(finished, windows).items()}
+    logs: dict[str, list[float]] = {}
+    by_trial: dict[tuple[str, int], float] = {}
+    for trial, own in zip(finished, windows, strict=True):
+        assert trial.samples_per_second is not None
+        value = math.log(trial.samples_per_second)
+        if own:
+            middle = mean_window(own)
+            taken_off = adjustments[_on_disk(trial)].of(middle, usual[_computing(trial)])
+            value = math.log(trial.global_batch) - (middle.step - taken_off)
+        logs.setdefault(trial.cell_id, []).append(value)
+        by_trial[trial.cell_id, trial.trial] = math.exp(value)
+    spreads = moderated(
+        [
+            Spread(statistics.variance(values) if len(values) > 1 else 0.0, len(values) - 1)
+            for values in logs.values()
+        ]
+    )
+    adjusted = {
+        trial.cell_id
+        for trial, own in zip(finished, windows, strict=True)
+        if own and adjustments[_on_disk(trial)].helps
+    }
+    cells = {
+        cell_id: LogEstimate(
+            statistics.fmean(values),
+            math.sqrt(spread.variance / len(values)),
+            spread.degrees,
+            len(values),
+            cell_id in adjusted,
+        )
+        for (cell_id, values), spread in zip(logs.items(), spreads, strict=True)
+    }
+    return RunEstimates(cells, by_trial, adjustments[False])
+
+
+def windows_of(trial: TrialRecord) -> list[Window]:
+    """Of a trial with a control."""
+    columns = (
+        trial.window_step_seconds,
+        trial.window_control_seconds,
+        trial.window_slowest_control_seconds,
+    )
+    return [Window(*map(math.log, values)) for values in zip(*columns, strict=True)]
+
+
+def _on_disk(trial: TrialRecord) -> bool:
+    return trial.offload_kept_bytes is not None
+
+
+def _computing(trial: TrialRecord) -> Hashable:
+    """What decides how long a control takes on a machine at rest."""
+    return trial.workload, trial.data, trial.sequence_length, trial.processes
+
+
+def _together(
+    trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
+) -> dict[Hashable, list[Window]]:
+    """The windows of trials with the same control."""
+    together: dict[Hashable, list[Window]] = {}
+    for trial, own in zip(trials, windows, strict=True):
+        if own:
+            together.setdefault(_computing(trial), []).extend(own)
+    return together
+
+
+def _launches(
+    trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
+) -> dict[Hashable, list[Sequence[Window]]]:
+    """By cell the windows of its launches."""
+    launches: dict[Hashable, list[Sequence[Window]]] = {}
+    for trial, own in zip(trials, windows, strict=True):
+        launches.setdefault(trial.cell_id, []).append(own)
+    return launches

@@ -1,0 +1,78 @@
+"""Is a trial still the same training after the parity segment?
+
+Two correct trainings drift apart, because rounding is amplified from step to step. How fast, two
+reference runs show that differ only in how they split the batch; losses of a trial stay within an
+envelope that widens as theirs do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.parity.verdict import ParityVerdict, loss_deviations
+from harness.spec.training import EXACT
+
+NARROWEST = 2e-6
+"""Relative deviation that rounding of a loss alone may bring about."""
+TIMES_DRIFT = 30.0
+"""How many times the drift of the two reference runs a correct trial may drift: it is chaotic.
+docs/parity.md has what trials need."""
+TIMES_OWN = 3.0
+"""How many times its own deviation within the segment."""
+WIDEST = 0.05
+"""The envelope widens no further: beyond it the loss alone says nothing."""
+GROWTH_PER_STEP = 0.08
+"""Logarithm of the factor by which it widens with each step where there is no second reference
+run (BatchNorm sees the whole batch)."""
+
+
+def envelope(
+    step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
+) -> float:
+    """Largest relative deviation of the loss that is allowed at a step after the segment.
+
+    `segment`: its length; `tolerance`: what is allowed within it; `own`: the trial's largest there.
+    `drift`: relative deviation of the second reference run at each step, empty where there is none.
+    """
+    if drift:
+        # A trial may be some steps ahead of it.
+        rounding = TIMES_DRIFT * max(drift[: round(1.2 * step) + 8])
+    else:
+        rounding = EXACT.loss * math.exp(GROWTH_PER_STEP * (step - segment + 1))
+    loose = tolerance if tolerance > EXACT.loss else NARROWEST
+    return max(loose, min(WIDEST, max(TIMES_OWN * own, rounding * max(1.0, loose / EXACT.loss))))
+
+
+def deviations_later(
+    losses: Sequence[float | None], reference: Sequence[float], segment: int
+) -> list[float]:
+    """|loss - reference| / |reference| of each step after the segment that the reference knows."""
+    known = min(len(losses), len(reference))
+    return loss_deviations(losses[segment:known], reference[segment:known])
+
+
+def with_later(
+    verdict: ParityVerdict, later: Sequence[float], segment: int, drift: Sequence[float]
+) -> ParityVerdict:
+    """The verdict, or `diverged` where a later step's loss leaves the envelope; see there."""
+    own = verdict.max_loss_deviation or 0.0
+    for step, deviation in enumerate(later, segment):
+        allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
+        if not deviation <= allowed:
+            off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"
+            return replace(
+                verdict,
+                verdict="diverged",
+                reason=(
+                    f"the loss {off} at step {step}, after the parity segment (allowed"
+                    f" {allowed:.0e})"
+                ),
+            )
+    return verdict
+
+
+def largest_finite(deviations: Sequence[float]) -> float | None:
+    """The largest of those that are finite; None without one."""
+    return max((value for value in deviations if math.isfinite(value)), default=None)

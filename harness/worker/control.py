@@ -1,0 +1,163 @@
+"""The control of a rank: between two steps a process of its own, on the rank's cores, computes the
+same small piece again and again.
+
+Its time tells how fast the machine was at that moment. It is a process, so that its memory and its
+allocator are not the rank's, and so that work which a step leaves to the rank's own threads can be
+told from it: the rank waits, and whatever processor time it uses in that pause is the step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from harness.host.cores import threads_of
+from harness.host.process import die_with_parent
+from harness.worker.batches import Batches
+from harness.worker.spec import TrialSpec
+from harness.workloads import make_workload
+
+_REQUEST = struct.Struct("d")
+_ANSWER = struct.Struct("ddd")
+_MESSAGE = struct.Struct("idd")
+MOST_SHARE = 4
+"""A rank computes its control once for so many samples of its own, so that the control takes about
+this share of the steps' time."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What happened between two steps."""
+
+    control_seconds: float
+    """Of the control: one sample's forward and backward."""
+    left_over_seconds: float
+    """Processor time that the rank's own threads used meanwhile: work that the step left behind."""
+    control_cpu_seconds: float
+    """Processor time of the control itself."""
+    largest: float
+    """The largest of the numbers that the ranks gave."""
+
+
+class Control:
+    """The control process of one rank. All ranks of a trial pause together: none goes on before
+    the control of each has ended."""
+
+    def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
+        """Forks the process; before the rank has any threads."""
+        self.every = max(1, round(MOST_SHARE * spec.cell.devices / spec.cell.global_batch))
+        self.threads = threads_of(spec.cell, cores)
+        self.line, other = socket.socketpair()
+        self.process = os.fork()
+        if self.process == 0:
+            self.line.close()
+            _serve(spec, rank, other)
+        other.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.line.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.process, 0)
+
+    def pause(self, number: float = 0.0) -> Pause:
+        """Waits while the control computes; `number`: the ranks learn of the largest.
+
+        Raises ConnectionError where the control process has died.
+        """
+        before = time.process_time()
+        self.line.send(_REQUEST.pack(number))
+        answer = self.line.recv(_ANSWER.size)
+        if len(answer) != _ANSWER.size:
+            raise ConnectionError("the control process of this rank has ended")
+        left_over = (time.process_time() - before) / self.threads
+        seconds, cpu_seconds, largest = _ANSWER.unpack(answer)
+        # What the rank's threads took of the same cores, the control had to wait for.
+        return Pause(max(seconds - left_over, cpu_seconds), left_over, cpu_seconds, largest)
+
+
+def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
+    """The control process: computes once for each request; ends with its rank."""
+    die_with_parent()
+    keep = line.detach()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+    line = socket.socket(fileno=keep)
+    status = 1
+    with contextlib.suppress(BaseException):
+        others = _Others(Path(spec.scratch), rank, spec.processes)
+        compute: Callable[[], None] | None = None
+        while request := line.recv(_REQUEST.size):
+            compute = compute or _computation(spec, rank)
+            began, cpu_began = time.perf_counter(), time.process_time()
+            compute()
+            seconds = time.perf_counter() - began
+            cpu_seconds = time.process_time() - cpu_began
+            largest = others.wait(*_REQUEST.unpack(request))
+            line.send(_ANSWER.pack(seconds, cpu_seconds, largest))
+        status = 0
+    os._exit(status)
+
+
+def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
+    """Forward and backward of one sample of the cell's own workload."""
+    import torch
+
+    torch.set_num_threads(threads_of(spec.cell, spec.cores[rank]))
+    cell, device = spec.cell, torch.device("cpu")
+    workload = make_workload(cell.workload)
+    model = workload.build(cell.seed, device)
+    batch = Batches(spec.data, cell.seed, 1, slice(0, 1), device).fetch(0)
+
+    def compute() -> None:
+        workload.loss(workload.logits(model, batch.inputs), batch.labels).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    compute()
+    return compute
+
+
+class _Others:
+    """The control processes of a trial's other ranks."""
+
+    def __init__(self, scratch: Path, rank: int, processes: int) -> None:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.addresses = [str(scratch / f"control{restarts}.{r}") for r in range(processes)]
+        self.rank = rank
+        self.came: list[int] = [0] * processes
+        """How often each has come here."""
+        self.numbers: dict[tuple[int, int], float] = {}
+        """What each said, by how often it had come."""
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(self.addresses[rank])
+
+    def wait(self, number: float) -> float:
+        """Returns when each has come here as often as this one; the largest of their numbers."""
+        turn = self.came[self.rank] = self.came[self.rank] + 1
+        self.numbers[turn, self.rank] = number
+        for rank, address in enumerate(self.addresses):
+            if rank != self.rank:
+                _send(self.socket, _MESSAGE.pack(self.rank, turn, number), address)
+        while min(self.came) < turn:
+            rank, turn_there, said = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
+            self.came[rank] = int(turn_there)
+            self.numbers[int(turn_there), rank] = said
+        return max(self.numbers.pop((turn, rank)) for rank in range(len(self.came)))
+
+
+def _send(line: socket.socket, message: bytes, address: str) -> None:
+    """Sends to a process that may not listen yet."""
+    while True:
+        try:
+            line.sendto(message, address)
+            return
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.001)

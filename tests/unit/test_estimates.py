@@ -1,0 +1,217 @@
+"""Throughputs estimated over a run: the control, moderated spreads, comparison with the best."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.answer import answer, baseline_of
+from harness.analysis.best import against_best, dunnett
+from harness.analysis.cell_result import CellResult
+from harness.analysis.control import NONE, Window, fitted
+from harness.analysis.moderated import Spread, inverse_trigamma, moderated, prior
+from harness.analysis.ranking import compared
+from harness.analysis.stats import LogEstimate, ratio
+from harness.analysis.summary import cell_results
+from harness.spec.cell import Cell
+from tests.unit.made_results import stored, trial_rows
+
+
+@pytest.mark.parametrize(
+    ("comparisons", "degrees", "value"),
+    [
+        (1, 10, 1.81),
+        (2, 10, 2.15),
+        (5, 10, 2.56),
+        (1, 1000, 1.65),
+        (2, 1000, 1.92),
+        (5, 1000, 2.23),
+    ],
+)
+def test_critical_values_are_those_of_dunnetts_table(
+    comparisons: int, degrees: int, value: float
+) -> None:
+    assert dunnett(comparisons, degrees, 0.5) == pytest.approx(value, abs=0.012)
+
+
+def test_best_is_in_the_set_and_all_distances_hold_together() -> None:
+    noise, true, launches = random.Random(1), [0.0, -0.01, -0.02, -0.05, -0.3], 4
+    best_missed = broken = 0
+    for _ in range(400):
+        cells = []
+        spreads = []
+        for mean in true:
+            values = [noise.gauss(mean, 0.03) for _ in range(launches)]
+            cells.append(statistics.fmean(values))
+            spreads.append(Spread(statistics.variance(values), launches - 1))
+        common = moderated([Spread(statistics.fmean(s.variance for s in spreads), 15)])[0]
+        error = math.sqrt(common.variance / launches)
+        bounds = against_best([LogEstimate(mean, error, 15, launches) for mean in cells])
+        best_missed += not bounds[0].may_be_best
+        others = [max(o for i, o in enumerate(true) if i != own) for own in range(len(true))]
+        broken += any(
+            not bound.low * 0.9999 <= math.exp(own - other) <= bound.high * 1.0001
+            for bound, own, other in zip(bounds, true, others, strict=True)
+            if own < 0 or bound.may_be_best
+        )
+    assert best_missed <= 20  # 5 %
+    assert broken <= 32  # 5 %, and what 400 goes leave to chance
+
+
+def test_inverse_trigamma_is_one() -> None:
+    from scipy.special import polygamma
+
+    for x in (0.01, 0.3, 1.0, 7.0, 300.0):
+        assert inverse_trigamma(float(polygamma(1, x))) == pytest.approx(x, rel=1e-6)
+
+
+def test_prior_of_variances_is_found_again() -> None:
+    """Variances that scatter about 4e-4 as with 6 degrees of freedom, each seen with 2."""
+    chance, cells = random.Random(2), []
+    for _ in range(3000):
+        variance = 6 * 4e-4 / chance.gammavariate(3, 2)
+        cells.append(Spread(variance * chance.gammavariate(1, 2) / 2, 2))
+    common = prior(cells)
+    assert common is not None
+    assert common.degrees == pytest.approx(6, rel=0.2)
+    assert common.variance == pytest.approx(4e-4, rel=0.1)
+    narrowed = moderated(cells)[0]
+    assert narrowed.degrees == common.degrees + 2
+
+
+def test_few_cells_are_pooled_and_one_launch_has_no_spread() -> None:
+    for spread in moderated([Spread(1e-4, 2), Spread(3e-4, 2), Spread(0.0, 0)]):
+        assert (spread.variance, spread.degrees) == (pytest.approx(2e-4), 4)
+    assert moderated([Spread(0.0, 0)]) == [Spread(0.0, 0)]
+
+
+def _launches(
+    chance: random.Random, control: float, slowest: float, helps: bool = True
+) -> list[list[Window]]:
+    launches = []
+    for _ in range(3):
+        speed = chance.gauss(0, 0.15)
+        windows = []
+        for _ in range(4):
+            mean = (speed if helps else 0.0) + chance.gauss(0, 0.05)
+            late = mean + abs(chance.gauss(0, 0.05))
+            own = control * mean + slowest * late if helps else speed
+            windows.append(Window(own + chance.gauss(0, 0.01), mean, late))
+        launches.append(windows)
+    return launches
+
+
+def test_control_takes_out_what_moves_with_it() -> None:
+    chance = random.Random(3)
+    cells = {number: _launches(chance, 0.4, 0.6) for number in range(10)}
+    found = fitted(cells)
+    assert (found.control, found.slowest) == pytest.approx((0.4, 0.6), abs=0.06)
+    assert found.spread_after < 0.1 * found.spread_before
+    assert found.helps
+
+
+def test_control_that_helps_nothing_is_left_out() -> None:
+    chance = random.Random(4)
+    found = fitted({number: _launches(chance, 0.0, 0.0, helps=False) for number in range(10)})
+    assert abs(found.control) + abs(found.slowest) < 0.6
+    assert found.spread_after >= 0.9 * found.spread_before
+    assert fitted({0: _launches(chance, 0.5, 0.5)[:1]}) == NONE  # one launch
+
+
+def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **more: object) -> list:
+    rows = []
+    for trial, (step, control) in enumerate(zip(seconds, controls, strict=True)):
+        (row,) = trial_rows(cell, [cell.global_batch / step])
+        windows = [1.02, 0.98, 1.01, 0.99]
+        rows.append(
+            row
+            | {
+                "schema_version": 8,
+                "trial": trial,
+                "window_step_seconds": [step * x for x in windows],
+                "window_control_seconds": [control * x for x in windows],
+                "window_slowest_control_seconds": [control * x for x in windows],
+            }
+            | more
+        )
+    return rows
+
+
+@pytest.fixture
+def cells(tmp_path: Path) -> list[CellResult]:
+    """A machine at half its speed in the second round; b is 10 % slower than a, c inexact and 25 %
+    faster, d crowded."""
+    slow = [1.0, 2.0, 1.0]
+    controls = [0.1 * x for x in slow]
+    rows = []
+    for name, step, more in (
+        ("a", 1.0, {}),
+        ("b", 1.1, {"wraps_ddp": "torchrun", "peak_memory_bytes": 50 * 2**20}),
+        ("c", 0.8, {"parity_verdict": "within tolerance", "parity_reason": "rounded gradients"}),
+        ("d", 0.5, {"oversubscribed": True}),
+    ):
+        cell = Cell(strategy=name, devices=2)
+        exact = [1.0, 1.004, 0.996]
+        seconds = [step * s * e for s, e in zip(slow, exact, strict=True)]
+        rows += _rows(cell, seconds, controls, **more)
+    return cell_results(stored(tmp_path, rows).trials)
+
+
+def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None:
+    by_name = {cell.strategy: cell for cell in cells}
+    a, b = by_name["a"], by_name["b"]
+    assert a.speed
+    assert b.speed
+    assert a.speed.adjusted
+    assert a.samples_per_second == pytest.approx(8.0, rel=0.02)
+    assert a.samples_per_second_low
+    assert a.samples_per_second_high
+    assert a.samples_per_second_high / a.samples_per_second_low < 1.03
+    assert a.raw_samples_per_second == pytest.approx(8.0, rel=0.01)  # the median
+    ratio_of_both = compared(b, a)
+    assert ratio_of_both is not None
+    assert ratio_of_both.ratio == pytest.approx(1 / 1.1, rel=0.005)
+    assert ratio_of_both.verdict == "slower"
+
+
+def test_answer_in_sentences(cells: list[CellResult]) -> None:
+    found = answer(cells)
+    assert found is not None
+    assert found.baseline is not None
+    assert found.baseline.strategy == "b"
+    assert [(advice.role, advice.cell.strategy) for advice in found.advice] == [
+        ("Use", "a"),
+        ("Faster at a price", "c"),
+        ("Least memory", "b"),
+    ]
+    use, price, memory = (advice.sentence for advice in found.advice)
+    assert use.startswith(
+        "a: the fastest of 2 that train exactly the same as one process, 10.0 % faster (95 %"
+        " interval: "
+    )
+    assert use.endswith("than b")
+    assert "25.0 % faster" in price
+    assert "rounded gradients" in price
+    assert "50 MiB on its fullest device, 50 % less than a, at 91 % of its throughput" in memory
+
+
+def test_no_advice_without_an_exact_training(cells: list[CellResult]) -> None:
+    assert answer([cell for cell in cells if cell.strategy in "cd"]) is None
+
+
+def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) -> None:
+    rows = _rows(Cell(strategy="single"), [1.0, 1.0], [0.1, 0.1])
+    results = cell_results(stored(tmp_path, rows).trials)
+    assert baseline_of(results) is results[0]
+
+
+def test_intervals_are_never_below_zero() -> None:
+    wild = LogEstimate(math.log(100), 0.9, 1, 2).estimate()
+    assert wild.low is not None
+    assert 0 < wild.low < 100
+    assert ratio(LogEstimate(0, 0.1, 0, 1), LogEstimate(0, 0.1, 4, 3)).low is None
