@@ -29,6 +29,7 @@ class RunProgress:
         every = planned.schedule()
         self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
         self.began = time.monotonic()
+        self.until_answered = planned.until_answered
         self.current: Cell | None = None
         columns = (
             TextColumn("{task.description}"),
@@ -68,7 +69,8 @@ class RunProgress:
         self.left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
-        self.preparing(f"one more round: {len(cells)} cells have a wider interval than asked for")
+        why = "may still be the fastest" if self.until_answered else "have too wide an interval"
+        self.preparing(f"one more round: {len(cells)} cells {why}")
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
@@ -76,11 +78,9 @@ class RunProgress:
 
     def step(self, step: int, seconds: float) -> None:
         if self.current:
-            self._draw(
-                None,
-                f"step {step + 1}/{self.current.total_steps} {seconds * 1e3:.0f} ms,"
-                f" {duration(self.left)} left",
-            )
+            of = f"/{total}" if step < (total := self.current.total_steps) else ""
+            note = f"step {step + 1}{of} {seconds * 1e3:.0f} ms, {duration(self.left)} left"
+            self._draw(None, note)
 
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
         self.done += 1

@@ -243,7 +243,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.analysis.answer import answer
+    from harness.analysis.answer import answer, precision
     from harness.analysis.ranking import too_wide
     from harness.analysis.summary import cell_results
     from reports.groups import find_groups, headline
@@ -279,6 +279,9 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     found = answer(leading.rows) if leading else None
     if leading and found:
         terminal.advice(console, found, leading.full_title)
+    known = precision(results)
+    if known:
+        console.print(known.sentence, highlight=False)
     terminal.paths(console, store, plan, page, finished)
     if json_output:
         columns = [
@@ -297,6 +300,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
                     "run_id": plan.run_id,
                     "results": str(store.folder),
                     "report": page and str(page),
+                    "precision": known and dataclasses.asdict(known),
                     "answer": [
                         {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
                         for a in (found.advice if found else ())

@@ -4,6 +4,7 @@ sentences."""
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from harness.analysis.best import against_best
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared, same
 from harness.analysis.setting import setting
-from harness.analysis.stats import CONFIDENCE, Comparison
+from harness.analysis.stats import CONFIDENCE, Comparison, percentile
 from harness.spec.cell import BASELINE
 
 EQUAL = 0.02
@@ -98,6 +99,45 @@ def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
         baseline = baseline_of(group)
         chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
     return chosen
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How well a run knows its cells' throughputs over their baseline's: half widths of the 95 %
+    intervals, as fractions of the ratios."""
+
+    cells: int
+    median: float
+    nine_in_ten: float
+    """Nine of ten cells have at most this."""
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"throughput over the baseline's is known to ±{self.median * 100:.1f} % (95 % interval,"
+            f" median of {self.cells} cells; nine in ten: ±{self.nine_in_ten * 100:.1f} %)"
+        )
+
+
+def precision(cells: Sequence[CellResult]) -> Precision | None:
+    """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
+    where there is none."""
+    settings: dict[tuple[object, ...], list[CellResult]] = {}
+    for cell in cells:
+        if cell.ranked and not cell.oversubscribed:
+            settings.setdefault(setting(cell), []).append(cell)
+    widths = []
+    for group in settings.values():
+        baseline = baseline_of(group)
+        for cell in group:
+            if baseline is None or cell is baseline:
+                continue
+            ratio = compared(cell, baseline, CONFIDENCE)
+            if ratio is not None and ratio.precision is not None:
+                widths.append(ratio.precision)
+    if not widths:
+        return None
+    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
 
 
 def answer(cells: Sequence[CellResult]) -> Answer | None:

@@ -179,6 +179,7 @@ class Runner:
         trials = self.store.load([self.plan.run_id], steps=False).trials
         wanted = worth_launching(self.plan, trials)
         cells = [cell for cell in self.cells if cell.id in wanted]
+        position = int(trials["position"].max()) + 1
         trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
         seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
         if spent_seconds + seconds > budget_seconds(self.plan, self._first_rounds_seconds):
@@ -186,7 +187,7 @@ class Runner:
         if not cells:
             return []
         watcher.round_added(cells)
-        trial, position = int(trials["trial"].max()) + 1, int(trials["position"].max()) + 1
+        trial = int(trials["trial"].max()) + 1
         return [
             (position + i, cell, TrialKey(cell.id, trial, 1))
             for i, cell in enumerate(self.plan.shuffled(cells, trial))

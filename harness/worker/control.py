@@ -32,6 +32,10 @@ MOST_SHARE = 4
 this share of the steps' time."""
 
 
+OWN_SECONDS = 0.0005
+"""Processor time in a pause up to this is taken for the waiting itself."""
+
+
 @dataclass(frozen=True)
 class Pause:
     """What happened between two steps."""
@@ -78,6 +82,7 @@ class Control:
         if len(answer) != _ANSWER.size:
             raise ConnectionError("the control process of this rank has ended")
         left_over = (time.process_time() - before) / self.threads
+        left_over = left_over if left_over > OWN_SECONDS else 0.0
         seconds, cpu_seconds, largest = _ANSWER.unpack(answer)
         # What the rank's threads took of the same cores, the control had to wait for.
         return Pause(max(seconds - left_over, cpu_seconds), left_over, cpu_seconds, largest)
