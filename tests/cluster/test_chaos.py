@@ -1,5 +1,5 @@
 """Random kills over a matrix: whatever is hit, each trial ends in exactly one record, and nothing
-is left. BENCH_KILLS says how many (10)."""
+is left. BENCH_KILLS says how many (5: one of each kind)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.cluster.test_two_nodes import once_each
 
 NODES = 2
 
-KILLS = int(os.environ.get("BENCH_KILLS", "10"))
-TRIALS = max(5, KILLS // 2)
+KILLS = int(os.environ.get("BENCH_KILLS", "5"))
+TRIALS = max(4, KILLS // 2)
 MATRIX = f"""
 trials: {TRIALS}
 defaults:
@@ -31,7 +31,7 @@ defaults:
   time_limit_seconds: 40
 cells:
   - {{strategy: faulty, options: {{fault: slow}}, nodes: [1, 2]}}
-  - {{strategy: [ddp, fsdp2], nodes: 2}}
+  - {{strategy: ddp, nodes: 2}}
 """
 
 
@@ -66,7 +66,7 @@ def strike(slurm: Slurm, kind: str, chance: random.Random) -> bool:
     return False
 
 
-@pytest.mark.timeout(30 * KILLS)
+@pytest.mark.timeout(60 * KILLS)
 def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: Bench) -> None:
     chance = random.Random(6)
     kinds = [
@@ -86,7 +86,7 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
         )
 
     begun = time.monotonic()
-    while kinds and time.monotonic() - begun < 24 * KILLS:
+    while kinds and time.monotonic() - begun < 40 * KILLS:
         if over():
             if not bench.open_trials(run_id):
                 break  # done before all was killed that was to be
@@ -111,9 +111,9 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
         f" {trials['status'].value_counts().to_dict()}"
     )
     assert len(struck) == KILLS
-    once_each(trials, 4, TRIALS)
+    once_each(trials, 3, TRIALS)
     assert set(trials["status"]) <= {"ok", "failed", "interrupted", "unavailable"}
-    assert (trials["status"] == "ok").sum() >= 4 * TRIALS - KILLS, (
+    assert (trials["status"] == "ok").sum() >= 3 * TRIALS - KILLS, (
         "the run recovers: a kill costs a trial or two"
     )
     assert not slurm.processes()
