@@ -1,10 +1,11 @@
 """kill -9 of a whole run at any moment, then --resume: nothing lost, nothing twice, nothing
-unreadable, nothing left."""
+unreadable, nothing left. Random kills of all that belongs to a run: tests/cluster/test_chaos.py."""
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -13,15 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.cli.run import run
 from harness.record.store import Store
+from tests.commands import ask
 
 MATRIX = """
 trials: 2
 defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 3}
 cells:
   - {strategy: single}
-  - {strategy: ddp, devices: [1, 2]}
-  - {strategy: outside, devices: 2}
+  - {strategy: STRATEGIES, devices: 2}
 """
 
 
@@ -57,32 +59,37 @@ def recorded(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seed", "more"), [(0, ()), (1, ()), (2, ()), (3, ("--by-turns",))], ids=lambda v: str(v)
+    ("strategies", "more", "kills"),
+    [("[ddp, outside]", (), (0, 3)), ("ddp", ("--by-turns",), (1,))],
+    ids=["one after the other", "by turns"],
 )
-def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...]) -> None:
-    """Killed three times: at its start, or up to half a second after so many trials were
-    recorded."""
+def test_kill_and_resume(
+    tmp_path: Path, strategies: str, more: tuple[str, ...], kills: tuple[int, ...]
+) -> None:
+    """Killed at its start, and up to half a second after so many trials were recorded. What is
+    finished is resumed by showing it.
+
+    By turns the first of two is recorded just before the second.
+    """
     matrix = tmp_path / "small.yaml"
-    matrix.write_text(MATRIX)
-    marker = f"{os.getpid()}-{seed}"
+    matrix.write_text(MATRIX.replace("STRATEGIES", strategies))
+    marker = f"{os.getpid()}-{tmp_path.name}"
     environment = {**os.environ, "BENCH_TEST_MARKER": marker}
     words = ["--matrix", str(matrix), *more]
-    chance = random.Random(seed)
-    counts = sorted(chance.sample(range(7), 3))
-    for attempt in range(4):
+    chance = random.Random(len(kills))
+    said = tmp_path / "said"
+    for count in (*kills, None):
         # setsid: a group of its own, so that only this run is killed
-        process = subprocess.Popen(
-            command(tmp_path, *words),
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-        )
-        if attempt < 3:
+        with open(said, "w") as out:
+            process = subprocess.Popen(
+                command(tmp_path, *words), env=environment, start_new_session=True, stdout=out
+            )
+        if count is not None:
             deadline = time.monotonic() + 120
-            while recorded(tmp_path) < counts[attempt] and process.poll() is None:
+            while recorded(tmp_path) < count and process.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            time.sleep(chance.uniform(0.0, 0.5 if counts[attempt] else 5.0))
+            time.sleep(chance.uniform(0.0, 0.5 if count else 5.0))
             process.kill()
         code = process.wait(timeout=240)
         deadline = time.monotonic() + 10
@@ -93,31 +100,19 @@ def test_kill_and_resume(tmp_path: Path, seed: int, more: tuple[str, ...]) -> No
             (tmp_path / "results" / "runs").glob("*.parquet")
         ):
             words = ["--matrix", str(matrix), "--resume"]
-        if code == 0:
-            break
+        assert code == (0 if count is None else -signal.SIGKILL)
+    assert "ranked by throughput" in said.read_text()
+    code, shown = ask(run, *command(tmp_path, *words)[4:])
     assert code == 0
+    assert "ranked by throughput" in shown
     results = Store(tmp_path / "results").load()
     assert len(results.runs) == 1
     trials = results.trials
-    assert sorted(trials.groupby("cell_id").size()) == [2, 2, 2, 2]
+    assert sorted(trials.groupby("cell_id").size()) == [2] * (2 if more else 3)
     assert not trials.duplicated(["cell_id", "trial"]).any()
     assert set(trials["status"]) == {"ok"}
     steps = results.steps.groupby(["cell_id", "trial", "rank"]).size()
     assert set(steps) == {6 if more else 4}, "by turns two more, which settle"
-
-
-def test_a_finished_run_is_resumed_by_showing_it(tmp_path: Path) -> None:
-    matrix = tmp_path / "small.yaml"
-    matrix.write_text(
-        "trials: 1\ndefaults: {workload: llama-nano, timed_steps: 3}\ncells: [{strategy: single}]"
-    )
-    for words in ([], ["--resume"]):
-        done = subprocess.run(
-            command(tmp_path, "--matrix", str(matrix), *words), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "ranked by throughput" in done.stdout
-    assert len(Store(tmp_path / "results").load().trials) == 1
 
 
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
