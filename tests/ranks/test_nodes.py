@@ -66,14 +66,16 @@ class Cluster:
         )
         self.local.ignore_pid(agent.pid)
 
-    def begin_anew(self, number: int) -> None:
-        """An agent in place of one that was lost; its first trial ends well."""
-        self.start(number)
+    def complete(self) -> None:
+        """Starts an agent in place of each that was lost."""
+        for number, agent in self.agents.items():
+            if agent.poll() is not None:
+                self.start(number)
         deadline = time.monotonic() + 60
         while len(self.nodes.there) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
+        assert len(self.nodes.there) == 2
         self.launcher.patience_seconds = 30.0
-        assert self.run(cell("ddp", nodes=2)).status == "ok"
 
     def ranks(self) -> list[psutil.Process]:
         """What runs below the agents' fork servers."""
@@ -103,10 +105,17 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def shared(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"), launcher)
     yield made
     made.close()
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """Whole, whatever the test before this one has lost."""
+    shared.complete()
+    return shared
 
 
 @pytest.fixture
@@ -157,9 +166,9 @@ def test_ranks_follow_the_nodes_order(cluster: Cluster) -> None:
 
 
 def test_a_warm_start_is_short(cluster: Cluster) -> None:
-    """Not a benchmark: the best of five, because others may use this machine."""
+    """Not a benchmark: one of five, because others may use this machine."""
     cluster.run(cell("ddp", nodes=2))
-    assert min(cluster.run(cell("ddp", nodes=2)).startup_seconds or 99 for _ in range(5)) < 1.5
+    assert any((cluster.run(cell("ddp", nodes=2)).startup_seconds or 99) < 1.5 for _ in range(5))
 
 
 @pytest.mark.parametrize(
@@ -195,48 +204,6 @@ def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
-def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
-    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are
-    gone; started anew, it serves again."""
-    lost = cluster.agents[1]
-    below = [*psutil.Process(lost.pid).children(recursive=True)]
-    threading.Timer(2, lost.kill).start()
-    outcome = cluster.run(
-        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
-    )
-    lost.wait()
-    assert outcome.status == "failed"
-    assert outcome.reason.startswith("node n2 was lost: its agent is gone")
-    psutil.wait_procs(below, timeout=3)
-    assert [p for p in below if runs(p)] == []
-
-    cluster.launcher.patience_seconds = 1.0
-    outcome = cluster.run(cell("ddp", nodes=2))
-    assert (outcome.status, outcome.reason[:41]) == (
-        "unavailable",
-        "needs 2 nodes, 1 of 2 is there (n2: its a",
-    )
-
-    cluster.begin_anew(1)
-
-
-def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit,
-    then given up."""
-    monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 2.0)
-    stalled = cluster.agents[1]
-    threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
-    one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
-    outcome = cluster.launcher.run(
-        one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2
-    )
-    assert outcome.status == "failed"
-    assert "node n2 was lost: did not answer" in outcome.reason
-    stalled.kill()
-    stalled.wait()
-    cluster.begin_anew(1)
-
-
 def test_cells_of_one_node_run_as_ever(run_cells: Callable[..., Results]) -> None:
     trial = run_cells(cell("ddp")).trials.iloc[0]
     assert (trial["status"], trial["nodes"], list(trial["node_names"])) == ("ok", 1, [])
@@ -257,3 +224,44 @@ def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
     with pytest.raises((OSError, EOFError, AuthenticationError)):
         secure(raw, b"another key", coordinator=False)
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+
+
+def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit,
+    then given up; started anew, it serves again."""
+    monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 2.0)
+    stalled = cluster.agents[1]
+    threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
+    one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
+    outcome = cluster.launcher.run(
+        one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2
+    )
+    assert outcome.status == "failed"
+    assert "node n2 was lost: did not answer" in outcome.reason
+    stalled.kill()
+    stalled.wait()
+    cluster.complete()
+    assert cluster.run(cell("ddp", nodes=2)).status == "ok"
+
+
+def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
+    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are
+    gone. The test above starts such an agent anew; this one is the last, and does not."""
+    lost = cluster.agents[1]
+    below = [*psutil.Process(lost.pid).children(recursive=True)]
+    threading.Timer(2, lost.kill).start()
+    outcome = cluster.run(
+        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
+    )
+    lost.wait()
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("node n2 was lost: its agent is gone")
+    psutil.wait_procs(below, timeout=3)
+    assert [p for p in below if runs(p)] == []
+
+    cluster.launcher.patience_seconds = 1.0
+    outcome = cluster.run(cell("ddp", nodes=2))
+    assert (outcome.status, outcome.reason[:41]) == (
+        "unavailable",
+        "needs 2 nodes, 1 of 2 is there (n2: its a",
+    )
