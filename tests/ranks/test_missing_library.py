@@ -1,5 +1,5 @@
-"""With a library uninstalled, exactly its cells become unavailable and everything else is as it
-was."""
+"""With libraries uninstalled, exactly their cells become unavailable, each with the reason that it
+has, and everything else is as it was and still trains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from bench.cli.run import run
+from harness.spec.cell import Cell
+from tests.commands import told
 from tests.conftest import ROOT
 
 # Distribution -> what of a cell's name tells that it needs it.
@@ -22,7 +25,7 @@ NEEDED_BY = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This virtual environment once more, its files shared by hard links: pip can uninstall there
     and touch nothing here."""
@@ -35,86 +38,57 @@ def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def planned(python: Path | str, folder: Path) -> dict[str, tuple[str, str]]:
-    """Cell name -> (status, reason) of matrix full; `planned` where it would be launched."""
-    command = [
-        str(python),
-        "-m",
-        "bench",
-        "run",
-        "--matrix",
-        "full",
-        "--dry-run",
-        "--json",
-        "--results",
-        str(folder),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    plan: dict[str, Any] = json.loads(done.stdout)
-    from harness.spec.cell import Cell
+WORDS = ["--matrix", "full", "--dry-run", "--json", "--results"]
 
+
+def cells(said: str) -> dict[str, tuple[str, str]]:
+    """Cell name -> (status, reason) of what a dry run said; `planned` where it would be
+    launched."""
+    plan: dict[str, Any] = json.loads(said)
     found = {Cell(**one).name: ("planned", "") for one in plan["cells"]}
     return found | {
         Cell(**one["cell"]).name: (one["status"], one["reason"]) for one in plan["left_out"]
     }
 
 
-@pytest.fixture(scope="module")
-def planned_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    return planned(sys.executable, tmp_path_factory.mktemp("results"))
-
-
-@pytest.mark.parametrize("library", NEEDED_BY)
-def test_exactly_its_cells_become_unavailable(
-    other_environment: Path,
-    planned_here: dict[str, tuple[str, str]],
-    tmp_path: Path,
-    library: str,
+def test_exactly_their_cells_become_unavailable_and_the_rest_still_trains(
+    other_environment: Path, tmp_path: Path
 ) -> None:
-    python = other_environment / "bin" / "python"
-    before = planned_here
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-python-version-warning"]
+    before = cells(told(run, *WORDS, str(tmp_path)))
+    python = str(other_environment / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-python-version-warning"]
     subprocess.run(
-        [*pip, "uninstall", "--yes", "--quiet", library], check=True, capture_output=True
+        [*pip, "uninstall", "--yes", "--quiet", *NEEDED_BY], check=True, capture_output=True
     )
-    after = planned(python, tmp_path)
-    # Libraries of earlier parametrisations are gone too: only what changes with this one is looked
-    # at.
-    lost = {
-        name
-        for name in before
-        if any(mark in name for mark in NEEDED_BY[library]) and before[name][0] == "planned"
-    }
-    assert lost
-    gone = list(NEEDED_BY)[: list(NEEDED_BY).index(library) + 1]
-    for name in before:
-        if any(mark in name for one in gone for mark in NEEDED_BY[one]):
-            continue
-        assert after[name] == before[name]
-    for name in lost:
-        status, reason = after[name]
-        assert status == "unavailable"
-        assert "is not installed" in reason
-        assert ("make setup" if library == "horovod" else "pip install") in reason
-
-
-def test_the_rest_still_trains(other_environment: Path, tmp_path: Path) -> None:
-    """Without DeepSpeed and the others: a run of what is left, in the environment that lacks
-    them."""
-    command = [
-        str(other_environment / "bin" / "python"),
-        "-m",
-        "bench",
-        "run",
-        "--matrix",
-        "smoke",
-        "--only",
-        "ddp",
-        "--trials",
-        "1",
-    ]
+    bench = [python, "-m", "bench", "run"]
     done = subprocess.run(
-        [*command, "--json", "--no-report", "--results", str(tmp_path)],
+        [*bench, *WORDS, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    after = cells(done.stdout)
+    needed = {
+        name: {library for library in NEEDED_BY for mark in NEEDED_BY[library] if mark in name}
+        for name in before
+    }
+    for library in NEEDED_BY:
+        lost = [name for name in before if library in needed[name] and before[name][0] == "planned"]
+        assert lost
+        for name in lost:
+            status, reason = after[name]
+            assert status == "unavailable"
+            missing = reason.partition(" is not installed")[0].split()[-1].lower()
+            assert missing in needed[name], reason
+            assert ("make setup" if missing == "horovod" else "pip install") in reason
+    for name in before:
+        if not needed[name]:
+            assert after[name] == before[name]
+
+    matrix = tmp_path / "rest.yaml"
+    matrix.write_text(
+        "trials: 1\ndefaults: {workload: llama-nano, sequence_length: 32, timed_steps: 3}\n"
+        "cells: [{strategy: ddp, devices: 2}]"
+    )
+    done = subprocess.run(
+        [*bench, "--matrix", str(matrix), "--json", "--no-report", "--results", str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=ROOT,
