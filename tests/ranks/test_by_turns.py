@@ -4,7 +4,6 @@ others go on.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -80,7 +79,15 @@ def test_one_trains_at_a_time(interleaved: InterleavedLauncher) -> None:
         assert began + seconds < after
 
 
-def test_a_run_by_turns_is_recorded_and_compared(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_by_turns_is_recorded_and_compared(
+    interleaved: InterleavedLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """With this file's processes, which a run would start and end itself; test_resume.py has such
+    a run."""
+    monkeypatch.setattr(interleaved, "close", lambda: None)
+    monkeypatch.setattr("harness.run.runner.InterleavedLauncher", lambda *_: interleaved)
     store = Store(tmp_path_factory.mktemp("turns") / "results")
     plan = Plan(
         "turns",
@@ -118,60 +125,37 @@ def test_one_that_fails_leaves_the_others_alone(
     assert (failed.status, failed.reason[:6]) == ("failed", "rank 1")
 
 
-@pytest.mark.alone
 def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLauncher) -> None:
     """The others wait for longer than their own limit while one of them hangs until its own."""
     first, hung, last = together(
         interleaved,
-        cell("ddp", time_limit_seconds=6),
-        faulty("hangs", time_limit_seconds=8),
+        cell("ddp", time_limit_seconds=8),
+        faulty("hangs", time_limit_seconds=10),
         cell("ddp"),
     )
     fine(first)
     fine(last)
     assert hung.status == "timeout"
     assert "faulty.py" in hung.stacks
-    assert first.wall_seconds < 6 < 8 < hung.wall_seconds
+    assert first.wall_seconds < 8 < 10 < hung.wall_seconds
 
 
-@pytest.mark.alone
 def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    """A second after the first turn: one waits, one begins and will hang, one has not begun."""
+    stop = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+
+    def begun(step: int, seconds: float) -> None:
+        if not stop.is_alive():
+            stop.start()
+
     begin = time.monotonic()
-    outcomes = together(interleaved, cell("ddp"), faulty("hangs"), cell("ddp"))
+    outcomes = interleaved.together(
+        [launch(cell("ddp")), launch(faulty("hangs")), launch(cell("ddp"))], begun
+    )
     assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 30, "and not when one that hangs reaches its limit of 60"
     for outcome in together(interleaved, cell("ddp"), cell("ddp")):
         fine(outcome)
-
-
-def ended_from_outside(outcome: Outcome) -> None:
-    reason = "the process that launched its ranks was killed from outside"
-    assert (outcome.status, outcome.reason) == ("failed", reason)
-
-
-def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
-    """Before its first turn, when the first launch has begun; and while its ranks hang."""
-    with contextlib.closing(InterleavedLauncher([], 2)) as interleaved:
-        killed = psutil.Process(interleaved._processes[1].ready())
-
-        def kill(step: int, seconds: float) -> None:
-            if killed.is_running():
-                killed.kill()
-                time.sleep(1)  # the pool's own thread sees it
-
-        first, lost = interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], kill)
-        fine(first)
-        ended_from_outside(lost)
-
-        interleaved._processes[1] = interleaved._processes[1].alive()
-        killed = psutil.Process(interleaved._processes[1].ready())
-        threading.Timer(3, killed.kill).start()
-        first, lost = together(interleaved, cell("ddp"), faulty("hangs"))
-        fine(first)
-        ended_from_outside(lost)
-        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
-            fine(outcome)
 
 
 def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLauncher) -> None:
@@ -184,3 +168,31 @@ def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLaun
         interleaved.together([launch(cell("ddp")), launch(cell("ddp"))], fails)
     for outcome in together(interleaved, cell("ddp"), cell("ddp")):
         fine(outcome)
+
+
+def test_a_launchers_process_that_is_killed_is_one_failure(
+    interleaved: InterleavedLauncher,
+) -> None:
+    """Before its first turn, when the first launch has begun; and while its ranks hang.
+
+    This is the last test of the file, because it ends two of the processes that serve them all.
+    """
+    early, late = (psutil.Process(process.ready()) for process in interleaved._processes[1:])
+    later = threading.Timer(4, late.kill)
+
+    def kill(step: int, seconds: float) -> None:
+        if later.ident is None:
+            later.start()
+            early.kill()
+            time.sleep(1)  # the pool's own thread sees it
+
+    cells = cell("ddp"), cell("ddp"), faulty("hangs")
+    first, *lost = interleaved.together([launch(one) for one in cells], kill)
+    fine(first)
+    reason = "the process that launched its ranks was killed from outside"
+    assert [(outcome.status, outcome.reason) for outcome in lost] == [("failed", reason)] * 2
+    try:
+        for outcome in together(interleaved, cell("ddp"), cell("ddp")):
+            fine(outcome)
+    finally:
+        interleaved._processes[1].close()
