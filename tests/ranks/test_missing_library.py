@@ -28,13 +28,17 @@ NEEDED_BY = {
 @pytest.fixture
 def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This virtual environment once more, its files shared by hard links: pip can uninstall there
-    and touch nothing here."""
+    and touch nothing here. A link to an environment would be copied as a link, and pip would then
+    uninstall from the environment itself."""
+    own = Path(sys.prefix).resolve()
     target = tmp_path_factory.mktemp("environment") / "venv"
-    linked = subprocess.run(
-        ["cp", "-al", sys.prefix, str(target)], capture_output=True, check=False
-    )
+    linked = subprocess.run(["cp", "-al", str(own), str(target)], capture_output=True, check=False)
     if linked.returncode:  # the folder of the tests is on another file system
-        subprocess.run(["cp", "-a", sys.prefix, str(target)], check=True)
+        subprocess.run(["cp", "-a", str(own), str(target)], check=True)
+    packages = sorted(target.glob("lib/python3*/site-packages"))
+    assert packages
+    for copy in (target, *packages):
+        assert not copy.resolve().is_relative_to(own)
     return target
 
 
