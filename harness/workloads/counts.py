@@ -109,35 +109,50 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """The facts of a model named FAMILY-HIDDENxBLOCKS, computed from those of one and two blocks:
-    building a model takes 50 ms per block. None for other names."""
-    base, separator, blocks = workload.name.rpartition("x")
+    """The facts of a model named FAMILY-HIDDENxBLOCKS, or of a variant of it, computed from those
+    of one and two blocks: every number grows by as much with each block, and building a model takes
+    50 ms per block, with an adapter several times that. None for other names."""
+    name, plus, suffixes = workload.name.partition("+")
+    base, separator, blocks = name.rpartition("x")
     if not (
         separator
         and blocks.isdecimal()
-        and workload.split
+        and workload.block_path
         and workload.family
         and workload.family.sized
         and workload.blocks > 2
     ):
         return None
     smallest, next_one = (
-        model_facts(make_workload(f"{base}x{blocks}"), sequence_length) for blocks in (1, 2)
+        model_facts(make_workload(f"{base}x{blocks}{plus}{suffixes}"), sequence_length)
+        for blocks in (1, 2)
     )
-    trainable, sizes = list(smallest.trainable), list(smallest.sizes)
-    of_first = [
-        i for i, name in enumerate(trainable) if name.startswith(f"{workload.split.blocks}.0.")
+    more = workload.blocks - 1
+
+    def grown(of_one: int, of_two: int) -> int:
+        return of_one + more * (of_two - of_one)
+
+    of_two = dict(zip(next_one.trainable, next_one.sizes, strict=True))
+    trainable = list(smallest.trainable)
+    sizes = [
+        grown(size, of_two[name])
+        for name, size in zip(smallest.trainable, smallest.sizes, strict=True)
     ]
-    after = of_first[-1] + 1
+    of_first = [
+        i for i, name in enumerate(trainable) if name.startswith(f"{workload.block_path}.0.")
+    ]
+    after = of_first[-1] + 1 if of_first else 0  # what a prompt trains is of no block
     for block in reversed(range(1, workload.blocks)):
         trainable[after:after] = [trainable[i].replace(".0.", f".{block}.", 1) for i in of_first]
         sizes[after:after] = [sizes[i] for i in of_first]
-    more = workload.blocks - 1
-    parameters = smallest.parameters + more * (next_one.parameters - smallest.parameters)
-    flops_of_block = next_one.flops_per_sample - smallest.flops_per_sample
-    flops = smallest.flops_per_sample + more * flops_of_block
     return ModelFacts(
-        tuple(trainable), parameters, flops, tuple(sizes), buffer_bytes=smallest.buffer_bytes
+        tuple(trainable),
+        grown(smallest.parameters, next_one.parameters),
+        grown(smallest.flops_per_sample, next_one.flops_per_sample),
+        tuple(sizes),
+        grown(smallest.parameter_bytes, next_one.parameter_bytes),
+        grown(smallest.trained_bytes, next_one.trained_bytes),
+        grown(smallest.buffer_bytes, next_one.buffer_bytes),
     )
 
 

@@ -30,6 +30,7 @@ from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import _count, model_facts, parameters_of
+from harness.workloads.suffixes import ADAPTERS
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import bench
 
@@ -96,9 +97,16 @@ def test_a_wide_models_smallest_matrix_has_a_mebibyte_per_rank() -> None:
     assert 4 * wide_size(2) ** 2 / 2 >= 2**20
 
 
-def test_facts_of_a_model_that_grows_are_those_of_a_walk() -> None:
-    workload = make_workload("llama-64x5")
+@pytest.mark.parametrize(
+    "suffix",
+    ["", *(f"+{adapter}" for adapter in ADAPTERS), "+bf16", "+fp16", "+int8+lora", "+nf4+ia3"],
+)
+def test_facts_of_a_model_that_grows_are_those_of_a_walk(suffix: str) -> None:
+    workload = make_workload(f"llama-64x4{suffix}")
     assert model_facts(workload, 16) == _count(workload, 16)
+
+
+def test_a_size_is_one_of_its_family() -> None:
     assert family(sized(base(), 5)) == base()
     from harness.spec.errors import UsageError
 
