@@ -4,10 +4,13 @@ mistake is exact."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from harness.launch.launcher import Launcher
 from tests.ranks.conftest import RunCells, cell
+from tests.unit.test_cli import here
 
 MISTAKES = """
 no_synchronization scaled_loss summed_gradients clipping repeated_batch lost_micro_batch
@@ -30,14 +33,13 @@ def test_the_same_strategy_without_a_mistake_is_exact(run_cells: RunCells) -> No
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("mistake", ["no_synchronization", "summed_gradients", "repeated_batch"])
-def test_low_precision_hides_no_mistake(run_cells: RunCells, precision: str, mistake: str) -> None:
-    trials = run_cells(
-        cell("ddp", precision=precision),
-        cell("broken", precision=precision, options={"mistake": mistake}),
-    ).trials.set_index("strategy")
-    assert trials.loc["ddp", "status"] == "ok"
-    assert trials.loc["broken", "status"] == "diverged"
+def test_low_precision_hides_no_mistake(run_cells: RunCells, precision: str) -> None:
+    mistakes = ["no_synchronization", "summed_gradients", "repeated_batch"]
+    broken = (cell("broken", precision=precision, options={"mistake": m}) for m in mistakes)
+    trials = run_cells(cell("ddp", precision=precision), *broken).trials
+    assert list(trials[trials["strategy"] == "ddp"]["status"]) == ["ok"]
+    found = trials[trials["strategy"] == "broken"]
+    assert list(found["status"]) == ["diverged"] * len(mistakes), list(found["options"])
 
 
 def test_a_strategy_of_another_installed_package_runs(run_cells: RunCells) -> None:
@@ -69,3 +71,20 @@ def test_local_steps_that_are_never_averaged_diverge(
     assert {
         json.loads(row["options"])["period"]: row["status"] for _, row in trials.iterrows()
     } == {4: "ok", 1000: "diverged"}
+
+
+def test_a_divergence_is_exit_code_1_and_an_expected_one_is_not(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text(
+        "trials: 1\ndefaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells:"
+        " [{strategy: broken, options: {mistake: clipping}}]"
+    )
+    done = here("run", "--matrix", "bad.yaml", "--no-report", "--json", folder=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["cells"][0]["status"] == "diverged"
+    expected = here(
+        "run", "--matrix", "bad.yaml", "--no-report", "--set", "expect=diverged", folder=tmp_path
+    )
+    assert expected.returncode == 0
+    assert "as expected" in expected.stdout

@@ -14,7 +14,7 @@ from harness.run.maxsize import Search, plan_of
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from tests.ranks.conftest import RunCells, Silent, cell
-from tests.unit.test_cli import bench
+from tests.unit.test_cli import here
 
 MIB = 2**20
 # Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads,
@@ -70,9 +70,9 @@ def test_sharding_trains_a_larger_model(table) -> None:
     assert table["fsdp2"].predicted > table["ddp"].predicted
 
 
-def test_the_command_searches_tells_and_resumes(tmp_path: Path) -> None:
+def test_the_command_searches_tells_and_resumes(launcher: Launcher, tmp_path: Path) -> None:
     words = ["--budget", "96MiB", "--hidden", "128", "--strategy", "single", "--json"]
-    done = bench("maxsize", *words, folder=tmp_path)
+    done = here("maxsize", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
     [row] = said["strategies"]
@@ -80,7 +80,7 @@ def test_the_command_searches_tells_and_resumes(tmp_path: Path) -> None:
     assert row["next_parameters"] - row["parameters"] == row["step"]
     assert Path(tmp_path / said["report"]).exists()
     files = sorted((tmp_path / "results" / "trials").rglob("*.parquet"))
-    again = bench("maxsize", "--resume", "--no-report", folder=tmp_path)
+    again = here("maxsize", "--resume", "--no-report", folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "largest trainable model within 96 MiB per rank" in again.stdout
     assert sorted((tmp_path / "results" / "trials").rglob("*.parquet")) == files, (
