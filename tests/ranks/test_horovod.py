@@ -26,9 +26,9 @@ with_mpi = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_the_ring_sends_what_it_must(run_cells: RunCells, devices: int) -> None:
-    """Each rank sends 2(N-1)/N of the gradients' bytes a step, as DDP's ring does."""
+def test_the_ring_sends_what_it_must(run_cells: RunCells) -> None:
+    """Each of N ranks sends 2(N-1)/N of the gradients' bytes a step, as DDP's ring does."""
+    devices = 4
     micro = [cell(name, devices=devices, workload="llama-micro") for name in ("horovod", "ddp")]
     trials = run_cells(*micro).trials.set_index("strategy")
     for name in ("horovod", "ddp"):
@@ -51,33 +51,24 @@ def test_fp16_compression_halves_the_bytes(run_cells: RunCells) -> None:
     assert pd.isna(row["wraps_ddp"])
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [{"micro_batches": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": "sgd"}],
-    ids=str,
-)
-def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
-    row = run_cells(cell("horovod", **axes)).trials.iloc[0]
-    assert (row["status"], row["reason"]) == ("ok", "")
-    assert row["parity_verdict"] == ("within tolerance" if "precision" in axes else "exact")
+def test_it_trains_the_same_by_sgd(run_cells: RunCells) -> None:
+    """Micro-batches, bf16 and fp16 are cells of matrix full."""
+    row = run_cells(cell("horovod", optimizer="sgd")).trials.iloc[0]
+    assert (row["status"], row["parity_verdict"]) == ("ok", "exact"), row["reason"]
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_the_fusion_buffer_is_as_large_as_its_threshold(
-    run_cells: RunCells, threshold: float
-) -> None:
+def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells) -> None:
+    """Matrix full has one of no bytes."""
     row = run_cells(
-        cell("horovod", options={"fusion_threshold_mib": threshold, "cycle_time_ms": 0.5})
+        cell("horovod", options={"fusion_threshold_mib": 1.0, "cycle_time_ms": 0.5})
     ).trials.iloc[0]
     assert row["parity_verdict"] == "exact"
-    buffers = row["library_bytes"][0]
-    assert buffers == pytest.approx(row["formula_library_bytes"] or 0, abs=1000)
-    assert row["formula_library_bytes"] == threshold * 2**20
+    assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], abs=1000)
+    assert row["formula_library_bytes"] == 2**20
 
 
 TRAPS = [
     pytest.param({"trap": "state_before_wrapping"}, {}, id="state before wrapping"),
-    pytest.param({"trap": "state_after_wrapping"}, {}, id="state after wrapping"),
     pytest.param(
         {"trap": "state_after_wrapping"}, {"optimizer": "sgd"}, id="state after wrapping, SGD"
     ),

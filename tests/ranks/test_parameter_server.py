@@ -15,7 +15,7 @@ from tests.ranks.test_strategies import states_follow_the_formula
 LONG = {"timed_steps": 10, "parity_steps": 13}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [2, 4])  # one: a cell of matrix full
 def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> None:
     """Each worker sends its gradients and gets the parameters, P bytes each; nobody but the server
     keeps optimizer state."""

@@ -22,49 +22,47 @@ def engines(*names: str, **axes: Any) -> list[Any]:
     return [cell("trainer", options={"engine": name}, **axes) for name in names]
 
 
-@pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
-def test_every_engine_trains_the_same(run_cells: RunCells, workload: str) -> None:
-    trials = run_cells(*engines(*ENGINES, workload=workload, micro_batches=2)).trials
+def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
+    """Llamas are cells of matrix full."""
+    trials = run_cells(*engines(*ENGINES, workload="gpt2-nano", micro_batches=2)).trials
     assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
     assert trials["parity_max_loss_deviation"].max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("devices", "axes"),
-    [
-        (2, {"workload": "llama-mini", "timed_steps": 10, "parity_steps": 13}),
-        (4, {"workload": "llama-micro"}),
-    ],
-)
-def test_states_and_bytes_sent(run_cells: RunCells, devices: int, axes: dict[str, Any]) -> None:
-    for _, row in run_cells(*engines(*ENGINES, devices=devices, **axes)).trials.iterrows():
+def test_states_and_bytes_sent(run_cells: RunCells) -> None:
+    """On four ranks, for thirteen steps; cells of matrix full are held to the formula on two."""
+    axes = {"devices": 4, "workload": "llama-micro", "timed_steps": 10, "parity_steps": 13}
+    wraps = []
+    for _, row in run_cells(*engines(*ENGINES, **axes)).trials.iterrows():
         assert row["parity_verdict"] == "exact", row["reason"]
         for kind in ("parameter", "gradient", "optimizer", "library"):
             expected, found = row[f"formula_{kind}_bytes"], max(row[f"{kind}_bytes"])
             assert found == pytest.approx(expected, rel=0.01, abs=4096), (row["cell_name"], kind)
         if row["wraps_ddp"] == "transformers Trainer":
-            ring = 2 * (devices - 1) / devices * 4 * row["trained_parameters"]
-            assert list(row["sent_bytes_per_step"]) == pytest.approx([ring] * devices, rel=0.05)
+            wraps.append(row["label"])
+            ring = 2 * 3 / 4 * 4 * row["trained_parameters"]
+            assert list(row["sent_bytes_per_step"]) == pytest.approx([ring] * 4, rel=0.05)
+    assert len(wraps) == 1
 
 
 def test_other_axes(run_cells: RunCells) -> None:
-    """One rank, SGD, other kinds of model, precisions: by autocast under DDP, by their own policies
-    under DeepSpeed and FSDP2."""
+    """One rank, SGD, other kinds of model, precisions by DeepSpeed's and FSDP2's own policies; by
+    autocast under DDP it is a cell of matrix full."""
     exact = [
         cell("trainer", devices=1),
         cell("trainer", optimizer="sgd", micro_batches=4),
-        *engines("ddp", "fsdp2", workload="bert-micro"),
+        *engines("fsdp2", workload="bert-micro"),
         cell("trainer", workload="llama-nano+lora"),
     ]
     near = [
-        *engines("ddp", "zero2", "fsdp2", precision="bf16", workload="llama-micro"),
+        *engines("zero2", "fsdp2", precision="bf16", workload="llama-micro"),
         cell("trainer", workload="resnet-micro", micro_batches=2),
     ]
     trials = run_cells(*exact, *near).trials.set_index("cell_id")
-    assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 5, list(
+    assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 4, list(
         trials["reason"]
     )
-    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 4, list(
+    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 3, list(
         trials["reason"]
     )
 

@@ -45,14 +45,13 @@ def sent(trial: Any) -> float:
 def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
     run_cells: RunCells, adapter: str
 ) -> None:
-    """At 1 and 2 ranks.
+    """At 2 ranks, and LoRA at one.
 
     Optimizer state, gradient buckets and what is sent shrink with the trained parameters.
     """
     name = f"llama-micro+{adapter}"
-    trials = run_cells(
-        *(cell(s, devices, name) for s, devices in (("single", 1), ("ddp", 2)))
-    ).trials.set_index("strategy")
+    alone = [cell("single", 1, name)] if adapter == "lora" else []
+    trials = run_cells(*alone, cell("ddp", 2, name)).trials.set_index("strategy")
     trained = trials.loc["ddp", "trained_parameters"]
     for _, trial in trials.iterrows():
         assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
@@ -109,10 +108,7 @@ def test_mistakes_about_the_adapter_are_seen(
     assert trials.loc[json.dumps(wrong.options), "status"] == "diverged"
 
 
-@pytest.mark.parametrize(
-    "workload",
-    ["llama-micro+lora", "llama-micro+prefix", "llama-micro+bf16", "llama-micro+nf4+lora"],
-)
+@pytest.mark.parametrize("workload", ["llama-micro+bf16", "llama-micro+nf4+lora"])
 def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workload: str) -> None:
     axes: dict[str, Any] = {"workload": workload, "timed_steps": 10, "parity_steps": 13}
     trials = run_cells(
@@ -134,10 +130,8 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
     run_cells: RunCells, workload: str, axes: dict[str, Any], weights: float
 ) -> None:
     """On a CPU the matrices are turned back into fp32 for each product, so splitting the batch
-    changes nothing."""
-    trials = run_cells(
-        *(cell(s, devices, workload, **axes) for s, devices in (("single", 1), ("ddp", 2)))
-    ).trials
+    changes nothing: one process is the reference."""
+    trials = run_cells(cell("ddp", workload=workload, **axes)).trials
     matrices = 4 * (
         4 * 128 * 128 + (3 * 128 * 352 if workload.startswith("llama") else 2 * 128 * 512)
     )
@@ -167,9 +161,11 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
 def test_half_weights_train_the_same_within_what_they_declare(
     run_cells: RunCells, workload: str, axes: dict[str, Any]
 ) -> None:
+    # fp16 is slow on most CPUs.
+    steps: dict[str, Any] = {"warmup_steps": 1, "timed_steps": 5, "parity_steps": 3}
     half, full = (
-        cell("ddp", workload=workload, **axes),
-        cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes),
+        cell("ddp", workload=workload, **axes, **steps),
+        cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes, **steps),
     )
     trials = run_cells(half, full).trials.set_index("workload")
     trial = trials.loc[half.workload]
@@ -200,7 +196,7 @@ def test_pure_fp16_with_adamw_is_not_even_repeatable(run_cells: RunCells) -> Non
     axes: dict[str, Any] = {
         "timed_steps": 10,
         "parity_steps": 13,
-        "sequence_length": 64,
+        "global_batch": 2,
         "expect": "diverged",
     }
     trial = run_cells(cell("ddp", workload="llama-micro+fp16", **axes)).trials.iloc[0]
