@@ -9,20 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from harness.record.schema import VERSION
 from harness.record.store import load
 from tests import pages
 
 PAGE = pages.ROOT / "docs" / "extending.md"
 OUTPUT = {
-    "A family of workloads": ["mistral-small", "2 passed", "pipeline(schedule="],
+    "A family of workloads": ["mistral-small", "pipeline(schedule="],
     "A measured column": [f"golden/v{VERSION + 1}", "passed", "True"],
-    "A section of the report": ["starting.html", "## Set-up", "passed"],
-    "A command": ["Lists the runs of a results folder", "20261121T111409-a855  full", "passed"],
+    "A section of the report": ["starting.html", "## Set-up"],
+    "A command": ["Lists the runs of a results folder", "20261121T111409-a855  full"],
 }
 """What the commands of each example print, beside much else."""
+TESTS = re.compile(r"python -m pytest (\S+) -k (\w+)")
+"""A command that runs tests: their file, and a word of their names."""
+SAME_RUN = "python -m bench run --matrix smoke --only ddp --trials 1"
+"""The run of the measured column: that of the family, with the column applied, has it too."""
 
 
 def run(command: str, folder: Path) -> str:
@@ -51,26 +53,39 @@ def test_every_example_is_in_the_table_and_is_tested() -> None:
     assert {"A strategy", *OUTPUT} == set(headings)
 
 
-@pytest.mark.parametrize("heading", OUTPUT)
-def test_an_example_works_and_touches_as_many_files_as_it_says(
-    heading: str, tmp_path: Path
-) -> None:
-    copy, output, touched = pages.checkout(tmp_path), "", set()
-    for block in pages.blocks(pages.section(PAGE, heading)):
-        if block.path:
-            block.apply(copy)
-            touched.add(block.path)
-        output += "".join(run(command, copy) for command in block.commands)
-    for text in OUTPUT[heading]:
-        assert text in output
-    assert len(touched - {"README.md"}) == stated_files()[heading.lower()]
-    python = [path for path in sorted(touched) if path.endswith(".py")]
-    run(f"python -m ruff check {' '.join(python)}", copy)
-    run(f"python -m ruff format --check {' '.join(python)}", copy)
-    if (copy / "results" / "trials").exists():
-        trials = load(copy / "results").trials
-        assert set(trials["status"]) == {"ok"}, trials["log_tail"].tolist()
-        assert set(trials["parity_verdict"]) == {"exact"}
+def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -> None:
+    """All in one copy: they share a run, and their tests share a process."""
+    copy = pages.checkout(tmp_path)
+    examples = {heading: pages.blocks(pages.section(PAGE, heading)) for heading in OUTPUT}
+    python = set()
+    for heading, blocks in examples.items():
+        for block in blocks:
+            if block.path:
+                block.apply(copy)
+        touched = {block.path for block in blocks if block.path}
+        assert len(touched - {"README.md"}) == stated_files()[heading.lower()]
+        python |= {path for path in touched if path.endswith(".py")}
+    tests: dict[str, str] = {}
+    for heading, blocks in examples.items():
+        output = ""
+        for command in (command for block in blocks for command in block.commands):
+            if found := TESTS.fullmatch(command):
+                tests[found[1]] = found[2]
+            elif command != SAME_RUN:
+                output += run(command, copy)
+        for text in OUTPUT[heading]:
+            assert text in output
+    assert len(tests) == 4
+    said = run(f"python -m pytest -vv {' '.join(tests)} -k '{' or '.join(tests.values())}'", copy)
+    passed = [line for line in said.splitlines() if "PASSED" in line]
+    for file, word in tests.items():
+        assert [line for line in passed if file in line and word in line], said
+    assert sum("mistral" in line for line in passed) == 2
+    files = " ".join(sorted(python))
+    run(f"python -m ruff check {files} && python -m ruff format --check {files}", copy)
+    trials = load(copy / "results").trials
+    assert list(trials["status"]) == ["ok"], trials["log_tail"].tolist()
+    assert list(trials["parity_verdict"]) == ["exact"]
 
 
 def test_a_strategy_needs_no_more_than_its_file(tmp_path: Path) -> None:
