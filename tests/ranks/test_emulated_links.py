@@ -29,7 +29,7 @@ from harness.spec.link import Link
 from tests.conftest import runs
 from tests.ranks.conftest import Silent, cell
 
-pytestmark = [pytest.mark.skipif(bool(lacking()), reason=lacking()), pytest.mark.alone]
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def over(link: Any, strategy: str = "ddp", **axes: Any) -> Cell:
     return cell(strategy, **{"nodes": 2, "links": link, **axes})
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("asked", ["100mbit", "1gbit", "1gbit 1ms"])
 def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
     """Not a benchmark, but others may use this machine: measured anew, three times at most."""
@@ -82,6 +83,7 @@ def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
     assert (", " in found["link_emulation"].partition("tbf")[2]) == bool(link.delay_seconds)
 
 
+@pytest.mark.alone
 def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
     found = run_cells(
         over("1gbit"),
@@ -124,50 +126,48 @@ MODEL = {
     "workload": "gpt2-micro",
     "sequence_length": 16,
     "global_batch": 2,
-    "timed_steps": 8,
-    "parity_steps": 11,
+    "timed_steps": 7,
+    "parity_steps": 10,
 }
 
 
+@pytest.mark.alone
 def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
     run_cells: Callable[..., Results],
 ) -> None:
     """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little
-    compute, whose noise would be the test's; the best of three launches.
+    compute, whose noise would be the test's; the best of two launches. On the slowest link
+    strategies rank by their bytes.
     """
     cells = [
-        over(link, options={"bucket_cap_mb": 25.0}, **MODEL)
-        for link in ("none", "1gbit", "100mbit")
+        *(
+            over(link, options={"bucket_cap_mb": 25.0}, **MODEL)
+            for link in ("none", "1gbit", "100mbit")
+        ),
+        over("100mbit", options={"comm_hook": "powersgd"}, **MODEL),
+        over("100mbit", "deepspeed", options={"stage": 3}, **MODEL),
     ]
-    trials = run_cells(*cells, trials=3).trials
-    best = trials.loc[trials.groupby("links")["step_seconds_p50"].idxmin()].set_index("links")
-    sent = {link: max(row) for link, row in best["sent_bytes_per_step"].items()}
-    wire = {link: 8 * sent[link] / best.loc[link, "link_bits_per_second"] for link in sent}
+    trials = run_cells(*cells, trials=2).trials
+    for trial in trials.to_dict("records"):
+        assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
+    trials["sent"] = [max(sent) for sent in trials["sent_bytes_per_step"]]
+    best = trials.loc[trials.groupby("cell_id")["step_seconds_p50"].idxmin()]
+    slowest = best[best["links"] == "100mbit"]
+    assert len(slowest) == 3
+    assert list(slowest.sort_values("sent")["label"]) == list(
+        slowest.sort_values("step_seconds_p50")["label"]
+    )
+    best = best[best["label"].str.contains("bucket_cap_mb")].set_index("links")
+    wire = 8 * best["sent"] / best["link_bits_per_second"]
     compute = best.loc["none", "step_seconds_p50"] - wire["none"]
-    assert sent["100mbit"] > 3e6
+    assert best.loc["100mbit", "sent"] > 3e6
     for link in ("1gbit", "100mbit"):
         assert best.loc[link, "step_seconds_p50"] == pytest.approx(
             compute + wire[link], rel=0.15
         ), link
 
 
-def test_strategies_rank_by_their_bytes_on_the_slowest_link(
-    run_cells: Callable[..., Results],
-) -> None:
-    found = run_cells(
-        over("100mbit", **MODEL),
-        over("100mbit", options={"comm_hook": "fp16"}, **MODEL),
-        over("100mbit", options={"comm_hook": "powersgd"}, **MODEL),
-        over("100mbit", "deepspeed", options={"stage": 3}, **MODEL),
-    ).trials
-    for trial in found.to_dict("records"):
-        assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
-    found["sent"] = [max(sent) for sent in found["sent_bytes_per_step"]]
-    assert list(found.sort_values("sent")["label"]) == list(
-        found.sort_values("step_seconds_mean")["label"]
-    )
-
-
+@pytest.mark.alone
 def test_a_lost_node_is_started_anew(
     emulated: EmulatedNodes, run_cells: Callable[..., Results]
 ) -> None:
@@ -178,6 +178,7 @@ def test_a_lost_node_is_started_anew(
     assert agents[0].pid not in [agent.pid for agent in psutil.Process(emulated.pid).children()]
 
 
+@pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"),
     reason="tries what a user may by giving up root's rights",
@@ -192,7 +193,7 @@ def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
         for of in ("bounding-set", "inh-caps")
     ]
     done = subprocess.run(
-        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=60
+        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=120
     )
     if "does not let this user" in done.stderr:
         pytest.skip("this system has no user namespaces")
@@ -219,6 +220,7 @@ def spaces(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
+@pytest.mark.xdist_group("namespaces")  # a new one may have the number of one that is gone
 @pytest.mark.skipif(
     not shutil.which("lsns"), reason="lsns (util-linux) is missing: it lists namespaces"
 )
@@ -250,7 +252,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     assert len(made) == 3
     run.send_signal(how)
     assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
-    psutil.wait_procs(below, timeout=5)
+    psutil.wait_procs(below, timeout=10)
     assert [p for p in below if runs(p)] == []
     there = subprocess.run(
         ["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True

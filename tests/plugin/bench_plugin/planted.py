@@ -13,8 +13,8 @@ from harness.strategy import Job, TrainStep
 
 
 class Planted(Ddp):
-    """DDP whose steps last a tenth of a second, give or take 4 % from launch to launch, and twice
-    that while a file is there."""
+    """DDP whose steps last a fifth of a second, give or take 4 % from launch to launch, and twice
+    that while a file is there: so long that it does not matter what else the machine does."""
 
     file: str = ""
     """The file."""
@@ -22,7 +22,7 @@ class Planted(Ddp):
     def setup(self, job: Job) -> TrainStep:
         step = super().setup(job)
         spread = random.Random(os.getppid() * 10_000 + os.getpid() // 10).uniform(0.96, 1.04)
-        wait = 0.1 * spread * (2 if Path(self.file).exists() else 1)
+        wait = 0.2 * spread * (2 if Path(self.file).exists() else 1)
 
         def planted(batch: Any) -> Any:
             begin = time.perf_counter()
