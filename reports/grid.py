@@ -176,9 +176,19 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
     return Column(
         "Throughput",
         unit(same) if same else "",
-        "median and 95 % interval over trials",
+        "with its 95 % interval over trials",
         lambda cell: interval(cell, same or _throughput(cell), with_unit=not same),
     )
+
+
+def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """The throughput with nothing taken out by the control; none where there was no control."""
+    if not any(cell.speed and cell.speed.adjusted for cell in cells):
+        return []
+    tokens = all(cell.tokens_per_second is not None for cell in cells if cell.samples_per_second)
+    name = "tokens_per_second" if tokens else "samples_per_second"
+    what = "median over trials, with nothing taken out by the control between the steps"
+    return [Column("Unadjusted", unit(name), what, figure(f"raw_{name}", number))]
 
 
 def _throughput(cell: CellResult) -> str:

@@ -69,7 +69,10 @@ def _advised(group: RankedGroup) -> Paragraphs:
     found = answer(group.rows)
     if found is None:
         return []
-    return ["\n".join(f"- **{a.role}** {escaped(a.sentence)}." for a in found.advice)]
+    lines = [f"- **{advice.role}** {escaped(advice.sentence)}." for advice in found.advice]
+    if found.caveat:
+        lines.append(f"- **Caveat** {escaped(found.caveat)}.")
+    return ["\n".join(lines)]
 
 
 def _picks(best: FastestVerdict) -> Iterable[str]:
@@ -246,7 +249,7 @@ def environment_text(report: RunReport) -> Paragraphs:
 
 
 def method_text(report: RunReport) -> Paragraphs:
-    return _listed(methods(report.cells))
+    return _listed(methods(report.cells, report.adjustment))
 
 
 def _listed(rows: Iterable[tuple[str, str]]) -> Paragraphs:

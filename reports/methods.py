@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
+from harness.analysis.control import Adjustment
 from harness.analysis.flops import FORMULA
-from harness.analysis.stats import INTERVAL_METHOD, within_rounds
+from harness.analysis.stats import ESTIMATE_METHOD, INTERVAL_METHOD, within_a_run
 from reports.text import deviation
 
 
@@ -65,13 +66,33 @@ EFFICIENCY = (
 )
 
 
-def methods(cells: Sequence[CellResult]) -> list[tuple[str, str]]:
-    """Name of a method and the method in words."""
+def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
+    """What the control between the steps took out of a run's figures."""
+    if not any(cell.speed for cell in cells):
+        return "none: the run is of a version that had none, so its figures are as measured"
+    if not adjustment.helps:
+        return "none, or it did not make launches of a cell more alike: figures are as measured"
+    before, after = (f"{spread * 100:.1f} %" for spread in adjustment.spreads)
+    return (
+        "between steps all ranks wait while a process beside each computes one sample's forward and"
+        " backward of the same model on the same cores; step times are divided by the"
+        f" {adjustment.control:.2f}th power of its time (mean of the ranks) and the"
+        f" {adjustment.slowest:.2f}th of the slowest rank's, which all cells of the run share."
+        f" Launches of a cell spread by {before} without it and by {after} with it. Work that a"
+        " step leaves to its rank's threads is counted as the step's. Figures without it are in the"
+        " column Unadjusted"
+    )
+
+
+def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
+    """Name of a method and the method in words. `adjustment`: of the run by its control."""
     memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
-    comparison = within_rounds(any(cell.turns for cell in cells))
+    estimated = any(cell.speed for cell in cells)
+    comparison = within_a_run(any(cell.turns for cell in cells), estimated)
     rows = [
         ("Throughput", THROUGHPUT),
-        ("Interval", INTERVAL_METHOD),
+        ("Interval", ESTIMATE_METHOD if estimated else INTERVAL_METHOD),
+        ("Control", control_in_words(adjustment, cells)),
         (
             "Told apart",
             f"two neighbours in a ranking are marked ≈ where no difference is seen: {comparison}",

@@ -311,4 +311,5 @@ class MethodPart:
 
 def method_part(report: RunReport, _: Panels) -> MethodPart:
     cells = report.cells
-    return MethodPart(methods.methods(cells), Parity.of(report), methods.tolerances(cells))
+    words = methods.methods(cells, report.adjustment)
+    return MethodPart(words, Parity.of(report), methods.tolerances(cells))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.summary import summarised
+from harness.analysis.control import Adjustment
+from harness.analysis.summary import adjustment_of, summarised
 from harness.analysis.systems import System
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
@@ -50,6 +51,11 @@ class RunReport:
     def ranked(self) -> int:
         """The number of ranked cells."""
         return sum(len(group.rows) for group in self.groups)
+
+    @functools.cached_property
+    def adjustment(self) -> Adjustment:
+        """What the control takes out of the figures."""
+        return adjustment_of(self.trials)
 
     @functools.cached_property
     def largest(self) -> Largest | None:

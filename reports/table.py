@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from harness.analysis.cell_result import CellResult
 from reports.grid import (
@@ -15,6 +15,7 @@ from reports.grid import (
     full_grid,
     mebibytes,
     milliseconds,
+    raw_throughput_columns,
     some_grid,
     throughput_column,
     word,
@@ -48,6 +49,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
             _place,
         ),
         throughput_column(cells),
+        *raw_throughput_columns(cells),
         Column("Step p50", "ms", "median, slowest rank", milliseconds("step_seconds_p50")),
         Column("Step p95", "ms", "95th percentile, slowest rank", milliseconds("step_seconds_p95")),
         Column(
@@ -92,6 +94,19 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
         mfu = figure("mfu", lambda share: scaled(share, 100))
         columns.append(Column("MFU", "%", "model FLOPs utilisation", mfu))
     return columns
+
+
+def _with_interval(field: str) -> Callable[[CellResult], Td]:
+    """Makes the table cell of a share with its interval: `85 % (80 to 91)`."""
+
+    def td(cell: CellResult) -> Td:
+        value, low, high = (getattr(cell, f"{field}{end}") for end in ("", "_low", "_high"))
+        share = Part(percent(value), field, exact(value))
+        if low is None or high is None:
+            return Td((share,), "number")
+        return Td((share, Part(f" ({low * 100:.0f} to {high * 100:.0f})")), "number")
+
+    return td
 
 
 def _efficiency(cell: CellResult) -> Td:
@@ -152,9 +167,12 @@ def efficiency(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
         Column("Scaling", "", "", word("regime")),
         Column("Precision", "", "", word("precision")),
         Column("Batch", "samples", "global batch", _batch),
-        Column("Against itself", "on one device", "", figure("efficiency_own", percent)),
+        Column("Against itself", "on one device, 95 %", "", _with_interval("efficiency_own")),
         Column(
-            "Against the plain process", "on one device", "", figure("efficiency_single", percent)
+            "Against the plain process",
+            "on one device, 95 %",
+            "",
+            _with_interval("efficiency_single"),
         ),
     ]
     return some_grid("efficiency", "Scaling efficiency", shown, columns)

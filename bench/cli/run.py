@@ -243,7 +243,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.analysis.answer import answer, precision
+    from harness.analysis.answer import answer, precision, what_more_would_buy
     from harness.analysis.ranking import too_wide
     from harness.analysis.summary import cell_results
     from reports.groups import find_groups, headline
@@ -279,6 +279,8 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     found = answer(leading.rows) if leading else None
     if leading and found:
         terminal.advice(console, found, leading.full_title)
+    if plan.until_answered and (more := what_more_would_buy(results)):
+        console.print(more, highlight=False)
     known = precision(results)
     if known:
         console.print(known.sentence, highlight=False)

@@ -158,6 +158,8 @@ def advice(out: Console, found: Answer, where: str) -> None:
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for one in found.advice:
         out.print(f"[bold]{one.role}[/bold] {escape(one.sentence)}", highlight=False)
+    if found.caveat:
+        out.print(f"[bold]Caveat[/bold] {escape(found.caveat)}", highlight=False)
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:

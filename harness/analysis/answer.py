@@ -4,11 +4,12 @@ sentences."""
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.analysis.best import against_best
+from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared, same
 from harness.analysis.setting import setting
@@ -49,6 +50,21 @@ class Answer:
     may_be_fastest: tuple[CellResult, ...]
     """Of those that train exactly the same: the set that holds the fastest with 95 % confidence."""
     baseline: CellResult | None
+
+    @property
+    def caveat(self) -> str:
+        """What a reader must know before acting on it; empty where there is nothing."""
+        use = self.advice[0].cell
+        caveats = []
+        if use.device == "cpu":
+            caveats.append("measured on CPU cores: on GPUs the order is another")
+        if use.devices == 1:
+            caveats.append("on one device nothing is communicated")
+        if use.disturbed:
+            caveats.append(f"something else used the machine in {use.disturbed} of its launches")
+        if use.trials < 2:
+            caveats.append("one launch: no interval")
+        return "; ".join(caveats)
 
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -99,6 +115,28 @@ def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
         baseline = baseline_of(group)
         chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
     return chosen
+
+
+def what_more_would_buy(cells: Sequence[CellResult]) -> str:
+    """How many more launches would settle what a run leaves open, in words; empty where it stands.
+
+    Errors shrink with the root of the number of launches; enough are as many as tell `EQUAL` apart.
+    """
+    left = undecided(cells)
+    speeds = [cell.speed for cell in left if cell.speed]
+    if not speeds:
+        return ""
+    widest = max(speeds, key=lambda speed: speed.error)
+    half = critical_value(widest, speeds) * math.sqrt(2) * widest.error
+    more = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
+    if not more:
+        return ""
+    seconds = sum(cell.wall_seconds or 0.0 for cell in left) * more
+    return (
+        f"{len(left)} cells may still be the fastest or are compared with these: about {more} more"
+        f" launches of each, {seconds / 60:.0f} min, would tell differences of {EQUAL:.0%} apart"
+        " (--time-budget)"
+    ).replace("% apart", " % apart")
 
 
 @dataclass(frozen=True)

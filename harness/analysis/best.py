@@ -35,7 +35,7 @@ def against_best(cells: Sequence[LogEstimate]) -> list[AgainstBest]:
     """Of each cell, in their order; a single one is the best."""
     if len(cells) < 2:
         return [AgainstBest(1.0, 1.0001)] * len(cells)
-    factors = [_critical(cell, cells) for cell in cells]
+    factors = [critical_value(cell, cells) for cell in cells]
     highs = [
         max(0.0, min(_gap(cell, other, factor) for other in cells if other is not cell))
         for cell, factor in zip(cells, factors, strict=True)
@@ -54,7 +54,7 @@ def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
     return cell.mean - other.mean + factor * math.hypot(cell.error, other.error)
 
 
-def _critical(cell: LogEstimate, cells: Sequence[LogEstimate]) -> float:
+def critical_value(cell: LogEstimate, cells: Sequence[LogEstimate]) -> float:
     """Standard errors that the differences of a cell from all others exceed together in 5 % of
     cases."""
     others = [other.error for other in cells if other is not cell]

@@ -165,9 +165,14 @@ class CellResult:
     reference_losses: tuple[float | None, ...] = ()
 
     efficiency_own: float | None = None
-    """Scaling efficiency against the same strategy on one device; None without one."""
+    """Scaling efficiency against the same strategy on one device; None without one. `_low` and
+    `_high` are its 95 % interval, None where there is none."""
+    efficiency_own_low: float | None = None
+    efficiency_own_high: float | None = None
     efficiency_single: float | None = None
-    """Scaling efficiency against a single process without any parallelism."""
+    """Scaling efficiency against a single process without any parallelism, with its interval."""
+    efficiency_single_low: float | None = None
+    efficiency_single_high: float | None = None
 
     def throughput(self, column: str) -> Estimate | None:
         """Its throughput with the interval; None where it has none.

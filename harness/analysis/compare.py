@@ -10,7 +10,7 @@ from harness.analysis.compared_cell import KINDS, ComparedCell, Kind
 from harness.analysis.ranking import compared
 from harness.analysis.run_comparison import RUNS_METHOD, RunComparison
 from harness.analysis.selection import MeasuredCell, RunSelection, joined
-from harness.analysis.stats import Comparison, compare_rounds, compare_runs, within_rounds
+from harness.analysis.stats import Comparison, compare_rounds, compare_runs, within_a_run
 from harness.record.status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
@@ -62,7 +62,8 @@ def compare_cells(
             line = ComparedCell("not compared", "", first, second, reason)
         name = f"{second.cell_name} against {first.label}"
         lines.append(dataclasses.replace(line, cell_name=name))
-    test = within_rounds(any(line.first and line.first.result.turns for line in lines))
+    firsts = [line.first.result for line in lines if line.first]
+    test = within_a_run(any(c.turns for c in firsts), any(c.speed for c in firsts))
     return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 

@@ -42,6 +42,11 @@ class Adjustment:
     def helps(self) -> bool:
         return self.spread_after < self.spread_before
 
+    @property
+    def spreads(self) -> tuple[float, float]:
+        """Before and after."""
+        return self.spread_before, self.spread_after
+
     def of(self, window: Window, usual: Window) -> float:
         """What is taken off the logarithm of a step time; `usual`: the control's usual times."""
         return self.control * (window.control - usual.control) + self.slowest * (

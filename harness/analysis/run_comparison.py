@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.analysis.compared_cell import KINDS, MEMORY_EFFECT, REGRESSIONS, ComparedCell
-from harness.analysis.stats import COMPARED_CONFIDENCE, COMPARISON_METHOD, SMALLEST_EFFECT
+from harness.analysis.stats import COMPARED_CONFIDENCE, SMALLEST_EFFECT
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
@@ -45,7 +45,7 @@ class RunComparison:
     def headline(self) -> str:
         """`2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen 12`; of cells
         of one run, the number of each verdict."""
-        if self.test.startswith(COMPARISON_METHOD):
+        if self.test != RUNS_METHOD:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
             return _counts(Counter([*(line.kind for line in self.lines), *map(str, changed)]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SCALED, batch, series, setting
-from harness.analysis.stats import efficiency
+from harness.analysis.stats import CONFIDENCE, Estimate, efficiency, ratio
 from harness.spec.cell import BASELINE
 
 
@@ -16,27 +16,39 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
     Weak scaling compares with one device at the batch that each device has.
     """
-    own: dict[tuple[object, ...], float] = {}
-    single: dict[tuple[object, ...], float] = {}
+    own: dict[tuple[object, ...], CellResult] = {}
+    single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
         if cell.ranked and cell.devices == 1 and cell.samples_per_second is not None:
             key = (cell.run_id, *setting(cell, SCALED), cell.global_batch)
-            own.setdefault((*key, *series(cell)), cell.samples_per_second)
+            own.setdefault((*key, *series(cell)), cell)
             if cell.strategy == BASELINE and cell.micro_batches == 1:
-                single.setdefault(key, cell.samples_per_second)
+                single.setdefault(key, cell)
 
     def scaled(cell: CellResult) -> CellResult:
         key = (cell.run_id, *setting(cell, SCALED), batch(cell))
+        against_own = _efficiency(cell, own.get((*key, *series(cell))))
+        against_single = _efficiency(cell, single.get(key))
         return dataclasses.replace(
             cell,
-            efficiency_own=_efficiency(cell, own.get((*key, *series(cell)))),
-            efficiency_single=_efficiency(cell, single.get(key)),
+            efficiency_own=against_own and against_own.value,
+            efficiency_own_low=against_own and against_own.low,
+            efficiency_own_high=against_own and against_own.high,
+            efficiency_single=against_single and against_single.value,
+            efficiency_single_low=against_single and against_single.low,
+            efficiency_single_high=against_single and against_single.high,
         )
 
     return [scaled(cell) if cell.ranked else cell for cell in cells]
 
 
-def _efficiency(cell: CellResult, base: float | None) -> float | None:
-    if not base or cell.samples_per_second is None:
+def _efficiency(cell: CellResult, base: CellResult | None) -> Estimate | None:
+    """With its 95 % interval, where the run has estimates of both."""
+    if base is None or not base.samples_per_second or cell.samples_per_second is None:
         return None
-    return efficiency(cell.samples_per_second, cell.devices, base)
+    value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)
+    if cell is base or cell.speed is None or base.speed is None:
+        return Estimate(value, None, None, cell.trials)
+    found = ratio(cell.speed, base.speed, CONFIDENCE)
+    low, high = (end if end is None else end / cell.devices for end in (found.low, found.high))
+    return Estimate(value, low, high, cell.trials)

@@ -21,11 +21,23 @@ LEAST_TRIALS = 5
 """Below these no interval is taken for narrow: two launches may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
 SMALLEST_EFFECT = 0.005
+_DECISION = (
+    "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
+    " it, so of comparisons between equals at most one in 200 is to be a false alarm"
+)
 COMPARISON_METHOD = (
     "geometric mean of the ratios within rounds with Student's paired t interval of their"
-    " logarithms, 99.5 %; faster or slower is said where the interval leaves out 1 and the ratio is"
-    " at least 0.5 % from it, so of comparisons between equals at most one in 200 is to be a false"
-    " alarm"
+    f" logarithms, 99.5 %; {_DECISION}"
+)
+ESTIMATE_METHOD = (
+    "geometric mean over trials (independent launches, each counted once, by the mean of its timed"
+    " steps where a control ran, else by their median) with an interval of 95 %: Student's t of the"
+    " logarithms, with a spread that is moderated over all cells of the run (Smyth, Statistical"
+    " Applications in Genetics and Molecular Biology 3, 2004)"
+)
+ESTIMATES_COMPARED = (
+    "ratio of the geometric means over trials with Student's t interval of their logarithms,"
+    f" 99.5 %, with spreads that are moderated over all cells of the run; {_DECISION}"
 )
 TURNS_METHOD = (
     "of launches that trained by turns, the ratio within a round is the median over all turns of a"
@@ -203,9 +215,12 @@ def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
     return statistics.median(logs) if logs else None
 
 
-def within_rounds(by_turns: bool) -> str:
-    """How cells of one run are compared, in words."""
-    return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if by_turns else COMPARISON_METHOD
+def within_a_run(by_turns: bool, estimated: bool) -> str:
+    """How cells of one run are compared, in words. `estimated`: over the whole run, as of schema
+    version 8."""
+    if by_turns:
+        return f"{COMPARISON_METHOD}; {TURNS_METHOD}"
+    return ESTIMATES_COMPARED if estimated else COMPARISON_METHOD
 
 
 def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import VERIFIED, CellResult
+from harness.analysis.control import Adjustment
 from harness.analysis.disturbance import CAUSES
 from harness.analysis.estimates import RunEstimates, estimates_of
 from harness.analysis.scaling import with_efficiencies
@@ -128,6 +129,15 @@ def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
         finished.setdefault(run_id, []).extend(finished_of(last))
     estimates = {run_id: estimates_of(of_run) for run_id, of_run in finished.items()}
     return [result_of(last, estimates[run_id]) for (run_id, _), last in by_cell.items()]
+
+
+def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
+    """What the control takes out of the figures of one run."""
+    attempts: dict[str, list[TrialRecord]] = {}
+    for trial in trials:
+        attempts.setdefault(trial.cell_id, []).append(trial)
+    last = [trial for of_cell in attempts.values() for trial in last_attempts(of_cell)]
+    return estimates_of(finished_of(last)).adjustment
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:

@@ -172,8 +172,8 @@ class Runner:
     def another_round(self, spent_seconds: float, watcher: Watcher) -> list[Todo]:
         """A further trial of each cell whose interval is too wide, or that may still be the answer;
         none where the time that is left is too short for it."""
-        if self.plan.precision is None and not self.plan.until_answered:
-            return []
+        if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
+            return []  # a share of the cells has no answer of its own
         if self._first_rounds_seconds is None:
             self._first_rounds_seconds = spent_seconds
         trials = self.store.load([self.plan.run_id], steps=False).trials

@@ -226,7 +226,7 @@ def _flush() -> None:
 
 
 def _train(
-    spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None
+    spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
     """Sets up, takes all steps and verifies, or is profiled.
 

@@ -41,6 +41,21 @@ def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
     assert one.requests == [file.as_uri()]
 
 
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_first_screen_answers(opened: Open, width: int, height: int) -> None:
+    """What to use, its gain with its interval, and the main caveat, without scrolling."""
+    page = opened(width=width, height=height).page
+    first = page.locator(".answer li").first
+    box = first.bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= height
+    text = first.inner_text()
+    assert text.startswith("Use")
+    assert "the fastest of" in text
+    assert "95 % interval" in text
+    assert "Caveat: measured on CPU cores" in text
+
+
 def test_sorting(opened: Open, reference: Results) -> None:
     page = opened().page
     head = page.locator("#all thead th", has_text="Throughput").first
