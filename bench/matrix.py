@@ -2,6 +2,8 @@
 
     description: one sentence
     trials: 10                     # launches of each cell; 10 unless said otherwise
+    timed_seconds: 2               # on CPUs: how long a launch's timed steps take, with a control
+                                   # between them; 2 unless said otherwise, 0: no control
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
     defaults: {batch: 8}           # axes that hold where a cell says nothing
@@ -53,6 +55,8 @@ HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Launches that show a difference of 3 % where launches spread by 1.1 %
 (tests/unit/test_stats.py)."""
+DEFAULT_TIMED_SECONDS = 2.0
+"""As long as takes some slow spells of the machine in, and about as long as a launch's start."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
 
@@ -93,6 +97,7 @@ class Matrix(Sizes):
 
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
+    timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 

@@ -77,17 +77,17 @@ def run(
         ),
     ] = False,
     timed_seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--timed-seconds",
             min=0,
             help=(
                 "On CPUs each launch times steps for so long, with a control between them that"
                 " takes the machine's changes of speed out; 0: as many steps as the matrix says,"
-                " and no control."
+                " and no control; by default the matrix says, 2 in most."
             ),
         ),
-    ] = 2.0,
+    ] = None,
     results: ResultsAddedTo = Path("results"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest run, as it was planned.")
@@ -280,7 +280,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     if leading and found:
         terminal.advice(console, found, leading.full_title)
     if plan.until_answered and (more := what_more_would_buy(results)):
-        console.print(more, highlight=False)
+        console.print(f"{more} (--time-budget)", highlight=False)
     known = precision(results)
     if known:
         console.print(known.sentence, highlight=False)

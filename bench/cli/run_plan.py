@@ -13,9 +13,6 @@ from harness.record.plan import Plan, kept_plan, resumable
 from harness.record.store import Store
 from harness.spec.errors import UsageError
 
-DEFAULT_TIMED_SECONDS = 2.0
-"""As long as takes a slow spell of the machine in, and about as long as a launch's start."""
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -29,7 +26,8 @@ class PlanOptions:
     precision: str = ""
     time_budget: str = ""
     by_turns: bool = False
-    timed_seconds: float = DEFAULT_TIMED_SECONDS
+    timed_seconds: float | None = None
+    """None: as the matrix says."""
     run_id: str = ""
     """Name of the run; empty: it is named by its time."""
     host: str = ""
@@ -46,6 +44,7 @@ class PlanOptions:
             or self.trials
             or self.precision
             or self.by_turns
+            or self.timed_seconds is not None
         )
 
 
@@ -57,7 +56,7 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
         if options.changes_a_plan:
             raise UsageError(
                 "--resume goes on with a run as it was planned: leave --only, --skip, --set,"
-                " --trials, --precision and --by-turns out"
+                " --trials, --timed-seconds, --precision and --by-turns out"
             )
         return resumable(store, options.matrix or None), True
     if not options.matrix:
@@ -95,7 +94,9 @@ def _new_plan(options: PlanOptions) -> Plan:
         budget = parse_time(options.time_budget) if options.time_budget else None
         plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
     if not options.by_turns:
-        plan = dataclasses.replace(plan, timed_seconds=options.timed_seconds)
+        seconds = options.timed_seconds
+        seconds = matrix.timed_seconds if seconds is None else seconds
+        plan = dataclasses.replace(plan, timed_seconds=seconds)
     else:
         require_few(plan)
         plan = dataclasses.replace(plan, by_turns=True)

@@ -134,9 +134,9 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     seconds = sum(cell.wall_seconds or 0.0 for cell in left) * more
     return (
         f"{len(left)} cells may still be the fastest or are compared with these: about {more} more"
-        f" launches of each, {seconds / 60:.0f} min, would tell differences of {EQUAL:.0%} apart"
-        " (--time-budget)"
-    ).replace("% apart", " % apart")
+        f" launches of each, {seconds / 60:.0f} min, would tell differences of {EQUAL * 100:.0f} %"
+        " apart"
+    )
 
 
 @dataclass(frozen=True)

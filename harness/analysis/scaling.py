@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SCALED, batch, series, setting
-from harness.analysis.stats import CONFIDENCE, Estimate, efficiency, ratio
+from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE
 
 
@@ -31,24 +32,31 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
         against_single = _efficiency(cell, single.get(key))
         return dataclasses.replace(
             cell,
-            efficiency_own=against_own and against_own.value,
-            efficiency_own_low=against_own and against_own.low,
-            efficiency_own_high=against_own and against_own.high,
-            efficiency_single=against_single and against_single.value,
-            efficiency_single_low=against_single and against_single.low,
-            efficiency_single_high=against_single and against_single.high,
+            efficiency_own=against_own.value,
+            efficiency_own_low=against_own.low,
+            efficiency_own_high=against_own.high,
+            efficiency_single=against_single.value,
+            efficiency_single_low=against_single.low,
+            efficiency_single_high=against_single.high,
         )
 
     return [scaled(cell) if cell.ranked else cell for cell in cells]
 
 
-def _efficiency(cell: CellResult, base: CellResult | None) -> Estimate | None:
+@dataclass(frozen=True)
+class _Efficiency:
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def _efficiency(cell: CellResult, base: CellResult | None) -> _Efficiency:
     """With its 95 % interval, where the run has estimates of both."""
     if base is None or not base.samples_per_second or cell.samples_per_second is None:
-        return None
+        return _Efficiency()
     value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)
     if cell is base or cell.speed is None or base.speed is None:
-        return Estimate(value, None, None, cell.trials)
+        return _Efficiency(value)
     found = ratio(cell.speed, base.speed, CONFIDENCE)
     low, high = (end if end is None else end / cell.devices for end in (found.low, found.high))
-    return Estimate(value, low, high, cell.trials)
+    return _Efficiency(value, low, high)

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-LEAST_STEPS = 32
-"""Of a reference run whose losses go on after the parity segment."""
+SPARE_STEPS = 1.5
+"""A reference run whose losses go on after the parity segment takes so many times the steps that
+are asked for."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ class ReferenceRuns:
         if len(reference.all_losses) >= steps:
             return
         longer = reference_cell(cell)
-        more = max(LEAST_STEPS, 2 ** math.ceil(math.log2(steps)))
+        more = math.ceil(SPARE_STEPS * steps)  # another cell may take more of them
         longer = longer.model_copy(update={"timed_steps": more - longer.warmup_steps})
         losses = _losses_of(launcher, longer)
         twin = halved(longer)

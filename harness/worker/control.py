@@ -59,9 +59,13 @@ class Control:
         self.every = max(1, round(MOST_SHARE * spec.cell.devices / spec.cell.global_batch))
         self.threads = threads_of(spec.cell, cores)
         self.line, other = socket.socketpair()
+        own = os.getpid()
         self.process = os.fork()
         if self.process == 0:
             self.line.close()
+            die_with_parent()
+            if os.getppid() != own:  # it died before the kernel was told
+                os._exit(1)
             _serve(spec, rank, other)
         other.close()
 
@@ -90,7 +94,6 @@ class Control:
 
 def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
     """The control process: computes once for each request; ends with its rank."""
-    die_with_parent()
     keep = line.detach()
     os.closerange(3, keep)
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))

@@ -21,6 +21,7 @@ KILLS = int(os.environ.get("BENCH_KILLS", "5"))
 TRIALS = max(4, KILLS // 2)
 MATRIX = f"""
 trials: {TRIALS}
+timed_seconds: 0
 defaults:
   workload: llama-nano
   sequence_length: 32

@@ -10,6 +10,7 @@ NODES = 3
 
 MATRIX = """
 trials: 3
+timed_seconds: 0
 defaults:
   workload: llama-nano
   sequence_length: 32

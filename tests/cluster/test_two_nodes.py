@@ -23,6 +23,7 @@ NODES = 2
 SMALL = "{workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 3, timed_steps: 5}"
 PARITY = f"""
 trials: 1
+timed_seconds: 0
 defaults: {SMALL}
 cells:
   - {{strategy: [ddp, fsdp2, horovod], devices: 2, nodes: 2}}
@@ -33,6 +34,7 @@ cells:
 # Trials of about 10 s, most of it asleep, on one node or on two: long enough to be hit.
 LONG = """
 trials: 3
+timed_seconds: 0
 defaults:
   workload: llama-nano
   sequence_length: 32
@@ -97,7 +99,9 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
 
 
 def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
-    matrix = f"trials: 2\ndefaults: {SMALL}\ncells:\n  - {{strategy: [single, ddp]}}\n"
+    matrix = (
+        f"trials: 2\ntimed_seconds: 0\ndefaults: {SMALL}\ncells:\n  - {{strategy: [single, ddp]}}\n"
+    )
     told = bench.submit("--matrix", bench.matrix(matrix), "--array", "2", "--set", "timed_steps=4")
     assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"] * 2, slurm.story(
         told["job"]
@@ -183,7 +187,8 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
 ) -> None:
     planted, heard = bench.folder / "planted", bench.folder / "heard"
     matrix = (
-        f"trials: 3\ndefaults: {SMALL}\ncells:\n  - {{strategy: planted, devices: 2, options:"
+        "trials: 3\ntimed_seconds: 0\n"
+        f"defaults: {SMALL}\ncells:\n  - {{strategy: planted, devices: 2, options:"
         f" {{file: {planted}}}}}\n"
     )
     posted, address = webhook

@@ -77,7 +77,8 @@ def test_a_divergence_is_exit_code_1_and_an_expected_one_is_not(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.yaml").write_text(
-        "trials: 1\ndefaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells:"
+        "trials: 1\ntimed_seconds: 0\n"
+        "defaults: {workload: llama-nano, devices: 2, timed_steps: 3}\ncells:"
         " [{strategy: broken, options: {mistake: clipping}}]"
     )
     done = here("run", "--matrix", "bad.yaml", "--no-report", "--json", folder=tmp_path)

@@ -75,7 +75,7 @@ TRAPS = [
     pytest.param({"apart": True, "trap": "no_broadcast"}, {}, id="no broadcast"),
     pytest.param(
         {"apart": True, "plain_sgd": True, "trap": "state_after_wrapping"},
-        {"optimizer": "sgd", "parity_steps": 1, "warmup_steps": 1},
+        {"optimizer": "sgd", "parity_steps": 1, "warmup_steps": 1, "timed_steps": 1},
         id="plain SGD",
     ),
 ]
@@ -87,7 +87,7 @@ def test_each_trap_is_seen_and_avoided(
 ) -> None:
     """Without the strategy's own broadcast it diverges; with it, from the same start, it is exact.
 
-    One step of SGD knows no momentum.
+    One step of SGD knows no momentum; the next one's loss does not either.
     """
     trapped = cell("horovod_traps", options=options, **axes)
     fixed = cell("horovod_traps", options={**options, "trap": "none"}, **axes)

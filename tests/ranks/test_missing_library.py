@@ -88,7 +88,8 @@ def test_exactly_their_cells_become_unavailable_and_the_rest_still_trains(
 
     matrix = tmp_path / "rest.yaml"
     matrix.write_text(
-        "trials: 1\ndefaults: {workload: llama-nano, sequence_length: 32, timed_steps: 3}\n"
+        "trials: 1\ntimed_seconds: 0\n"
+        "defaults: {workload: llama-nano, sequence_length: 32, timed_steps: 3}\n"
         "cells: [{strategy: ddp, devices: 2}]"
     )
     done = subprocess.run(

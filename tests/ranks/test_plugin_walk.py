@@ -63,7 +63,7 @@ def test_a_strategy_of_ones_own(checkout: Path, variables: dict[str, str]) -> No
     assert r"flat\_average(pieces=4)" in said["bench report --format"]
     trials = load(checkout / "results").trials
     assert set(trials["label"]) == {"ddp", "flat_average", "flat_average(pieces=4)"}
-    assert len(trials) == 6
+    assert (trials.groupby("label").size() >= 2).all(), "and what may be the fastest once more"
     assert set(trials["status"]) == {"ok"}, trials["log_tail"].tolist()
     assert set(trials["parity_verdict"]) == {"exact"}
     assert len(list((checkout / "reports" / "html").glob("*.html"))) == 1

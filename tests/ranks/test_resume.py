@@ -20,6 +20,7 @@ from tests.commands import ask
 
 MATRIX = """
 trials: 2
+timed_seconds: 0
 defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 3}
 cells:
   - {strategy: single}
@@ -75,7 +76,7 @@ def test_kill_and_resume(
     matrix.write_text(MATRIX.replace("STRATEGIES", strategies))
     marker = f"{os.getpid()}-{tmp_path.name}"
     environment = {**os.environ, "BENCH_TEST_MARKER": marker}
-    words = ["--matrix", str(matrix), *more]
+    words = ["--matrix", str(matrix), "--trials", "2", *more]
     chance = random.Random(len(kills))
     said = tmp_path / "said"
     for count in (*kills, None):

@@ -221,6 +221,8 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
         "workload=llama-nano",
         "--set",
         "timed_steps=3",
+        "--timed-seconds",
+        "0.1",
     ]
     done = bench("run", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
