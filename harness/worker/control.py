@@ -26,12 +26,9 @@ from harness.workloads import make_workload
 
 _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("ddd")
-_MESSAGE = struct.Struct("idd")
-MOST_SHARE = 4
-"""A rank computes its control once for so many samples of its own, so that the control takes about
-this share of the steps' time."""
-
-
+_MESSAGE = struct.Struct("iid")
+SAMPLES_PER_CONTROL = 4
+"""The control runs once for so many samples of its rank: a quarter of the steps' time, about."""
 OWN_SECONDS = 0.0005
 """Processor time in a pause up to this is taken for the waiting itself."""
 
@@ -56,7 +53,9 @@ class Control:
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
         """Forks the process; before the rank has any threads."""
-        self.every = max(1, round(MOST_SHARE * spec.cell.devices / spec.cell.global_batch))
+        cell = spec.cell
+        self.every = max(1, round(SAMPLES_PER_CONTROL * cell.devices / cell.global_batch))
+        """Steps from one pause to the next."""
         self.threads = threads_of(spec.cell, cores)
         self.line, other = socket.socketpair()
         own = os.getpid()
@@ -143,7 +142,7 @@ class _Others:
         self.came: list[int] = [0] * processes
         """How often each has come here."""
         self.numbers: dict[tuple[int, int], float] = {}
-        """What each said, by how often it had come."""
+        """Their numbers, by how often each had come and by rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
 
@@ -155,9 +154,9 @@ class _Others:
             if rank != self.rank:
                 _send(self.socket, _MESSAGE.pack(self.rank, turn, number), address)
         while min(self.came) < turn:
-            rank, turn_there, said = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
-            self.came[rank] = int(turn_there)
-            self.numbers[int(turn_there), rank] = said
+            rank, pauses, its_number = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
+            self.came[rank] = pauses
+            self.numbers[pauses, rank] = its_number
         return max(self.numbers.pop((turn, rank)) for rank in range(len(self.came)))
 
 

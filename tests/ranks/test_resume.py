@@ -20,7 +20,7 @@ from tests.commands import ask
 
 MATRIX = """
 trials: 2
-timed_seconds: 0
+timed_seconds: 0.2
 defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 3}
 cells:
   - {strategy: single}
@@ -113,7 +113,10 @@ def test_kill_and_resume(
     assert not trials.duplicated(["cell_id", "trial"]).any()
     assert set(trials["status"]) == {"ok"}
     steps = results.steps.groupby(["cell_id", "trial", "rank"]).size()
-    assert set(steps) == {6 if more else 4}, "by turns two more, which settle"
+    if more:
+        assert set(steps) == {6}, "two more than the matrix says, which settle"
+    else:
+        assert min(steps) >= 4, "as many as take a fifth of a second"
 
 
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
