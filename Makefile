@@ -1,7 +1,7 @@
 # Every target sets up what it needs. Variables: MATRIX, ARGS (more options for the run), PYTHON.
 MATRIX ?= full
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 PY := .venv/bin/python
 
 .PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench screenshots
@@ -21,7 +21,7 @@ run: need
 ## make smoke   a first look in a minute
 smoke: need
 	$(PY) -m bench run --matrix smoke $(ARGS)
-## make test    all tests, four at a time; those that measure time alone, at the end
+## make test    all tests, three at a time; those that measure time alone, at the end
 test: need
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 ## make test-quick   between edits: unit tests, and one cell of each strategy
