@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import signal
 
+LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
+"""Environment variable that tells the fork server the process id it must not outlive."""
+
 
 def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent ends, in whichever way."""

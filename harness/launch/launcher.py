@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from harness.host.cores import pin, threads_of
-from harness.host.process import adopt_orphans, die_with_parent
+from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file, pid_file
-from harness.worker.worker import LAUNCHER, PRELOAD, run_spawned
+from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:

@@ -9,18 +9,17 @@ import os
 import warnings
 from collections.abc import Callable
 
-import harness.strategy.registry
-import harness.worker.preload
-import harness.worker.worker
-from harness.host.cuda import cuda_is_initialized
-from harness.host.process import adopt_orphans, die_with_parent
+from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
-die_with_parent()
-if os.getppid() != int(
-    os.environ.pop(harness.worker.worker.LAUNCHER)
-):  # it died while this was importing
+die_with_parent()  # before the imports that take seconds
+if os.getppid() != int(os.environ.pop(LAUNCHER)):  # it died before the kernel was told
     os._exit(1)
 adopt_orphans()
+
+import harness.strategy.registry  # noqa: E402
+import harness.worker.preload  # noqa: E402
+import harness.worker.worker  # noqa: E402
+from harness.host.cuda import cuda_is_initialized  # noqa: E402
 
 # A rank that was killed leaves its control process to this one, whose end is no news.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")

@@ -74,8 +74,6 @@ _NO_MEMORY = (
 )
 
 
-LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
-"""Environment variable that tells the fork server the process id it must not outlive."""
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
 """Environment variable with the packages that the fork server is to import beside the usual ones.
 """

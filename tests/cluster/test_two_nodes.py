@@ -153,7 +153,9 @@ def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
         90,
         lambda: slurm.story(job),
     )
-    # SLURM would keep it in the queue for two minutes.
+    # SLURM would keep it in the queue for two minutes. A node takes a job that begins in the second
+    # in which it was killed for the killed one.
+    time.sleep(3)
     slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=30")
     states = slurm.wait_job(job)
     assert [(one.state, one.restarts) for one in states] == [("COMPLETED", 1)], slurm.story(job)

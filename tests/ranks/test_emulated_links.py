@@ -83,7 +83,7 @@ def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
     assert (", " in found["link_emulation"].partition("tbf")[2]) == bool(link.delay_seconds)
 
 
-@pytest.mark.xdist_group("namespaces")
+@pytest.mark.alone
 def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
     found = run_cells(
         over("1gbit"),
@@ -167,7 +167,7 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
         ), link
 
 
-@pytest.mark.xdist_group("namespaces")
+@pytest.mark.alone
 def test_a_lost_node_is_started_anew(
     emulated: EmulatedNodes, run_cells: Callable[..., Results]
 ) -> None:
