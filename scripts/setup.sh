@@ -100,11 +100,12 @@ echo "$march" >.venv/.march
 echo "$cuda" >.venv/.cuda
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 say "1/4 installing torch (the largest part)"
-pip install --quiet --constraint constraints.txt setuptools torch
+pip install --quiet --no-compile --constraint constraints.txt setuptools torch
 scripts/machine.sh .venv/bin/python
 say "2/4 installing the suite, its tools and the libraries of the strategies"
 pip install --quiet --constraint constraints.txt wheel cmake ninja
-pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+.venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages hold files for other Pythons
 say "3/4 installing what has no binary release: Horovod, and DeepSpeed with its compiled parts"
 built=$(scripts/native.sh .venv/bin/python)
 mapfile -t wheels <<<"$built"

@@ -51,7 +51,8 @@ class PreparedTrial:
             "command": functools.partial(self.strategy.command, cell),
         }
         if timed_seconds and has_control(cell):
-            more |= {"control": True, "timed_seconds": timed_seconds}
+            fixed = self.strategy.fixed_steps
+            more |= {"control": True, "timed_seconds": 0.0 if fixed else timed_seconds}
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
 

@@ -28,6 +28,7 @@ class DdpElastic(Strategy):
     least_devices: ClassVar[int] = 2
     # One is needed; the others are for a rank that fails on its own in warm-up.
     max_restarts: ClassVar[int] = 3
+    fixed_steps: ClassVar[bool] = True  # a snapshot holds the losses of all of them
 
     crash_at_step: int = Field(default=2, ge=0)
     """The warm-up step at whose start the last rank leaves, before the first restart only."""

@@ -4,7 +4,7 @@ new parameters."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategy import Cell, Job, Strategy
@@ -25,6 +25,7 @@ class ParameterServer(Strategy):
     """
 
     process_group = False
+    fixed_steps: ClassVar[bool] = True  # a worker waits for its last message
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Update once a step with the average of all gradients, or with each worker's as they come."""

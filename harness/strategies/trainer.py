@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.spec.errors import Refused
 from harness.strategies._accelerate_engine import AccelerateEngine
@@ -24,6 +24,7 @@ class TransformersTrainer(AccelerateEngine):
 
     # Accelerate imports the second wherever it is installed.
     preload = ("transformers.trainer", "deepspeed")
+    fixed_steps: ClassVar[bool] = True  # Trainer's `max_steps`
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)

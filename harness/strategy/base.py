@@ -62,6 +62,9 @@ class Strategy(BaseModel, ABC):
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: ClassVar[int] = 0
     """Elastic restarts that a trial may take."""
+    fixed_steps: ClassVar[bool] = False
+    """Whether it must know beforehand how many steps it takes: its launches take as many as the
+    cell says, however short they are."""
     max_devices: ClassVar[int | None] = None
     """The largest number of devices it can use; None for any."""
     least_devices: ClassVar[int] = 1

@@ -69,3 +69,14 @@ def test_training_that_turns_wrong_after_the_segment_is_diverged(
     (trial,) = TrialRecord.from_frame(run_cells(wrong, timed_seconds=0.1).trials)
     assert trial.status == "diverged"
     assert "after the parity segment" in trial.reason
+
+
+@pytest.mark.parametrize("strategy", ["trainer", "ddp_elastic", "parameter_server"])
+def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
+    run_cells: RunCells, strategy: str
+) -> None:
+    results = run_cells(cell(strategy), timed_seconds=0.5)
+    (trial,) = TrialRecord.from_frame(results.trials)
+    assert trial.status == "ok", trial.log_tail
+    assert set(results.steps.groupby("rank")["step"].nunique()) == {9}, "one of them settles"
+    assert trial.window_control_seconds
