@@ -31,7 +31,8 @@ run (BatchNorm sees the whole batch)."""
 def envelope(
     step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
 ) -> float:
-    """Largest relative deviation of the loss that is allowed at a step after the segment.
+    """Largest relative deviation of the loss that is allowed at a step after the segment; infinite
+    where the strategy declares more than `WIDEST`.
 
     `segment`: its length; `tolerance`: what is allowed within it; `own`: the trial's largest there.
     `drift`: relative deviation of the second reference run at each step, empty where there is none.
@@ -41,6 +42,8 @@ def envelope(
         rounding = TIMES_DRIFT * max(drift[: round(1.2 * step) + 8])
     else:
         rounding = EXACT.loss * math.exp(GROWTH_PER_STEP * (step - segment + 1))
+    if tolerance >= WIDEST:  # declared to be another training
+        return math.inf
     loose = tolerance if tolerance > EXACT.loss else NARROWEST
     return max(loose, min(WIDEST, max(TIMES_OWN * own, rounding * max(1.0, loose / EXACT.loss))))
 
@@ -60,7 +63,7 @@ def with_later(
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
         allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
-        if not deviation <= allowed:
+        if not (deviation <= allowed and math.isfinite(deviation)):
             off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"
             return replace(
                 verdict,

@@ -1,0 +1,41 @@
+"""The envelope of the losses after the parity segment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from harness.parity.later import NARROWEST, WIDEST, envelope, with_later
+from harness.parity.verdict import ParityVerdict
+
+EXACT = ParityVerdict("exact", "", 1e-7, 1e-5, "weight", 1e-5, 1e-3)
+
+
+def test_envelope_follows_the_drift_of_the_references() -> None:
+    drift = [1e-7] * 20 + [1e-5] * 20
+    assert envelope(5, 3, 1e-5, 0.0, drift) == pytest.approx(3e-6)
+    assert envelope(30, 3, 1e-5, 0.0, drift) == pytest.approx(3e-4)
+    assert envelope(5, 3, 1e-5, 0.0, [0.0] * 40) == NARROWEST
+    assert envelope(5, 3, 1e-5, 1e-5, [0.0] * 40) == pytest.approx(3e-5), "thrice its own"
+    assert envelope(5, 3, 2e-3, 0.0, [0.0] * 40) == 2e-3, "what is declared"
+    assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == WIDEST
+    assert envelope(39, 3, 0.3, 0.0, drift) == math.inf
+
+
+def test_without_a_second_reference_it_grows_step_by_step() -> None:
+    first, second = (envelope(step, 3, 1e-5, 0.0, []) for step in (3, 4))
+    assert first == pytest.approx(1e-5 * math.exp(0.08))
+    assert second / first == pytest.approx(math.exp(0.08))
+
+
+def test_a_loss_outside_is_diverged_and_its_step_named() -> None:
+    drift = [1e-7] * 40
+    assert with_later(EXACT, [1e-7, 2e-6], 8, drift) is EXACT
+    judged = with_later(EXACT, [1e-7, 1e-4], 8, drift)
+    assert judged.verdict == "diverged"
+    assert "off by 1.0e-04 at step 9, after the parity segment" in judged.reason
+    lost = with_later(replace(EXACT, loss_tolerance=0.3), [math.inf], 8, drift)
+    assert lost.verdict == "diverged", "not finite is never the same"
+    assert "not finite" in lost.reason
