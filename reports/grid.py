@@ -183,7 +183,7 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     """The throughput with nothing taken out by the control; none where there was no control."""
-    if not any(cell.speed and cell.speed.adjusted for cell in cells):
+    if not any(cell.log_throughput and cell.log_throughput.adjusted for cell in cells):
         return []
     tokens = all(cell.tokens_per_second is not None for cell in cells if cell.samples_per_second)
     name = "tokens_per_second" if tokens else "samples_per_second"

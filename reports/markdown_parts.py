@@ -66,12 +66,12 @@ def verdict_text(report: RunReport) -> Paragraphs:
 
 def _advised(group: RankedGroup) -> Paragraphs:
     """The answer to the question which strategy to use, as a list."""
-    found = answer(group.rows)
-    if found is None:
+    advised = answer(group.rows)
+    if advised is None:
         return []
-    lines = [f"- **{advice.role}** {escaped(advice.sentence)}." for advice in found.advice]
-    if found.caveat:
-        lines.append(f"- **Caveat** {escaped(found.caveat)}.")
+    lines = [f"- **{advice.role}** {escaped(advice.sentence)}." for advice in advised.advice]
+    if advised.caveat:
+        lines.append(f"- **Caveat** {escaped(advised.caveat)}.")
     return ["\n".join(lines)]
 
 

@@ -68,7 +68,7 @@ EFFICIENCY = (
 
 def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
     """What the control between the steps took out of a run's figures."""
-    if not any(cell.speed for cell in cells):
+    if not any(cell.log_throughput for cell in cells):
         return "none: the run is of a version that had none, so its figures are as measured"
     if not adjustment.helps:
         return "none, or it did not make launches of a cell more alike: figures are as measured"
@@ -87,7 +87,7 @@ def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str
 def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
     """Name of a method and the method in words. `adjustment`: of the run by its control."""
     memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
-    estimated = any(cell.speed for cell in cells)
+    estimated = any(cell.log_throughput for cell in cells)
     comparison = within_a_run(any(cell.turns for cell in cells), estimated)
     rows = [
         ("Throughput", THROUGHPUT),

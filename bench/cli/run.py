@@ -276,9 +276,9 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         page = write_report(loaded, path, "python -m bench report --out FILE")
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
     leading = headline(find_groups(results)) if plan.search is None else None
-    found = answer(leading.rows) if leading else None
-    if leading and found:
-        terminal.advice(console, found, leading.full_title)
+    advised = answer(leading.rows) if leading else None
+    if leading and advised:
+        terminal.advice(console, advised, leading.full_title)
     if plan.until_answered and (more := what_more_would_buy(results)):
         console.print(f"{more} (--time-budget)", highlight=False)
     known = precision(results)
@@ -305,7 +305,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
                     "precision": known and dataclasses.asdict(known),
                     "answer": [
                         {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
-                        for a in (found.advice if found else ())
+                        for a in (advised.advice if advised else ())
                     ],
                     "cells": records,
                 }

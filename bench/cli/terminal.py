@@ -153,13 +153,13 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     return table
 
 
-def advice(out: Console, found: Answer, where: str) -> None:
+def advice(out: Console, answer: Answer, where: str) -> None:
     """Which strategy to use, and what else one might choose; `where`: what was trained, on what."""
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
-    for one in found.advice:
-        out.print(f"[bold]{one.role}[/bold] {escape(one.sentence)}", highlight=False)
-    if found.caveat:
-        out.print(f"[bold]Caveat[/bold] {escape(found.caveat)}", highlight=False)
+    for choice in answer.advice:
+        out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)
+    if answer.caveat:
+        out.print(f"[bold]Caveat[/bold] {escape(answer.caveat)}", highlight=False)
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:

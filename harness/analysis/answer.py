@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared, same
-from harness.analysis.setting import setting
+from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, Comparison, percentile
 from harness.spec.cell import BASELINE
 
@@ -87,11 +87,12 @@ def baseline_of(cells: Sequence[CellResult]) -> CellResult | None:
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """The cells that hold the fastest of them with 95 % confidence; those that cannot be told from
     it where a run has no estimates of all."""
-    speeds = [cell.speed for cell in cells if cell.speed]
+    speeds = [cell.log_throughput for cell in cells if cell.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
             best = against_best(speeds)
-            return [cell for cell, bound in zip(cells, best, strict=True) if bound.may_be_best]
+            bounded = zip(cells, best, strict=True)
+            return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
         return list(cells)
     return [cell for cell in cells if cell is cells[0] or same(cell, cells[0])]
 
@@ -100,14 +101,15 @@ def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
     """Cells of a run that further launches are worth: in each setting those that may be the
     fastest, and what they are compared with. None where one of them is known to be the fastest, or
     all are known to be equal to it."""
-    settings: dict[tuple[object, ...], list[CellResult]] = {}
-    for cell in trustworthy(cells):
-        settings.setdefault(setting(cell), []).append(cell)
     chosen: list[CellResult] = []
-    for group in settings.values():
+    for group in by_setting(trustworthy(cells)):
         exact = [cell for cell in group if cell.parity_verdict == "exact"]
         ties = may_be_fastest(exact) if len(exact) > 1 else []
-        speeds = [cell.speed for cell in ties if cell.speed and cell.speed.degrees > 0]
+        speeds = [
+            cell.log_throughput
+            for cell in ties
+            if cell.log_throughput and cell.log_throughput.degrees > 0
+        ]
         if len(ties) < 2 or len(speeds) < len(ties):
             continue
         if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
@@ -122,8 +124,8 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
     Errors shrink with the root of the number of launches; enough are as many as tell `EQUAL` apart.
     """
-    left = undecided(cells)
-    speeds = [cell.speed for cell in left if cell.speed]
+    open_cells = undecided(cells)
+    speeds = [cell.log_throughput for cell in open_cells if cell.log_throughput]
     if not speeds:
         return ""
     widest = max(speeds, key=lambda speed: speed.error)
@@ -131,11 +133,11 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     more = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
     if not more:
         return ""
-    seconds = sum(cell.wall_seconds or 0.0 for cell in left) * more
+    seconds = sum(cell.wall_seconds or 0.0 for cell in open_cells) * more
+    minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
-        f"{len(left)} cells may still be the fastest or are compared with these: about {more} more"
-        f" launches of each, {seconds / 60:.0f} min, would tell differences of {EQUAL * 100:.0f} %"
-        " apart"
+        f"{len(open_cells)} cells may still be the fastest or are compared with these: about"
+        f" {more} more launches of each, {minutes}, would tell differences of {percent} apart"
     )
 
 
@@ -151,21 +153,18 @@ class Precision:
 
     @property
     def sentence(self) -> str:
+        median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
         return (
-            f"throughput over the baseline's is known to ±{self.median * 100:.1f} % (95 % interval,"
-            f" median of {self.cells} cells; nine in ten: ±{self.nine_in_ten * 100:.1f} %)"
+            f"throughput over the baseline's is known to {median} (95 % interval, median of"
+            f" {self.cells} cells; nine in ten: {nine_in_ten})"
         )
 
 
 def precision(cells: Sequence[CellResult]) -> Precision | None:
     """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
     where there is none."""
-    settings: dict[tuple[object, ...], list[CellResult]] = {}
-    for cell in cells:
-        if cell.ranked and not cell.oversubscribed:
-            settings.setdefault(setting(cell), []).append(cell)
     widths = []
-    for group in settings.values():
+    for group in by_setting(cell for cell in cells if cell.ranked and not cell.oversubscribed):
         baseline = baseline_of(group)
         for cell in group:
             if baseline is None or cell is baseline:
@@ -194,7 +193,9 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
     if frugal := _frugal(fair):
         advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
     simple = _simplest(exact)
-    if simple is not fastest and simple.speed:  # records of older versions lack the packages
+    if (
+        simple is not fastest and simple.log_throughput
+    ):  # records of older versions lack the packages
         advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
     return Answer(tuple(advice), len(fair), tuple(ties), baseline)
 

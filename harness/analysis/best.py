@@ -61,8 +61,8 @@ def critical_value(cell: LogEstimate, cells: Sequence[LogEstimate]) -> float:
     usual = statistics.median(others)
     total = cell.error**2 + usual**2
     shared = cell.error**2 / total if total else 0.5
-    degrees = statistics.median(one.degrees for one in cells)
-    return dunnett(len(others), round(min(degrees, 1000.0)), round(shared, 1))
+    degrees = statistics.median(each.degrees for each in cells)
+    return dunnett(len(others), max(1, round(min(degrees, 1000.0))), min(0.9, round(shared, 1)))
 
 
 @functools.cache

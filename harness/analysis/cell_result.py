@@ -89,7 +89,7 @@ class CellResult:
     tokens_per_second: float | None = None
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
-    speed: LogEstimate | None = None
+    log_throughput: LogEstimate | None = None
     """What these are made from; None in runs from before schema version 8."""
     raw_samples_per_second: float | None = None
     """Median over trials, nothing taken out by the control; None in runs from before version 8."""

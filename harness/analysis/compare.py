@@ -63,7 +63,7 @@ def compare_cells(
         name = f"{second.cell_name} against {first.label}"
         lines.append(dataclasses.replace(line, cell_name=name))
     firsts = [line.first.result for line in lines if line.first]
-    test = within_a_run(any(c.turns for c in firsts), any(c.speed for c in firsts))
+    test = within_a_run(any(c.turns for c in firsts), any(c.log_throughput for c in firsts))
     return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 

@@ -32,8 +32,8 @@ def compared(
     where one has no trial."""
     if cell.run_id == other.run_id:
         by_turns = cell.turns and other.turns
-        if cell.speed and other.speed and not by_turns:
-            return ratio(cell.speed, other.speed, confidence)
+        if cell.log_throughput and other.log_throughput and not by_turns:
+            return ratio(cell.log_throughput, other.log_throughput, confidence)
         return compare_rounds(cell.by_round, other.by_round, (cell.turns, other.turns), confidence)
     return compare_runs([*cell.by_round.values()], [*other.by_round.values()], confidence)
 

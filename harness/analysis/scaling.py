@@ -55,8 +55,10 @@ def _efficiency(cell: CellResult, base: CellResult | None) -> _Efficiency:
     if base is None or not base.samples_per_second or cell.samples_per_second is None:
         return _Efficiency()
     value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)
-    if cell is base or cell.speed is None or base.speed is None:
+    if cell is base or cell.log_throughput is None or base.log_throughput is None:
         return _Efficiency(value)
-    found = ratio(cell.speed, base.speed, CONFIDENCE)
-    low, high = (end if end is None else end / cell.devices for end in (found.low, found.high))
-    return _Efficiency(value, low, high)
+    against_base = ratio(cell.log_throughput, base.log_throughput, CONFIDENCE)
+    low, high = against_base.low, against_base.high
+    if low is None or high is None:
+        return _Efficiency(value)
+    return _Efficiency(value, low / cell.devices, high / cell.devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ A curve follows one of them over the number of devices.
 def setting(cell: CellResult, without: Collection[str] = ()) -> tuple[object, ...]:
     """The setting of a cell, but for these fields. Equal settings are equal tuples."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
+
+
+def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
+    """The cells of each setting, in their order."""
+    groups: dict[tuple[object, ...], list[CellResult]] = {}
+    for cell in cells:
+        groups.setdefault(setting(cell), []).append(cell)
+    return list(groups.values())
 
 
 def series(cell: CellResult) -> tuple[object, ...]:

@@ -221,7 +221,7 @@ def _interval(name: str, values: Sequence[float]) -> Figures:
 def _estimated(figures: Figures, estimate: LogEstimate) -> Figures:
     """The throughput as the run's estimate has it, and as it was without the control."""
     raw, adjusted = figures["samples_per_second"], estimate.estimate()
-    each: Figures = {"speed": estimate}
+    each: Figures = {"log_throughput": estimate}
     for name in ("samples_per_second", "tokens_per_second"):
         if figures[name] is None:
             continue

@@ -165,9 +165,9 @@ def cells(tmp_path: Path) -> list[CellResult]:
 def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None:
     by_name = {cell.strategy: cell for cell in cells}
     a, b = by_name["a"], by_name["b"]
-    assert a.speed
-    assert b.speed
-    assert a.speed.adjusted
+    assert a.log_throughput
+    assert b.log_throughput
+    assert a.log_throughput.adjusted
     assert a.samples_per_second == pytest.approx(8.0, rel=0.02)
     assert a.samples_per_second_low
     assert a.samples_per_second_high
@@ -215,3 +215,13 @@ def test_intervals_are_never_below_zero() -> None:
     assert wild.low is not None
     assert 0 < wild.low < 100
     assert ratio(LogEstimate(0, 0.1, 0, 1), LogEstimate(0, 0.1, 4, 3)).low is None
+
+
+def test_without_any_spread_the_first_of_equals_is_the_best() -> None:
+    exact = [
+        LogEstimate(0.0, 0.0, 4, 3),
+        LogEstimate(-1.0, 0.0, 4, 3),
+        LogEstimate(-2.0, 0.1, 4, 3),
+    ]
+    assert [bound.may_be_best for bound in against_best(exact)] == [True, False, False]
+    assert dunnett(2, 1, 0.9) > 0
