@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import yaml
 
+from harness.analysis.baseline import Choice
 from harness.analysis.selection import RunSelection, find_run, two_sides
 from harness.record.plan import kept_plan
 from harness.record.store import Results, Store
@@ -98,6 +99,19 @@ def matches(cell: Cell, pattern: str) -> bool:
 def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]:
     """All that the pattern matches."""
     return [row for row in recorded if matches(Cell(**json.loads(row.cell)), pattern)]
+
+
+def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
+    """Which results the baseline's name means; None without a name. Raises UsageError where it is
+    none of these cells."""
+    if not pattern:
+        return None
+    if not any(matches(cell, pattern) for cell in cells):
+        raise UsageError(
+            f"--baseline-cell {pattern!r} is no cell of this run; name a strategy, an id or a"
+            " pattern such as 'fsdp2*'"
+        )
+    return lambda result: matches(Cell(**json.loads(result.cell)), pattern)
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:

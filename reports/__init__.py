@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from harness.analysis.baseline import Choice
     from harness.record.store import Results
 
 __all__ = ["write_report", "write_whole"]
 
 
-def write_report(results: Results, path: Path, instead: str = "") -> Path:
-    """Writes the report of one run (whole or not at all) and returns its path. `instead`: see
-    `write_whole`.
+def write_report(
+    results: Results, path: Path, instead: str = "", baseline: Choice | None = None
+) -> Path:
+    """Writes the report of one run (whole or not at all) and returns its path.
+
+    `instead`: see `write_whole`. `baseline`: which cell the others of its setting are compared
+    with; by default DDP, else the single process.
 
     Raises UsageError where the file cannot be written, ValueError where `results` is not one run.
     """
     from reports.run_page import render
 
-    return write_whole(render(results), Path(path), instead)
+    return write_whole(render(results, baseline), Path(path), instead)
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from harness.analysis.baseline import Choice
 from reports import facts
 from reports.cautions import disturbance, disturbance_legend, gpu_findings
 from reports.names import marks, named
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from harness.record.store import Results
 
 
-def render(results: Results) -> str:
+def render(results: Results, baseline: Choice | None = None) -> str:
     """The whole page of one run; ValueError where there is not exactly one run."""
-    return run_page(ran(results)).text
+    return run_page(ran(results, baseline)).text
 
 
 @without_collection

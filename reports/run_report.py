@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.summary import adjustment_of, summarised
@@ -84,21 +85,25 @@ class RunReport:
         return all_systems(self.cells, planned, self.run_id)
 
 
-def ran(results: Results) -> RunReport:
-    """Of one run's tables; ValueError where they are not of one."""
+def ran(results: Results, baseline: Choice | None = None) -> RunReport:
+    """Of one run's tables; ValueError where they are not of one.
+
+    `baseline`: which cell the others of its setting are compared with; by default as `baseline_of`
+    says.
+    """
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
     (run,) = RunRecord.from_frame(results.runs)
     trials = tuple(TrialRecord.from_frame(results.trials))
     if is_search(run):
         trials = tuple(trial for trial in trials if verified(trial))
-    cells = summarised(trials)
+    cells = summarised(trials, baseline)
     return RunReport(run, trials, tuple(cells), tuple(find_groups(cells)), results)
 
 
-def each(results: Results) -> list[RunReport]:
-    """Every run of tables of several, in their order."""
-    return [ran(only(results, [run_id])) for run_id in results.runs["run_id"]]
+def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
+    """Every run of tables of several, in their order; see `ran`."""
+    return [ran(only(results, [run_id]), baseline) for run_id in results.runs["run_id"]]
 
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:

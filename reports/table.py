@@ -23,7 +23,7 @@ from reports.grid import (
 from reports.groups import RankedGroup
 from reports.names import STATUS
 from reports.ranked import RankedCell
-from reports.text import DASH, deviation, exact, number, percent, plain, scaled
+from reports.text import DASH, deviation, exact, listed, number, percent, plain, scaled
 
 
 def full_table(cells: Sequence[CellResult], groups: Sequence[RankedGroup]) -> Grid[CellResult]:
@@ -50,6 +50,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
         ),
         throughput_column(cells),
         *raw_throughput_columns(cells),
+        *_baseline_columns(cells),
         Column("Step p50", "ms", "median, slowest rank", milliseconds("step_seconds_p50")),
         Column("Step p95", "ms", "95th percentile, slowest rank", milliseconds("step_seconds_p95")),
         Column(
@@ -94,6 +95,15 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
         mfu = figure("mfu", lambda share: scaled(share, 100))
         columns.append(Column("MFU", "%", "model FLOPs utilisation", mfu))
     return columns
+
+
+def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """Throughput over the baseline's; none where no cell has a baseline."""
+    labels = {cell.label for cell in cells if cell.baseline == cell.cell_id}
+    if not labels:
+        return []
+    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval"
+    return [Column("Over baseline", "95 %", tip, _with_interval("over_baseline"))]
 
 
 def _with_interval(field: str) -> Callable[[CellResult], Td]:

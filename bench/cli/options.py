@@ -20,6 +20,16 @@ ResultsWithCell = Annotated[
 MatrixOfCell = Annotated[
     str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
 ]
+BaselineCell = Annotated[
+    str,
+    typer.Option(
+        "--baseline-cell",
+        help=(
+            "Cells are compared with this one of their setting: strategy, id or pattern; by default"
+            " ddp, else single."
+        ),
+    ),
+]
 JsonObject = Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")]
 JsonAtEnd = Annotated[
     bool, typer.Option("--json", help="For machines: one JSON object at the end.")

@@ -4,15 +4,16 @@ each other; the index of all."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from bench.cli.options import ResultsRead
+from bench.cli.options import BaselineCell, ResultsRead
 
 if TYPE_CHECKING:
-    from harness.record.store import Results, Store
+    from harness.record.store import Store
 
 Format = Literal["html", "md", "csv", "json", "pdf-ready"]
 PAGES = Path("reports") / "html"
@@ -47,6 +48,7 @@ def report(
             help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.",
         ),
     ] = None,
+    baseline_cell: BaselineCell = "",
     index: Annotated[
         bool,
         typer.Option(
@@ -105,10 +107,13 @@ def report(
                 " leave one of the two out"
             )
         groups = [[run_id] for run_id in run_ids] if each else [run_ids]
+        if baseline_cell and len(groups[0]) > 1:
+            raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
+        shown = Shown(chosen, tuple(section or ()), baseline_cell)
         written = [
             path
             for group in groups
-            if (path := _one(store, group, chosen, section or [], out, json_output)) is not None
+            if (path := _one(store, group, shown, out, json_output)) is not None
         ]
     if json_output:
         print(
@@ -133,11 +138,20 @@ def _by_suffix(out: Path | None) -> Format:
     return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What of a run is written."""
+
+    format_name: Format
+    sections: tuple[str, ...]
+    baseline: str
+    """Which cell the others are compared with; empty: by default."""
+
+
 def _one(
     store: Store,
     wanted: list[str],
-    chosen: Format,
-    sections: list[str],
+    shown: Shown,
     out: Path | None,
     told_as_json: bool,
 ) -> Path | None:
@@ -145,45 +159,50 @@ def _one(
     from harness.spec.errors import UsageError
     from reports import write_whole
 
-    if out is None and chosen not in ("html", "pdf-ready"):
+    if out is None and shown.format_name not in ("html", "pdf-ready"):
         if told_as_json:
             raise UsageError(
-                f"--json says which files were written, but --format {chosen} goes to the terminal:"
-                " name a file with --out"
+                f"--json says which files were written, but --format {shown.format_name} goes to"
+                " the terminal: name a file with --out"
             )
-        print(_text(store.load(wanted, steps=False), chosen, sections), end="")
+        print(_text(store, wanted, shown), end="")
         return None
     name = wanted[0] if len(wanted) == 1 else f"{wanted[0]}-to-{wanted[-1]}"
-    path = out or PAGES / f"{name}{'.print' if chosen == 'pdf-ready' else ''}.html"
-    return write_whole(_text(store.load(wanted, steps=False), chosen, sections), path, _USAGE)
+    path = out or PAGES / f"{name}{'.print' if shown.format_name == 'pdf-ready' else ''}.html"
+    return write_whole(_text(store, wanted, shown), path, _USAGE)
 
 
-def _text(results: Results, chosen: Format, sections: list[str]) -> str:
+def _text(store: Store, wanted: list[str], shown: Shown) -> str:
     """The report of these runs."""
+    from bench.select import baseline_choice
+    from harness.record.plan import kept_plan
     from reports import export_records, runs
     from reports.markdown_report import markdown
     from reports.run_page import run_page
     from reports.run_report import each, ran
     from reports.runs_page import runs_page, runs_text
 
-    several = len(results.runs) > 1
+    chosen, sections = shown.format_name, shown.sections
+    results = store.load(wanted, steps=False)
+    several = len(wanted) > 1
+    baseline = baseline_choice(shown.baseline, kept_plan(store, wanted[0]).cells)
     if chosen == "csv":
-        return export_records.as_csv(each(results))
+        return export_records.as_csv(each(results, baseline))
     if chosen == "json":
         compared = runs.as_json(runs.compare_all(results)) if several else {}
-        return export_records.as_json(each(results), **compared)
+        return export_records.as_json(each(results, baseline), **compared)
     if chosen == "md":
         text, absent = (
             runs_text(runs.compare_all(results), sections)
             if several
-            else markdown(ran(results), sections)
+            else markdown(ran(results, baseline), sections)
         )
     else:
         printed = chosen == "pdf-ready"
         page = (
             runs_page(runs.compare_all(results), sections, printed)
             if several
-            else run_page(ran(results), sections, printed)
+            else run_page(ran(results, baseline), sections, printed)
         )
         text, absent = page.text, page.absent
     if absent:

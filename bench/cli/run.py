@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench.cli.options import JsonAtEnd, ResultsAddedTo
+from bench.cli.options import BaselineCell, JsonAtEnd, ResultsAddedTo
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
+    from harness.analysis.baseline import Choice
     from harness.record.plan import Plan
     from harness.record.store import Store
 
@@ -66,6 +67,7 @@ def run(
             ),
         ),
     ] = "",
+    baseline_cell: BaselineCell = "",
     by_turns: Annotated[
         bool,
         typer.Option(
@@ -164,6 +166,7 @@ def run(
     from bench.cli.progress import RunProgress
     from bench.cli.run_plan import PlanOptions, kept_or_new_plan, parse_share
     from bench.host import host_of
+    from bench.select import baseline_choice
     from harness.links.launcher import over_links
     from harness.record.plan import kept_plan
     from harness.record.store import Store
@@ -207,6 +210,7 @@ def run(
         parse_share(share),
     )
     planned = Runner(store, plan, share=part)
+    baseline = baseline_choice(baseline_cell, plan.cells)
     seconds, references = plan_table.show(
         console, store, plan, planned.open_trials(), planned_host.name
     )
@@ -234,17 +238,31 @@ def run(
         runner = Runner(store, plan, launcher, share=part)
         finished = runner.run(progress) and (not explain or runner.explain(progress))
     raise typer.Exit(
-        _end(store, plan, finished, report and (not share or runner.all_recorded), json_output)
+        _end(
+            store,
+            plan,
+            finished,
+            report and (not share or runner.all_recorded),
+            baseline,
+            json_output,
+        )
     )
 
 
-def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bool) -> int:
+def _end(
+    store: Store,
+    plan: Plan,
+    finished: bool,
+    report: bool,
+    baseline: Choice | None,
+    json_output: bool,
+) -> int:
     """Shows the ranking and the paths, writes the report; returns the exit code."""
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.analysis.answer import answer, precision, what_more_would_buy
-    from harness.analysis.ranking import too_wide
+    from harness.analysis.answer import answer, what_more_would_buy
+    from harness.analysis.precision import precision, too_wide
     from harness.analysis.summary import cell_results
     from reports.groups import find_groups, headline
 
@@ -254,7 +272,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
     if loaded.trials.empty:
         console.print("nothing was recorded")
         return 0 if finished else 130
-    results = cell_results(loaded.trials)
+    results = cell_results(loaded.trials, baseline)
     terminal.ranking(console, results)
     wide = (
         too_wide(loaded.trials, plan.precision) if finished and plan.precision is not None else {}
@@ -273,7 +291,7 @@ def _end(store: Store, plan: Plan, finished: bool, report: bool, json_output: bo
         from reports import write_report
 
         path = Path("reports") / "html" / f"{plan.run_id}.html"
-        page = write_report(loaded, path, "python -m bench report --out FILE")
+        page = write_report(loaded, path, "python -m bench report --out FILE", baseline)
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
     leading = headline(find_groups(results)) if plan.search is None else None
     advised = answer(leading.rows) if leading else None

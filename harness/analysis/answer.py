@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +12,7 @@ from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared, same
 from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, Comparison, percentile
-from harness.spec.cell import BASELINE
+from harness.analysis.stats import CONFIDENCE, Comparison
 
 EQUAL = 0.02
 """Relative differences in throughput up to this matter to nobody."""
@@ -75,15 +73,6 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
     return sorted(chosen, key=lambda cell: -(cell.samples_per_second or 0.0))
 
 
-def baseline_of(cells: Sequence[CellResult]) -> CellResult | None:
-    """What the others are compared with: DDP by torchrun without options, else the single process;
-    None where neither is there."""
-    plain = [cell for cell in cells if cell.ranked and cell.micro_batches == 1]
-    ddp = (cell for cell in plain if cell.wraps_ddp == "torchrun")
-    single = (cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}")
-    return next(ddp, None) or next(single, None)
-
-
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """The cells that hold the fastest of them with 95 % confidence; those that cannot be told from
     it where a run has no estimates of all."""
@@ -114,7 +103,7 @@ def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
             continue
         if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
             continue
-        baseline = baseline_of(group)
+        baseline = next((cell for cell in group if cell.cell_id == cell.baseline), None)
         chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
     return chosen
 
@@ -141,49 +130,13 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Precision:
-    """How well a run knows its cells' throughputs over their baseline's: half widths of the 95 %
-    intervals, as fractions of the ratios."""
-
-    cells: int
-    median: float
-    nine_in_ten: float
-    """Nine of ten cells have at most this."""
-
-    @property
-    def sentence(self) -> str:
-        median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
-        return (
-            f"throughput over the baseline's is known to {median} (95 % interval, median of"
-            f" {self.cells} cells; nine in ten: {nine_in_ten})"
-        )
-
-
-def precision(cells: Sequence[CellResult]) -> Precision | None:
-    """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
-    where there is none."""
-    widths = []
-    for group in by_setting(cell for cell in cells if cell.ranked and not cell.oversubscribed):
-        baseline = baseline_of(group)
-        for cell in group:
-            if baseline is None or cell is baseline:
-                continue
-            ratio = compared(cell, baseline, CONFIDENCE)
-            if ratio is not None and ratio.precision is not None:
-                widths.append(ratio.precision)
-    if not widths:
-        return None
-    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
-
-
 def answer(cells: Sequence[CellResult]) -> Answer | None:
     """What the cells of one setting say; None where none of them can be advised."""
     fair = trustworthy(cells)
     exact = [cell for cell in fair if cell.parity_verdict == "exact"]
     if not exact:
         return None
-    baseline = baseline_of(fair)
+    baseline = next((cell for cell in fair if cell.cell_id == cell.baseline), None)
     fastest = exact[0]
     ties = may_be_fastest(exact)
     advice = [Advice("Use", fastest, _use(fastest, exact, ties, baseline))]

@@ -164,6 +164,13 @@ class CellResult:
     losses: tuple[float | None, ...] = ()
     reference_losses: tuple[float | None, ...] = ()
 
+    baseline: str = ""
+    """Id of the cell that its throughput is compared with; empty where there is none."""
+    over_baseline: float | None = None
+    """Throughput over the baseline's; `_low` and `_high` are its 95 % interval, None where there is
+    none."""
+    over_baseline_low: float | None = None
+    over_baseline_high: float | None = None
     efficiency_own: float | None = None
     """Scaling efficiency against the same strategy on one device; None without one. `_low` and
     `_high` are its 95 % interval, None where there is none."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness.analysis.baseline import Choice, with_baselines
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.disturbance import CAUSES
@@ -106,14 +107,18 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([vars(result) for result in cell_results(trials)])
 
 
-def cell_results(trials: pd.DataFrame) -> list[CellResult]:
+def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
     """The results of a frame of table `trials`, see `summarised`."""
-    return summarised(TrialRecord.from_frame(trials))
+    return summarised(TrialRecord.from_frame(trials), baseline)
 
 
-def summarised(trials: Iterable[TrialRecord]) -> list[CellResult]:
-    """One result per run and cell: ranked ones first, fastest first."""
-    results = with_efficiencies(in_recorded_order(trials))
+def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
+    """One result per run and cell: ranked ones first, fastest first.
+
+    `baseline`: which cell the others of its setting are compared with; by default as `baseline_of`
+    says.
+    """
+    results = with_baselines(with_efficiencies(in_recorded_order(trials)), baseline)
     return sorted(results, key=lambda cell: (not cell.ranked, -(cell.samples_per_second or 0.0)))
 
 

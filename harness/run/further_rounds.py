@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from harness.analysis.answer import undecided
-from harness.analysis.ranking import too_wide
+from harness.analysis.precision import too_wide
 from harness.analysis.summary import cell_results
 from harness.record.plan import Plan
 

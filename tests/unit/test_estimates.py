@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.answer import answer, baseline_of
+from harness.analysis.answer import answer
+from harness.analysis.baseline import baseline_of
 from harness.analysis.best import against_best, dunnett
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import NONE, Window, fitted
@@ -208,6 +209,24 @@ def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) ->
     rows = _rows(Cell(strategy="single"), [1.0, 1.0], [0.1, 0.1])
     results = cell_results(stored(tmp_path, rows).trials)
     assert baseline_of(results) is results[0]
+
+
+def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path) -> None:
+    rows = [
+        row
+        for name, seconds in (("single", 1.0), ("a", 0.5), ("b", 0.8))
+        for row in _rows(Cell(strategy=name), [seconds, seconds * 1.01], [0.1, 0.1])
+    ]
+    trials = stored(tmp_path, rows).trials
+    for chosen, expected in ((None, 2.0), (lambda cell: cell.strategy == "b", 1.6)):
+        by_name = {cell.strategy: cell for cell in cell_results(trials, chosen)}
+        a, baseline = by_name["a"], by_name["b" if chosen else "single"]
+        assert a.baseline == baseline.cell_id
+        assert a.over_baseline == pytest.approx(expected)
+        assert a.over_baseline_low is not None
+        assert a.over_baseline_high is not None
+        assert 0 < a.over_baseline_low < expected < a.over_baseline_high
+        assert (baseline.over_baseline, baseline.over_baseline_low) == (1.0, None)
 
 
 def test_intervals_are_never_below_zero() -> None:

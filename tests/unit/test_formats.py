@@ -122,13 +122,15 @@ def test_names_carry_their_unit() -> None:
         "same_as_above",
         "trials",
         "disturbed_trials",
+        "baseline",
+        "over_baseline",
         "efficiency_own",
         "efficiency_single",
         "peak_memory_bytes_low",
     }
     own |= {
         f"{name}_{end}"
-        for name in ("samples_per_second", "tokens_per_second")
+        for name in ("samples_per_second", "tokens_per_second", "over_baseline")
         for end in ("low", "high")
     }
     own |= {"state_bytes", "formula_bytes", "formula_deviation"}
@@ -333,6 +335,7 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--all", RUN_ID], "leave the names of runs out"),
         (["nonsense"], "no run 'nonsense'"),
         (["--section", "parts", "--format", "md"], "is no section"),
+        (["--baseline-cell", "nonsense"], "'nonsense' is no cell of this run; name a strategy"),
         (["--section", "largest"], "no data for it"),
         (["--all"], "comparing takes two runs"),
     ],

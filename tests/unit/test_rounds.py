@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.ranking import too_wide
+from harness.analysis.precision import too_wide
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey

@@ -1,0 +1,89 @@
+"""How well a run knows its throughputs, and whose interval is still too wide."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import compared
+from harness.analysis.setting import setting
+from harness.analysis.stats import CONFIDENCE, LEAST_TRIALS, Estimate, percentile
+from harness.analysis.summary import cell_results
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How well a run knows its cells' throughputs over their baseline's: half widths of the 95 %
+    intervals, as fractions of the ratios."""
+
+    cells: int
+    median: float
+    nine_in_ten: float
+    """Nine of ten cells have at most this."""
+
+    @property
+    def sentence(self) -> str:
+        median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
+        return (
+            f"throughput over the baseline's is known to {median} (95 % interval, median of"
+            f" {self.cells} cells; nine in ten: {nine_in_ten})"
+        )
+
+
+def precision(cells: Sequence[CellResult]) -> Precision | None:
+    """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
+    where there is none."""
+    widths = [
+        (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
+        for cell in cells
+        if cell.over_baseline
+        and cell.over_baseline_low is not None
+        and cell.over_baseline_high is not None
+        and not cell.oversubscribed
+    ]
+    if not widths:
+        return None
+    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
+
+
+def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
+    """Ranked cell's id -> half width of its interval over its throughput, where that is above
+    `precision` (a fraction) or trials are too few.
+
+    For cells that trained in time slices with others in their setting it is the interval of their
+    ratio (95 % too), the widest of them.
+    """
+    ranked = [cell for cell in cell_results(trials) if cell.ranked]
+    widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
+    few = {cell.cell_id for cell in ranked if cell.trials < LEAST_TRIALS}
+    return {
+        cell_id: width for cell_id, width in widths.items() if width > precision or cell_id in few
+    }
+
+
+def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
+    """Half width of the cell's interval as a fraction; infinite where it has none."""
+    comparisons = [
+        comparison
+        for other in ranked
+        if other is not cell
+        and other.turns
+        and cell.turns
+        and (other.run_id, setting(other)) == (cell.run_id, setting(cell))
+        and (comparison := compared(cell, other, CONFIDENCE))
+    ]
+    own = Estimate(
+        cell.samples_per_second or 0.0,
+        cell.samples_per_second_low,
+        cell.samples_per_second_high,
+        cell.trials,
+    )
+    widths = [comparison.precision for comparison in comparisons] or [own.precision]
+    return max(math.inf if width is None else width for width in widths)
