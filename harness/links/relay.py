@@ -58,7 +58,7 @@ def relay(ports: Sequence[socket.socket], seconds: float) -> None:
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for port in select.select(ports, [], [], left)[0]:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):  # no more frames, or the interface goes down
                 for _ in range(_AT_ONCE):
                     frame = port.recv(_LARGEST)
                     waiting.append((time.monotonic() + seconds, frame, port))

@@ -241,7 +241,8 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
         str(tmp_path / "results"),
         "--no-report",
     ]
-    run = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL)
+    with (tmp_path / "output").open("w") as output:
+        run = subprocess.Popen([sys.executable, "-m", *words], stdout=output)
     own = os.readlink("/proc/self/ns/net")
     deadline = time.monotonic() + 90
     below: list[psutil.Process] = []
@@ -249,7 +250,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
         time.sleep(0.2)
         below = psutil.Process(run.pid).children(recursive=True)
     made = spaces(below) - {own}
-    assert len(made) == 3
+    assert len(made) == 3, (run.poll(), (tmp_path / "output").read_text())
     run.send_signal(how)
     assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=10)
