@@ -154,8 +154,8 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
     [
         ("llama-micro+bf16", {}),
         ("bert-micro+bf16", {}),
-        ("llama-micro+fp16", {"optimizer": "sgd", "learning_rate": 0.05}),
-        ("llama-micro+fp16+lora", {}),
+        ("llama-nano+fp16", {"optimizer": "sgd", "learning_rate": 0.05}),
+        ("llama-nano+fp16+lora", {}),
     ],
 )
 def test_half_weights_train_the_same_within_what_they_declare(
