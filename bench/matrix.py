@@ -4,6 +4,8 @@
     trials: 10                     # launches of each cell; 10 unless said otherwise
     timed_seconds: 2               # on CPUs: how long a launch's timed steps take, with a control
                                    # between them; 2 unless said otherwise, 0: no control
+    time_budget_minutes: 30        # no further round is added after that; a quarter more than the
+                                   # planned rounds take unless said otherwise
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
     defaults: {batch: 8}           # axes that hold where a cell says nothing
@@ -98,6 +100,7 @@ class Matrix(Sizes):
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
+    time_budget_minutes: float | None = Field(default=None, gt=0)
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 

@@ -62,8 +62,9 @@ def run(
             "--time-budget",
             help=(
                 "Adds no round after this time, such as 45min; by default 1h with --precision, else"
-                " a quarter more than the planned rounds take. Rounds are added for cells that may"
-                " still be the fastest, unless --trials says how many there are."
+                " as the matrix says, or a quarter more than the planned rounds take. Rounds are"
+                " added for cells that may still be the fastest, unless --trials says how many"
+                " there are."
             ),
         ),
     ] = "",

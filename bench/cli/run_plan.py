@@ -92,6 +92,8 @@ def _new_plan(options: PlanOptions) -> Plan:
         )
     elif not options.trials and not options.by_turns:
         budget = parse_time(options.time_budget) if options.time_budget else None
+        if budget is None and matrix.time_budget_minutes:
+            budget = matrix.time_budget_minutes * 60
         plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
     if not options.by_turns:
         seconds = options.timed_seconds

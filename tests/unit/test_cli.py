@@ -221,6 +221,8 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
         "workload=llama-nano",
         "--set",
         "timed_steps=3",
+        "--trials",
+        "1",
         "--timed-seconds",
         "0.1",
     ]

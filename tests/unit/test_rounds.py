@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.cli.run_plan import PlanOptions, kept_or_new_plan
 from harness.analysis.precision import too_wide
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
@@ -249,3 +250,16 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
     )
     store.write_run(RunRecord(**{**one_cell_run(), "plan": plan.to_json()}))
     assert resumable(store, None) == plan
+
+
+def test_how_long_rounds_are_added(tmp_path: Path) -> None:
+    matrix = tmp_path / "m.yaml"
+    matrix.write_text("time_budget_minutes: 3\ncells: [{strategy: single}]\n")
+
+    def planned(**options: Any) -> Plan:
+        return kept_or_new_plan(Store(tmp_path), PlanOptions(str(matrix), **options), False)[0]
+
+    assert planned().time_budget_seconds == 180
+    assert planned(time_budget="1min").time_budget_seconds == 60
+    assert planned().until_answered
+    assert not planned(trials=3).until_answered
