@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 
-from harness.analysis.answer import EQUAL, trustworthy
+from harness.analysis.answer import EQUAL, KEPT_CONFIDENCE, trustworthy
 from harness.analysis.best import against_best
 from harness.analysis.estimates import estimates_of
 from harness.analysis.moderated import Spread, moderated
@@ -95,11 +95,11 @@ def estimated(values: Mapping[str, list[float]]) -> dict[str, LogEstimate]:
 
 def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
     """As `undecided` chooses them in one setting."""
-    bounds = dict(zip(cells, against_best(list(cells.values())), strict=True))
+    bounds = dict(zip(cells, against_best(list(cells.values()), KEPT_CONFIDENCE), strict=True))
     best = [cell for cell, bound in bounds.items() if bound.may_be_best]
     if len(best) < 2:
         return []
-    among = against_best([cells[cell] for cell in best])
+    among = against_best([cells[cell] for cell in best], KEPT_CONFIDENCE)
     return [] if all(bound.low >= 1 - EQUAL for bound in among) else best
 
 

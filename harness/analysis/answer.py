@@ -18,6 +18,10 @@ EQUAL = 0.02
 """Relative differences in throughput up to this matter to nobody."""
 NEARLY_AS_FAST = 0.03
 """How much throughput the simplest strategy may cost."""
+KEPT_CONFIDENCE = 0.999
+"""With which a cell must be known not to be the fastest before it gets no further launches. Looking
+again after each round is many chances to drop a cell by bad luck, whose figure then stays too low:
+at 95 %, intervals of 95 % held only 93 times of 100 (scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
@@ -73,27 +77,27 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
     return sorted(chosen, key=lambda cell: -(cell.samples_per_second or 0.0))
 
 
-def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
-    """The cells that hold the fastest of them with 95 % confidence; those that cannot be told from
+def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
+    """The cells that hold the fastest of them with this confidence; those that cannot be told from
     it where a run has no estimates of all."""
     speeds = [cell.log_throughput for cell in cells if cell.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
-            best = against_best(speeds)
+            best = against_best(speeds, confidence)
             bounded = zip(cells, best, strict=True)
             return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
         return list(cells)
     return [cell for cell in cells if cell is cells[0] or same(cell, cells[0])]
 
 
-def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
+def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) -> list[CellResult]:
     """Cells of a run that further launches are worth: in each setting those that may be the
     fastest, and what they are compared with. None where one of them is known to be the fastest, or
     all are known to be equal to it."""
     chosen: list[CellResult] = []
     for group in by_setting(trustworthy(cells)):
         exact = [cell for cell in group if cell.parity_verdict == "exact"]
-        ties = may_be_fastest(exact) if len(exact) > 1 else []
+        ties = may_be_fastest(exact, confidence) if len(exact) > 1 else []
         speeds = [
             cell.log_throughput
             for cell in ties
@@ -101,7 +105,7 @@ def undecided(cells: Sequence[CellResult]) -> list[CellResult]:
         ]
         if len(ties) < 2 or len(speeds) < len(ties):
             continue
-        if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
+        if all(bound.low >= 1 - EQUAL for bound in against_best(speeds, confidence)):
             continue
         baseline = next((cell for cell in group if cell.cell_id == cell.baseline), None)
         chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
@@ -113,7 +117,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
     Errors shrink with the root of the number of launches; enough are as many as tell `EQUAL` apart.
     """
-    open_cells = undecided(cells)
+    open_cells = undecided(cells, CONFIDENCE)
     speeds = [cell.log_throughput for cell in open_cells if cell.log_throughput]
     if not speeds:
         return ""

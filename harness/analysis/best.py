@@ -19,7 +19,7 @@ from harness.analysis.stats import CONFIDENCE, LogEstimate
 @dataclass(frozen=True)
 class AgainstBest:
     """A cell's throughput over that of the best other cell: bounds that hold for all cells of the
-    comparison at once with 95 % confidence."""
+    comparison at once with the confidence that was asked for."""
 
     low: float
     """At most 1: it is not slower than this."""
@@ -31,11 +31,11 @@ class AgainstBest:
         return self.high > 1
 
 
-def against_best(cells: Sequence[LogEstimate]) -> list[AgainstBest]:
+def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
     """Of each cell, in their order; a single one is the best."""
     if len(cells) < 2:
         return [AgainstBest(1.0, 1.0001)] * len(cells)
-    factors = [critical_value(cell, cells) for cell in cells]
+    factors = [critical_value(cell, cells, confidence) for cell in cells]
     highs = [
         max(0.0, min(_gap(cell, other, factor) for other in cells if other is not cell))
         for cell, factor in zip(cells, factors, strict=True)
@@ -54,22 +54,28 @@ def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
     return cell.mean - other.mean + factor * math.hypot(cell.error, other.error)
 
 
-def critical_value(cell: LogEstimate, cells: Sequence[LogEstimate]) -> float:
-    """Standard errors that the differences of a cell from all others exceed together in 5 % of
-    cases."""
+def critical_value(
+    cell: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
+) -> float:
+    """Standard errors above which no difference of a cell from another one is by chance, with this
+    confidence for all of them together."""
     others = [other.error for other in cells if other is not cell]
     usual = statistics.median(others)
     total = cell.error**2 + usual**2
     shared = cell.error**2 / total if total else 0.5
     degrees = statistics.median(each.degrees for each in cells)
-    return dunnett(len(others), max(1, round(min(degrees, 1000.0))), min(0.9, round(shared, 1)))
+    return dunnett(
+        len(others), max(1, round(min(degrees, 1000.0))), min(0.9, round(shared, 1)), confidence
+    )
 
 
 @functools.cache
-def dunnett(comparisons: int, degrees: int, correlation: float) -> float:
-    """Dunnett's one-sided critical value (Journal of the American Statistical Association 50, 1955)
-    at 95 %: the quantile of the largest of so many t values with a common estimate of the spread,
-    any two of which correlate so."""
+def dunnett(
+    comparisons: int, degrees: int, correlation: float, confidence: float = CONFIDENCE
+) -> float:
+    """Dunnett's one-sided critical value (Journal of the American Statistical Association 50,
+    1955): the quantile of the largest of so many t values with a common estimate of the spread, any
+    two of which correlate so."""
     import numpy as np
     from scipy.optimize import brentq
     from scipy.special import chdtri, ndtr
@@ -85,4 +91,4 @@ def dunnett(comparisons: int, degrees: int, correlation: float) -> float:
         inner = ndtr((value * spreads[:, None] + shared * points[None, :]) / own) ** comparisons
         return float((inner * weights).sum(axis=1).mean())
 
-    return float(brentq(lambda value: below(value) - CONFIDENCE, 0.0, 60.0))
+    return float(brentq(lambda value: below(value) - confidence, 0.0, 60.0))

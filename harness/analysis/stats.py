@@ -96,17 +96,16 @@ class LogEstimate:
 def ratio(
     first: LogEstimate, second: LogEstimate, confidence: float = COMPARED_CONFIDENCE
 ) -> Comparison:
-    """One figure over another of the same run; degrees of freedom by Satterthwaite (Biometrics
-    Bulletin 2, 1946)."""
+    """One figure over another of the same run.
+
+    Its degrees of freedom are the fewer of both: their spreads were moderated over the same cells,
+    so they do not add up.
+    """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
         return _comparison(mean, None, count)
-    squares = [(one.error**2, one.degrees) for one in (first, second)]
-    total = sum(square for square, _ in squares)
-    if not total:
-        return _comparison(mean, 0.0, count)
-    degrees = total**2 / sum(square**2 / own for square, own in squares)
-    half = _students_t((1 + confidence) / 2, degrees) * math.sqrt(total)
+    error = math.hypot(first.error, second.error)
+    half = _students_t((1 + confidence) / 2, min(first.degrees, second.degrees)) * error
     return _comparison(mean, half, count)
 
 

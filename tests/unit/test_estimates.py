@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.answer import answer
+from harness.analysis.answer import answer, may_be_fastest, undecided
 from harness.analysis.baseline import baseline_of
 from harness.analysis.best import against_best, dunnett
 from harness.analysis.cell_result import CellResult
@@ -227,6 +228,22 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
         assert a.over_baseline_high is not None
         assert 0 < a.over_baseline_low < expected < a.over_baseline_high
         assert (baseline.over_baseline, baseline.over_baseline_low) == (1.0, None)
+
+
+def test_bad_luck_in_one_look_ends_no_cells_launches(cells: list[CellResult]) -> None:
+    """5 % behind with a standard error of 2 %: too much for 95 %, too little for 99.9 %."""
+    pattern = next(cell for cell in cells if cell.strategy == "a")
+    two = [
+        dataclasses.replace(
+            pattern,
+            cell_id=name,
+            log_throughput=LogEstimate(mean, 0.02 / math.sqrt(2), 100, 3),
+            samples_per_second=math.exp(mean),
+        )
+        for name, mean in (("first", 0.0), ("second", -0.05))
+    ]
+    assert [cell.cell_id for cell in may_be_fastest(two)] == ["first"]
+    assert [cell.cell_id for cell in undecided(two)] == ["first", "second"]
 
 
 def test_intervals_are_never_below_zero() -> None:
