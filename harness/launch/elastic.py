@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import signal
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from harness.launch.bound_store import RENDEZVOUS_SECONDS, open_store
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import run_rank
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import Store
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-MEET_SECONDS = 60
-"""How long the nodes of a trial wait for each other."""
-
-
-def open_store(address: str) -> TCPStore:
-    """A store on a free port, at which the nodes of a trial meet; its attribute `port` says
-    where."""
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS)
-    )
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
@@ -65,7 +53,7 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
         store = open_store(spec.rendezvous[0])
     address, port = spec.rendezvous[0], getattr(store, "port", spec.rendezvous[1])
     rendezvous = StaticTCPRendezvous(
-        address, port, spec.node, spec.cell.nodes, spec.token, MEET_SECONDS
+        address, port, spec.node, spec.cell.nodes, spec.token, RENDEZVOUS_SECONDS
     )
     rendezvous._store = store
     worker_spec = WorkerSpec(

@@ -8,10 +8,8 @@ import contextlib
 import multiprocessing
 import os
 import selectors
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.process import die_with_parent
+from harness.host.scratch import scratch_folder
 from harness.launch.launcher import Launcher
 from harness.launch.options import LaunchOptions
 from harness.launch.outcome import Outcome
@@ -86,7 +85,17 @@ class InterleavedLauncher:
         launch's own turns only. KeyboardInterrupt makes all of them `interrupted`, those too that
         had ended: only together they say something.
         """
-        folder = Path(tempfile.mkdtemp(prefix="parallelism-bench-"))
+        with scratch_folder() as folder:
+            return self._together(folder, launches, on_progress, by_turns)
+
+    def _together(
+        self,
+        folder: Path,
+        launches: Sequence[Launch],
+        on_progress: Callable[[int, float], None] | None,
+        by_turns: bool,
+    ) -> list[Outcome]:
+        """As `together`. `folder`: for the sockets at which ranks wait for their turns."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
@@ -111,7 +120,6 @@ class InterleavedLauncher:
         finally:
             for slot in slots:
                 slot.close()
-            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         for process in self._processes:

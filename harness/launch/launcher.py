@@ -6,19 +6,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,12 +24,15 @@ import psutil
 
 from harness.host.cores import pin, threads_of
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
+from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, scratch_folder
+from harness.launch.bound_store import open_store
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
+from harness.launch.watch import Deadline, ended_by, listen, rank_pids
 from harness.spec.cell import Cell
-from harness.worker.spec import TrialSpec, log_file, pid_file
-from harness.worker.worker import PRELOAD, run_spawned
+from harness.worker.spec import TrialSpec, log_file
+from harness.worker.worker import LOOPBACK, PRELOAD, client_variables, run_spawned
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Launcher:
         ):  # their news are in the trial's record
             logging.getLogger(name).setLevel(logging.CRITICAL)
         adopt_orphans()
+        remove_abandoned()
+        keep_multiprocessing_files()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["harness.worker.forkserver"])
         from multiprocessing import forkserver
@@ -137,16 +140,16 @@ class Launcher:
         ranks once it is set.
         """
         cell = spec.cell
-        scratch = tempfile.mkdtemp(prefix="parallelism-bench-")
         left, by = RankOutputs(), str(cell.launcher)
-        try:
+        with scratch_folder() as folder:
+            scratch = str(folder)
             kill = functools.partial(self._kill, scratch, spec.ranks)
             with (
-                _listen(scratch, on_progress) as progress,
+                listen(scratch, on_progress) as progress,
                 Deadline(scratch, spec.ranks, cell.time_limit_seconds, kill, waited) as deadline,
-                _stopped(stop, kill),
+                ended_by(stop, kill),
             ):
-                own = command(Path(scratch))
+                own = command(folder)
                 spec = dataclasses.replace(
                     spec,
                     scratch=scratch,
@@ -171,8 +174,6 @@ class Launcher:
             left.timed_out = deadline.passed
             left.read(scratch, spec.ranks)
             return left, by
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def ignore_pid(self, pid: int) -> None:
         """A child of this process that is none of a trial's."""
@@ -195,19 +196,14 @@ class Launcher:
         return below + left
 
 
-def rank_pids(scratch: str, ranks: range) -> list[int]:
-    """Process ids of those of these ranks that have started."""
-    files = [pid_file(scratch, rank) for rank in ranks]
-    return [int(text) for f in files if f.exists() and (text := f.read_text())]
-
-
 def _spawn(spec: TrialSpec) -> dict[int, int]:
     """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank;
     exit code of the first that failed."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+    store = open_store(LOOPBACK)
     try:
-        spawn(run_spawned, args=(spec, _free_port()), nprocs=spec.processes)
+        spawn(run_spawned, args=(spec, store.port), nprocs=spec.processes)
     except (ProcessExitedException, ProcessRaisedException) as error:
         return {error.error_index: getattr(error, "exit_code", 1)}
     return {}
@@ -220,11 +216,13 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
     """
     file = Path(spec.scratch) / "spec.pickle"
     file.write_bytes(pickle.dumps(spec))
+    store = open_store(LOOPBACK)
     place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        **client_variables(store.port),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
     }
+    if _is_python(command[0]):
+        command = [sys.executable, "-m", "harness.launch.bound_store", *command]
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
             [*command, "-m", "harness.worker.mpi", str(file)],
@@ -238,109 +236,11 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
         return process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
-@contextlib.contextmanager
-def _listen(scratch: str, on_progress: Callable[[int, float], None] | None) -> Iterator[str | None]:
-    """A socket on which rank 0 tells of its steps; the thread that reads it sleeps in between."""
-    if on_progress is None:
-        yield None
-        return
-    address = str(Path(scratch) / "progress")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(address)
-
-        def read() -> None:
-            while message := listener.recv(1024):
-                if message == b"stop":
-                    return
-                progress = json.loads(message)
-                on_progress(progress["step"], progress["seconds"])
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        try:
-            yield address
-        finally:
-            listener.connect(address)
-            listener.send(b"stop")
-            thread.join()
-
-
-@contextlib.contextmanager
-def _stopped(stop: threading.Event | None, kill: Callable[[], object]) -> Iterator[None]:
-    """Ends the ranks when `stop` is set; again until all is over, because more of them may be about
-    to start."""
-    if stop is None:
-        yield
-        return
-    over = threading.Event()
-
-    def wait() -> None:
-        stop.wait()
-        while not over.is_set():
-            kill()
-            over.wait(0.1)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        stop.set()
-        thread.join()
-
-
-class Deadline:
-    """At the time limit: asks each rank for its stacks, then kills them all.
-
-    `waited`: seconds so far that do not count.
-    """
-
-    def __init__(
-        self,
-        scratch: str,
-        ranks: range,
-        seconds: float,
-        kill: Callable[[], object],
-        waited: Callable[[], float],
-    ) -> None:
-        self.scratch, self.ranks, self.seconds, self.kill, self.waited = (
-            scratch,
-            ranks,
-            seconds,
-            kill,
-            waited,
-        )
-        self.passed = False
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._wait, daemon=True)
-
-    def __enter__(self) -> Deadline:
-        self.began = time.monotonic()
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
-
-    def _wait(self) -> None:
-        while (left := self.seconds + self.waited() - (time.monotonic() - self.began)) > 0:
-            if self.over.wait(left):
-                return
-        self._strike()
-
-    def _strike(self) -> None:
-        self.passed = True
-        for pid in rank_pids(self.scratch, self.ranks):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        self.kill()
+def _is_python(program: str) -> bool:
+    """Whether a program is a script that Python runs, such as the commands that pip installs."""
+    file = shutil.which(program)
+    if not file:
+        return False
+    with open(file, "rb") as content:
+        first = content.readline(200)
+    return first.startswith(b"#!") and b"python" in first

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.host.process import die_with_parent
+from harness.host.scratch import remove_abandoned, scratch_folder
 from harness.links.switch import LOG, TOOLS, NodeShare, Request
 from harness.nodes.coordinator import Nodes
 from harness.nodes.node import Node
@@ -94,7 +94,7 @@ class EmulatedNodes:
         self.count = count
         self._switch: _Process | None = None
         self._nodes: Nodes | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files: contextlib.ExitStack | None = None
         self._link = ""
         self._columns: dict[str, dict[str, object]] = {}
         """Of the record, by link."""
@@ -110,8 +110,9 @@ class EmulatedNodes:
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
         self.close()
-        self._folder = tempfile.TemporaryDirectory(prefix="parallelism-bench-")
-        rendezvous_file = Path(self._folder.name) / "rendezvous"
+        remove_abandoned()
+        self._files = contextlib.ExitStack()
+        rendezvous_file = self._files.enter_context(scratch_folder()) / "rendezvous"
         self._switch = _Process()
         parts: list[NodeShare] = [
             {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
@@ -162,9 +163,9 @@ class EmulatedNodes:
             self._nodes.close()
         if self._switch:
             self._switch.end()
-        if self._folder:
-            self._folder.cleanup()
-        self._nodes = self._switch = self._folder = None
+        if self._files:
+            self._files.close()
+        self._nodes = self._switch = self._files = None
         self._link = ""
 
 

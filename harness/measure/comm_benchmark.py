@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import slowest
+from harness.host.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -113,14 +113,12 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-    with tempfile.TemporaryDirectory(prefix="parallelism-bench-") as scratch:
+    with scratch_folder() as scratch:
         try:
-            spawn(_rank, args=(backend, tuple(sizes), scratch), nprocs=RANKS)
+            spawn(_rank, args=(backend, tuple(sizes), str(scratch)), nprocs=RANKS)
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
-        by_rank = [
-            json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(RANKS)
-        ]
+        by_rank = [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(RANKS)]
     fits = []
     for operation in by_rank[0]:
         medians = tuple(

@@ -9,13 +9,13 @@ what does not. Model: ZeRO, arXiv 1910.02054, table 2.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 
 from harness.host.cache import cache_folder
+from harness.host.scratch import remove_abandoned, scratch_folder
 from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
@@ -270,13 +270,14 @@ class Search:
                 launcher, cell, key, self.position, None, self.watcher.step
             )
         self.watcher.preparing(f"reference run of {cell.workload}, without the limit")
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        remove_abandoned(cache_folder())
+        with scratch_folder(cache_folder()) as folder:
             data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
             if (
-                launcher.run(reference_cell(cell), data, 1, reference_output=folder).status
+                launcher.run(reference_cell(cell), data, 1, reference_output=str(folder)).status
                 == "interrupted"
             ):
                 raise KeyboardInterrupt
             return self.runner.run_trial(
-                launcher, cell, key, self.position, Reference(folder), self.watcher.step
+                launcher, cell, key, self.position, Reference(str(folder)), self.watcher.step
             )

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from harness.strategy import Cell, Job, Retained, Tolerance, Workload
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHTTPServer
     from horovod.torch import DistributedOptimizer
     from torch import nn
     from torch.optim import Optimizer
@@ -124,6 +126,9 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
         "orte_tmpdir_base": str(scratch),
         "hwloc_base_binding_policy": "none",
         "mpi_yield_when_idle": "1",
+        # Open MPI's own messages and its transport listen on loopback alone.
+        "oob_tcp_if_include": "lo",
+        "btl_tcp_if_include": "lo",
     }
     settings["btl_vader_backing_directory"] = str(
         scratch
@@ -187,21 +192,20 @@ def rendezvous(job: Job) -> Iterator[None]:
     """
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
     from horovod.runner.util.network import get_driver_ip
 
     hosts: list[str] = [""] * job.layout.processes
     dist.all_gather_object(hosts, job.node or socket.gethostname())
     slots = places(hosts)
-    server, place = RendezvousServer(), ["", 0]
+    place, server = ["", 0], None
     if job.rank == 0:
         address = (
             get_driver_ip([job.interface])
             if job.interface
             else socket.gethostbyname(socket.gethostname())
         )
-        place = [address, server.start()]
-        server.init(slots)
+        server = rendezvous_server(address, slots)
+        place = list(server.server_address[:2])
     dist.broadcast_object_list(place, device=job.device)
     os.environ |= create_slot_env_vars(slots[job.rank])
     os.environ |= {
@@ -211,8 +215,20 @@ def rendezvous(job: Job) -> Iterator[None]:
     os.environ |= {"HOROVOD_GLOO_IFACE": job.interface} if job.interface else {}
     yield
     dist.barrier()
-    if job.rank == 0:
-        server.stop()
+    if server:
+        server.shutdown()
+        server.server_close()
+
+
+def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
+    """Horovod's rendezvous server for these ranks, served by a thread, on a free port of this
+    address alone: horovod.runner's own listens on all interfaces."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
 def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -42,8 +41,6 @@ def join(job: Job, tcp: bool) -> None:
     """Every process gets to know every other one; they are named by rank."""
     from torch.distributed import rpc
 
-    if job.interface:
-        os.environ["TP_SOCKET_IFNAME"] = job.interface
     only_tcp: TensorPipe = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=job.layout.data + 1,  # on the server, each worker's push waits in one

@@ -74,6 +74,7 @@ _NO_MEMORY = (
 )
 
 
+LOOPBACK = "127.0.0.1"
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
 """Environment variable with the packages that the fork server is to import beside the usual ones.
 """
@@ -123,11 +124,20 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.processes),
         "LOCAL_WORLD_SIZE": str(spec.processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **client_variables(port),
     }
     run_rank(spec)
     os._exit(0)
+
+
+def client_variables(port: int) -> dict[str, str]:
+    """Environment variables by which ranks use the launcher's store at this port of loopback; rank
+    0 would open one that listens on all interfaces."""
+    return {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def failure(error: BaseException) -> FailureAnswer:
@@ -181,9 +191,9 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     ):  # libraries that choose a device themselves would take a GPU that is there
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if spec.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
-        if spec.cell.nodes > 1:
-            os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
+        # Each of these libraries listens on the address of its interface alone.
+        for library in ("GLOO", "NCCL", "TP"):
+            os.environ[f"{library}_SOCKET_IFNAME"] = spec.interface
     os.environ |= nccl_variables(spec.cell.links, spec.node_name)
 
     import torch

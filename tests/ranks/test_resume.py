@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def test_kill_and_resume(
     matrix = tmp_path / "small.yaml"
     matrix.write_text(MATRIX.replace("STRATEGIES", strategies))
     marker = f"{os.getpid()}-{tmp_path.name}"
-    environment = {**os.environ, "BENCH_TEST_MARKER": marker}
+    # A short name: the path of a socket in it may have 107 characters.
+    temporary = tempfile.TemporaryDirectory()
+    environment = {**os.environ, "BENCH_TEST_MARKER": marker, "TMPDIR": temporary.name}
     words = ["--matrix", str(matrix), "--trials", "2", *more]
     chance = random.Random(len(kills))
     said = tmp_path / "said"
@@ -102,6 +105,8 @@ def test_kill_and_resume(
         ):
             words = ["--matrix", str(matrix), "--resume"]
         assert code == (0 if count is None else -signal.SIGKILL)
+    with temporary as folder:
+        assert os.listdir(folder) == [], "the last run removes what the killed ones left"
     assert "ranked by throughput" in said.read_text()
     code, shown = ask(run, *command(tmp_path, *words)[4:])
     assert code == 0

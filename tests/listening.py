@@ -1,0 +1,86 @@
+"""Which addresses the processes of a run listen on, as the kernel's tables say."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+LISTENS = "0A"
+
+
+def address_of(digits: str) -> str:
+    """An address of /proc/net/tcp or tcp6, whose words of 32 bits are in the host's order."""
+    words = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
+    raw = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw)
+
+
+def listeners() -> dict[str, str]:
+    """The address of every listening TCP socket of this network namespace, by its inode."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS:
+                found[fields[9]] = address_of(fields[1].partition(":")[0])
+    return found
+
+
+def owned_by(processes: list[psutil.Process]) -> set[str]:
+    """The inodes of these processes' sockets."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{process.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(entry.path).removeprefix("socket:[").rstrip("]"))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return bool((mapped or parsed).is_loopback)
+
+
+class Watched:
+    """What this process and its descendants listened on while it was watched."""
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+        """Loopback addresses."""
+        self.outside: list[str] = []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Watched]:
+    """Looks at the kernel's tables every few milliseconds, in a thread."""
+    seen, over, before = Watched(), threading.Event(), set(listeners())
+
+    def look() -> None:
+        while not over.wait(0.005):
+            new = {inode: a for inode, a in listeners().items() if inode not in before}
+            if not new:
+                continue
+            own = psutil.Process()
+            mine = owned_by([own, *own.children(recursive=True)])
+            for inode, address in new.items():
+                if inode in mine:
+                    before.add(inode)
+                    (seen.inside if is_loopback(address) else seen.outside).append(address)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,69 @@
+"""Scratch folders of processes that were killed are removed, those of living ones never."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.host.scratch import PREFIX, remove_abandoned, scratch_folder
+
+HOLDER = """
+import sys, time
+from harness.host.scratch import keep_multiprocessing_files, scratch_folder
+keep_multiprocessing_files()
+with scratch_folder() as folder:
+    (folder / "rank0.log").write_text("...")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """A process with a scratch folder in `folder`, and one for multiprocessing's files."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    assert len(list(folder.iterdir())) == 2
+    return process
+
+
+def test_folders_of_a_killed_process_are_removed_once_it_is_dead(temporary: Path) -> None:
+    process = holder(temporary)
+    with scratch_folder() as own:
+        assert remove_abandoned() == []
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert len(remove_abandoned()) == 2
+        assert list(temporary.iterdir()) == [own]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_process_that_ends_leaves_nothing(temporary: Path) -> None:
+    holder(temporary).communicate("")
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_is_no_scratch_folder_is_left_alone(temporary: Path) -> None:
+    elsewhere = temporary / "elsewhere"
+    elsewhere.mkdir()
+    (temporary / f"{PREFIX}link").symlink_to(elsewhere)
+    (temporary / f"{PREFIX}file").write_text("")
+    assert remove_abandoned() == []
+    assert len(list(temporary.iterdir())) == 3
