@@ -18,14 +18,10 @@ from typing import TYPE_CHECKING
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
 from harness.nodes.facts import node_facts
+from harness.nodes.messages import Message
 from harness.nodes.probe import listen, measure
-from harness.nodes.protocol import (
-    Message,
-    NodeConnection,
-    addresses_of,
-    interface_of,
-    reach_coordinator,
-)
+from harness.nodes.protocol import NodeConnection, reach_coordinator
+from harness.nodes.rendezvous import addresses_of, interface_of
 from harness.spec.errors import UsageError
 from harness.worker.answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
@@ -59,7 +55,7 @@ class Agent:
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)
             elif word == "ping":
-                self.line.send("pong", len(what))
+                self.line.send("pong")
             elif word == "listen":
                 self.line.send(
                     "listening", listen(self.address, lambda rate: self.line.send("received", rate))

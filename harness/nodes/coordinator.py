@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,8 @@ from harness.launch.launcher import Launcher
 from harness.launch.options import TrialOptions
 from harness.launch.outcome import Outcome
 from harness.nodes.node import Node, measured_link
-from harness.nodes.protocol import Rendezvous, addresses_of, machine_id, new_key, secure
+from harness.nodes.protocol import secure
+from harness.nodes.rendezvous import Rendezvous, addresses_of, machine_id, new_key
 from harness.nodes.trial import Trial
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 class Nodes:
     """The agents of a run. One that was lost may come again, under its number."""
 
+    most_strangers = 64
+    """Connections at once that have not yet proved to know the key; agents try again."""
+
     def __init__(
         self,
         count: int,
@@ -41,8 +44,8 @@ class Nodes:
         interface: str | None = None,
         socket_file: Path | None = None,
     ) -> None:
-        """Listens, and says where in `rendezvous_file`. `interface`: the one that reaches all
-        nodes; None: any.
+        """Listens on one address, and says where in `rendezvous_file`. `interface`: the one that
+        reaches all nodes; None: that of the host's name, or of the default route.
 
         `socket_file`: listens there instead, which nodes on this machine reach from any network
         namespace, past any link.
@@ -53,14 +56,15 @@ class Nodes:
         self._lost: dict[int, str] = {}
         self._waited = False
         self._change = threading.Condition()
+        self._strangers = threading.BoundedSemaphore(self.most_strangers)
         if socket_file:
             addresses, port = [str(socket_file)], 0
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(addresses[0])
             self._listener.listen()
         else:
-            addresses = addresses_of(interface)
-            self._listener = socket.create_server((addresses[0] if interface else "", 0))
+            addresses = addresses_of(interface)[:1]
+            self._listener = socket.create_server((addresses[0], 0))
             port = self._listener.getsockname()[1]
         rendezvous = Rendezvous(machine_id(), tuple(addresses), port, new_key())
         rendezvous.write(rendezvous_file)
@@ -72,15 +76,23 @@ class Nodes:
                 raw, _ = self._listener.accept()
             except OSError:
                 return  # closed
+            if not self._strangers.acquire(blocking=False):
+                raw.close()
+                continue
             threading.Thread(target=self._welcome, args=(raw, secret), daemon=True).start()
 
     def _welcome(self, raw: socket.socket, secret: bytes) -> None:
         try:
             line = secure(raw, secret, coordinator=True)
-            _, facts = line.receive()
-        except (OSError, EOFError, AuthenticationError):
+            word, facts = line.receive()
+        except (OSError, EOFError):
             raw.close()
             return  # no agent of ours
+        finally:
+            self._strangers.release()
+        if word != "hello":
+            line.close()
+            return
         node = Node(line, facts)
         with self._change:
             if before := self.there.get(node.number):

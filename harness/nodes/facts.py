@@ -11,7 +11,7 @@ import psutil
 from harness.host.cores import allowed_cores
 from harness.host.environment import cpu_model, gpus, numa_nodes
 from harness.host.gpu_facts import gpu_topology
-from harness.nodes.protocol import machine_id
+from harness.nodes.rendezvous import machine_id
 
 _SYS = Path("/sys")
 

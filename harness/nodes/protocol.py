@@ -1,28 +1,39 @@
-"""How coordinator and agents find and trust each other, and what they say."""
+"""How coordinator and agents trust each other: every byte that counts is authenticated with the
+run's key.
+
+Each side sends a nonce, and proves with its first tag that it knows the key. The keys of the two
+directions are derived from the run's key and both nonces, so that what was recorded of another
+connection is worth nothing; each message is tagged with its number in its direction, so that none
+can be repeated, left out or reordered (HMAC-SHA256, RFC 2104). Nothing is encrypted. Before the
+other side has proved that it knows the key, it can make this one read 64 bytes and no more.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import hashlib
+import hmac
 import secrets
 import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import psutil
-
+from harness.nodes.messages import Message, ProtocolError, decoded, encoded
+from harness.nodes.rendezvous import Rendezvous, machine_id, set_timeout
 from harness.spec.errors import UsageError
 
-Message: TypeAlias = tuple[str, Any]
-"""A word, and what belongs to it."""
 HANDSHAKE_SECONDS = 10
+MOST_BYTES = 2**26
+"""Of a message: one node's answers, logs and stacks are far less."""
+_PURPOSE = b"parallelism-bench nodes 2"
+"""Part of what is tagged first: a key is worth nothing to another version of this protocol."""
+_SIZE = 32
+"""Bytes of a nonce, and of a tag."""
+_HEADER = struct.Struct(">II")
+"""Bytes of the message, and of the padding after its tag."""
+_TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
 # A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after
 # four questions.
 _KEEPALIVE = (
@@ -33,110 +44,72 @@ _KEEPALIVE = (
 )
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the coordinator listens; written to a file that only its owner reads, in a folder that
-    all nodes share.
-    """
-
-    machine: str
-    """The coordinator's, see machine_id."""
-    addresses: tuple[str, ...]
-    """In the order to be tried: of hosts, or the path of a socket on this machine."""
-    port: int
-    key: str = field(repr=False)
-    """Hex digits, known to those who can read the file."""
-
-    @property
-    def secret(self) -> bytes:
-        return bytes.fromhex(self.key)
-
-    def write(self, file: Path) -> None:
-        """Whole or not at all, readable by its owner alone."""
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as sink:
-            json.dump(
-                {
-                    "machine": self.machine,
-                    "addresses": self.addresses,
-                    "port": self.port,
-                    "key": self.key,
-                },
-                sink,
-            )
-        temporary.replace(file)
-
-    @classmethod
-    def read(cls, file: Path) -> Rendezvous:
-        content = json.loads(file.read_text())
-        return cls(content["machine"], tuple(content["addresses"]), content["port"], content["key"])
-
-
-def machine_id() -> str:
-    """The same for everything that one kernel runs, until it is started anew: containers and
-    network namespaces share it."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else socket.gethostname()
-
-
-def addresses_of(interface: str | None = None) -> list[str]:
-    """IPv4 addresses of this host, or of one interface; the one that its name stands for first,
-    loopback last.
-
-    Raises UsageError for an interface that is not here.
-    """
-    by_interface = {
-        name: [a.address for a in known if a.family == socket.AF_INET]
-        for name, known in psutil.net_if_addrs().items()
-    }
-    if interface is not None:
-        if not by_interface.get(interface):
-            raise UsageError(
-                f"network interface {interface!r} has no IPv4 address on this node; there are:"
-                f" {', '.join(sorted(by_interface))}"
-            )
-        return by_interface[interface]
-    named = ""
-    with contextlib.suppress(OSError):
-        named = socket.gethostbyname(socket.gethostname())
-    return sorted(
-        {a for known in by_interface.values() for a in known},
-        key=lambda a: (a.startswith("127."), a != named, a),
-    )
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
-    for name, known in psutil.net_if_addrs().items():
-        if any(a.address == address for a in known):
-            return name
-    return None
+def _tag(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), hashlib.sha256)
 
 
 class NodeConnection:
-    """A connection whose messages are (word, what) pairs; several threads may send."""
+    """An authenticated connection whose messages are (word, value) pairs; several threads may send,
+    one receives."""
 
-    def __init__(self, connection: Connection[Message, Message], address: str) -> None:
+    def __init__(self, connection: socket.socket, address: str, sends: bytes, hears: bytes) -> None:
+        """`sends` and `hears`: the keys of the two directions, at both ends the other way round."""
         self.connection, self.address = connection, address
+        self._sends, self._hears = sends, hears
+        self._sent = self._received = 0
         self._sending = threading.Lock()
 
-    def send(self, word: str, what: object = None) -> None:
-        """Raises OSError where the other side is gone."""
+    def send(self, word: str, value: object = None, padding: int = 0) -> None:
+        """Raises OSError where the other side is gone. `padding`: zero bytes after the message,
+        which the other side reads and forgets."""
+        body = encoded(word, value)
         with self._sending:
-            self.connection.send((word, what))
+            head = _HEADER.pack(len(body), padding)
+            tag = _tag(self._sends, self._sent.to_bytes(8, "big"), head, body)
+            self._sent += 1
+            self.connection.sendall(head + body + tag + bytes(padding))
 
     def receive(self) -> Message:
-        """Waits for a message; raises EOFError or OSError where the other side is gone."""
-        return self.connection.recv()
+        """Waits for a message; raises EOFError or OSError where the other side is gone, or is not
+        who it was."""
+        head = self._read(_HEADER.size)
+        size, padding = _HEADER.unpack(head)
+        if size > MOST_BYTES:
+            raise ProtocolError(f"a message of {size} bytes")
+        body, tag = self._read(size), self._read(_SIZE)
+        expected = _tag(self._hears, self._received.to_bytes(8, "big"), head, body)
+        if not hmac.compare_digest(tag, expected):
+            raise ProtocolError("a message that was not sent with the run's key")
+        self._received += 1
+        while padding:
+            padding -= len(self._read(min(padding, 2**20)))
+        return decoded(body)
+
+    def _read(self, size: int) -> bytes:
+        return read_exactly(self.connection, size)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.close()
 
 
+def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """So many bytes; raises EOFError where the other side ends first, TimeoutError after `deadline`
+    (time.monotonic), by which the socket's own timeout is replaced."""
+    parts = bytearray()
+    while len(parts) < size:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = connection.recv(min(size - len(parts), 2**20))
+        if not part:
+            raise EOFError("the connection was closed")
+        parts += part
+    return bytes(parts)
+
+
 def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
-    """Each side proves that it knows the secret; raises OSError, EOFError or AuthenticationError
-    where one does not in time.
+    """Each side proves that it knows the secret, within HANDSHAKE_SECONDS; raises OSError or
+    EOFError where one does not.
 
     The coordinator keeps that time limit on its connections: it reads when there is something to
     read, and a node may stall in the middle of a message.
@@ -147,30 +120,31 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in _KEEPALIVE:
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
-    raw.settimeout(None)
-    set_timeout(raw, HANDSHAKE_SECONDS)
-    address = raw.getsockname()[0] if over_tcp else ""
-    connection: Connection[Message, Message] = Connection(raw.detach())
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
     try:
-        for turn in (
-            (deliver_challenge, answer_challenge)
-            if coordinator
-            else (answer_challenge, deliver_challenge)
-        ):
-            turn(connection, secret)
+        address = raw.getsockname()[0] if over_tcp else ""
+        raw.settimeout(HANDSHAKE_SECONDS)
+        own = secrets.token_bytes(_SIZE)
+        raw.sendall(own)
+        other = read_exactly(raw, _SIZE, deadline)
+        nonces = own + other if coordinator else other + own
+        to_agent, to_coordinator = (
+            _tag(secret, _PURPOSE, direction, nonces) for direction in (_TO_AGENT, _TO_COORDINATOR)
+        )
+        sends, hears = (to_agent, to_coordinator) if coordinator else (to_coordinator, to_agent)
+        # The agent proves first: a coordinator tells a stranger nothing that depends on the key.
         if not coordinator:
-            with socket.socket(fileno=os.dup(connection.fileno())) as same:
-                set_timeout(same, 0)
+            raw.sendall(_tag(sends, b"proof"))
+        if not hmac.compare_digest(read_exactly(raw, _SIZE, deadline), _tag(hears, b"proof")):
+            raise ProtocolError("the other side does not know the run's key")
+        if coordinator:
+            raw.sendall(_tag(sends, b"proof"))
+        raw.settimeout(None)
+        set_timeout(raw, HANDSHAKE_SECONDS if coordinator else 0)
     except BaseException:
-        connection.close()
+        raw.close()
         raise
-    return NodeConnection(connection, address)
-
-
-def set_timeout(raw: socket.socket, seconds: int) -> None:
-    """How long a read or write may wait; 0: for ever."""
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        raw.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+    return NodeConnection(raw, address, sends, hears)
 
 
 def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
@@ -189,7 +163,7 @@ def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
                     return secure(
                         _connect(address, rendezvous.port), rendezvous.secret, coordinator=False
                     )
-                except (OSError, EOFError, AuthenticationError) as error:
+                except (OSError, EOFError) as error:
                     why = (
                         f"{address}:{rendezvous.port} of {str(file)!r}:"
                         f" {error or type(error).__name__}"
@@ -208,7 +182,3 @@ def _connect(address: str, port: int) -> socket.socket:
         raw.close()
         raise
     return raw
-
-
-def new_key() -> str:
-    return secrets.token_hex(32)

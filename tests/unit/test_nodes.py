@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from harness.host.cores import oversubscribed
 from harness.launch.outcome import RankOutputs, judge
 from harness.nodes.facts import link_speed, numa_nodes
 from harness.nodes.node import Node
-from harness.nodes.protocol import NodeConnection, Rendezvous, addresses_of, interface_of
+from harness.nodes.protocol import NodeConnection
+from harness.nodes.rendezvous import Rendezvous, addresses_of, interface_of
 from harness.nodes.trial import Trial
 from harness.record.nodes import distinct_cores, shared_machine
 from harness.spec.cell import Cell
@@ -162,9 +163,9 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
 
 def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     """The first node is still busy: it is given up, the others were told nothing and are kept."""
-    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    pairs = [socket.socketpair() for _ in range(2)]
     nodes = [
-        Node(NodeConnection(near, ""), {"number": i, "name": f"n{i}", "machine": "m"})
+        Node(NodeConnection(near, "", b"", b""), {"number": i, "name": f"n{i}", "machine": "m"})
         for i, (near, _) in enumerate(pairs)
     ]
     specs = [TrialSpec(Cell(strategy="ddp", devices=2, nodes=2), DATA, 2, node=i) for i in range(2)]

@@ -1,0 +1,67 @@
+"""What coordinator and agents say: a word, and a value whose type the word decides.
+
+A message travels as JSON. Nothing that is received is executed or unpickled: a value that has not
+the type of its word ends the connection.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness.launch.outcome import RankOutputs
+from harness.worker.spec import TrialSpec
+
+Message: TypeAlias = tuple[str, Any]
+"""A word, and what belongs to it."""
+
+_NOTHING: Any = type(None)
+_VALUES: dict[str, Any] = {
+    # What an agent says:
+    "hello": dict[str, Any],
+    "met": int,
+    "pong": _NOTHING,
+    "listening": int,
+    "measured": float,
+    "received": float,
+    "step": tuple[int, float],
+    "left": tuple[float, RankOutputs],
+    # What the coordinator says:
+    "warm": list[str],
+    "meet": _NOTHING,
+    "ping": _NOTHING,
+    "listen": _NOTHING,
+    "measure": tuple[str, int],
+    "run": TrialSpec,
+    "stop": _NOTHING,
+    "quit": _NOTHING,
+}
+
+
+class ProtocolError(OSError):
+    """The other side does not speak this protocol, or does not know the key: the connection is of
+    no further use."""
+
+
+@functools.cache
+def _adapter(word: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_VALUES[word])
+
+
+def encoded(word: str, value: object = None) -> bytes:
+    """A message as JSON. Floats that are not finite stay so."""
+    return json.dumps([word, _adapter(word).dump_python(value)]).encode()
+
+
+def decoded(body: bytes) -> Message:
+    """The message of `encoded`; raises ProtocolError for anything else."""
+    try:
+        word, value = json.loads(body)
+        if word not in _VALUES:
+            raise ProtocolError(f"unknown message {word!r}")
+        return word, _adapter(word).validate_python(value)
+    except (ValidationError, ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of this protocol: {type(error).__name__}") from None
