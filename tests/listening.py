@@ -23,15 +23,30 @@ def address_of(digits: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw)
 
 
-def listeners() -> dict[str, str]:
-    """The address of every listening TCP socket of this network namespace, by its inode."""
+def listeners(process: int | str = "self") -> dict[str, str]:
+    """The address of every listening TCP socket in the network of this process, by its inode."""
     found = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENS:
-                found[fields[9]] = address_of(fields[1].partition(":")[0])
+    with contextlib.suppress(OSError):  # it has ended
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENS:
+                    found[fields[9]] = address_of(fields[1].partition(":")[0])
     return found
+
+
+def own_networks(processes: list[psutil.Process]) -> list[int]:
+    """A process in each network namespace of these processes that is not this one's, and in which
+    there is loopback alone."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(OSError):
+            network = os.readlink(f"/proc/{process.pid}/ns/net")
+            devices = Path(f"/proc/{process.pid}/net/dev").read_text().splitlines()[2:]
+            if [device.split(":")[0].strip() for device in devices] == ["lo"]:
+                found[network] = process.pid
+    found.pop(os.readlink("/proc/self/ns/net"), None)
+    return list(found.values())
 
 
 def owned_by(processes: list[psutil.Process]) -> set[str]:
@@ -56,7 +71,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.inside: list[str] = []
-        """Loopback addresses."""
+        """Loopback addresses, and any in a network that has nothing but loopback."""
         self.outside: list[str] = []
 
 
@@ -67,15 +82,15 @@ def watched() -> Iterator[Watched]:
 
     def look() -> None:
         while not over.wait(0.005):
-            new = {inode: a for inode, a in listeners().items() if inode not in before}
-            if not new:
-                continue
             own = psutil.Process()
-            mine = owned_by([own, *own.children(recursive=True)])
-            for inode, address in new.items():
-                if inode in mine:
-                    before.add(inode)
-                    (seen.inside if is_loopback(address) else seen.outside).append(address)
+            below = own.children(recursive=True)
+            for process in own_networks(below):
+                seen.inside += listeners(process).values()
+            new = {inode: a for inode, a in listeners().items() if inode not in before}
+            mine = owned_by([own, *below]) if new else set()
+            for inode in mine & new.keys():
+                before.add(inode)
+                (seen.inside if is_loopback(new[inode]) else seen.outside).append(new[inode])
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

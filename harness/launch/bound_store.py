@@ -1,45 +1,20 @@
-"""Stores of torch.distributed that listen on one address: torch's own listen on all interfaces, and
-whoever reaches such a port may read and change what ranks tell each other.
-
-`python -m harness.launch.bound_store PROGRAM ARGUMENTS...` runs a launcher that is a Python program
-and calls torchrun, such as `accelerate launch`, with its store bound in this way.
-"""
+"""`python -m harness.launch.bound_store PROGRAM ARGUMENTS...` runs a launcher that is a Python
+program and calls torchrun, such as `accelerate launch`, whose store then listens on its address
+alone."""
 
 from __future__ import annotations
 
 import runpy
-import socket
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-RENDEZVOUS_SECONDS = 60
-"""How long the nodes of a trial wait for each other."""
-
-
-def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
-    """A store that listens on `address` alone, on a free port where `port` is 0; its attribute
-    `port` is the number. Raises OSError where the port is in use."""
-    from torch._C._distributed_c10d import TCPStore
-
-    with socket.create_server((address, port)) as listener:
-        port = listener.getsockname()[1]
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout or timedelta(seconds=RENDEZVOUS_SECONDS),
-            master_listen_fd=listener.detach(),
-        )
+from harness.worker.store import open_store
 
 
 def _bind_torchrun() -> None:
     """Makes the static rendezvous of torchrun in this process open its store by `open_store`."""
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     def store(

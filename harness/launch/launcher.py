@@ -9,9 +9,9 @@ import functools
 import logging
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,14 +25,14 @@ import psutil
 from harness.host.cores import pin, threads_of
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, scratch_folder
-from harness.launch.bound_store import open_store
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
 from harness.launch.watch import Deadline, ended_by, listen, rank_pids
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file
-from harness.worker.worker import LOOPBACK, PRELOAD, client_variables, run_spawned
+from harness.worker.store import LOOPBACK, open_store
+from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
@@ -214,18 +214,17 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
 
     Returns its exit code.
     """
-    file = Path(spec.scratch) / "spec.pickle"
-    file.write_bytes(pickle.dumps(spec))
-    store = open_store(LOOPBACK)
+    file = Path(spec.scratch) / "spec.json"
+    file.write_text(spec.to_json())
     place = {
-        **client_variables(store.port),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
     }
-    if _is_python(command[0]):
-        command = [sys.executable, "-m", "harness.launch.bound_store", *command]
+    closed = "harness.launch.bound_store" if _is_python(command[0]) else "harness.host.namespaces"
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
-            [*command, "-m", "harness.worker.mpi", str(file)],
+            [sys.executable, "-m", closed, *command, "-m", "harness.worker.mpi", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -234,6 +233,13 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
             preexec_fn=die_with_parent,
         )
         return process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _is_python(program: str) -> bool:

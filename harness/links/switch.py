@@ -10,7 +10,6 @@ JSON from its standard input, answers each with a line, and ends with that input
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -22,6 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from harness.host.namespaces import (
+    NEW_HOST_NAME,
+    NEW_NETWORK,
+    own_hosts,
+    own_network,
+    unshare,
+)
 from harness.host.process import die_with_parent
 from harness.spec.link import Link
 
@@ -31,12 +37,8 @@ inside a namespace."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Commands that are needed, and Debian's package of each."""
 LOG, HOSTS = "agents.log", "hosts"
-# linux/sched.h
-_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_USER, _NEW_NETWORK = 0x20000, 0x4000000, 0x10000000, 0x40000000
-_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _QUEUE = "50ms"
 """How long a frame may wait for its turn at a limited rate; later ones are dropped."""
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class NodeShare(TypedDict):
@@ -56,43 +58,6 @@ class Request(TypedDict, total=False):
     nodes: list[NodeShare]
     rendezvous_file: str
     link: str
-
-
-def _checked(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def unshare(flags: int) -> None:
-    """Gives this process, which must have one thread only, namespaces of its own; raises OSError
-    where it may not have them."""
-    _checked(_LIBC.unshare(flags))
-
-
-def own_hosts(file: Path) -> None:
-    """Puts this file in the place of /etc/hosts for this process and its children: libraries look
-    up the address of their own host's name.
-    """
-    unshare(_NEW_MOUNTS)
-    _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
-    _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
-
-
-def own_network() -> None:
-    """Gives this process a network namespace of its own; without the right to one inside a user
-    namespace, in which it is root. Raises OSError where that is forbidden too."""
-    user, group = os.getuid(), os.getgid()
-    try:
-        unshare(_NEW_NETWORK)
-    except PermissionError:
-        unshare(_NEW_USER | _NEW_NETWORK)
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"0 {user} 1"),
-            ("gid_map", f"0 {group} 1"),
-        ):
-            Path(f"/proc/self/{name}").write_text(text)
-    die_with_parent()  # a change of credentials makes the kernel forget it
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
@@ -217,7 +182,7 @@ def start_node(
 
     def enter_namespaces() -> None:
         die_with_parent()
-        unshare(_NEW_NETWORK | _NEW_HOST_NAME)
+        unshare(NEW_NETWORK | NEW_HOST_NAME)
         socket.sethostname(f"node{number}")
         own_hosts(Path(rendezvous_file).with_name(HOSTS))
         os.sched_setaffinity(0, cores)

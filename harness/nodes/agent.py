@@ -50,7 +50,7 @@ class Agent:
             if word == "warm":
                 self.launcher = Launcher(what)
             elif word == "meet":
-                from harness.launch.bound_store import open_store
+                from harness.worker.store import open_store
 
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)

@@ -4,13 +4,13 @@ SPEC`."""
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from pathlib import Path
 
 from harness.worker.answer import answer_file
 from harness.worker.spec import TrialSpec
+from harness.worker.store import CLIENT, LOOPBACK, open_store
 from harness.worker.worker import run_rank
 
 _MPI = {
@@ -21,11 +21,19 @@ _MPI = {
 }
 
 
+_KEPT: list[object] = []
+"""Lives as long as the process."""
+
+
 def main(spec_file: str) -> None:
-    spec: TrialSpec = pickle.loads(Path(spec_file).read_bytes())
+    spec = TrialSpec.from_json(Path(spec_file).read_text())
     for name, of_mpi in _MPI.items():
         if name not in os.environ:
             os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
+    if CLIENT.keys() - os.environ.keys():  # nobody has opened a store for the ranks
+        if os.environ["RANK"] == "0":
+            _KEPT.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
+        os.environ |= CLIENT
     run_rank(spec)
     # mpirun kills the other ranks when one leaves without MPI_Finalize: all answers first, then all
     # leave.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
 from harness.worker.interleave import TimeSlices
 from harness.workloads import DataSource
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,21 @@ class TrialSpec:
             self.node * each,
             self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each,
         )
+
+    def to_json(self) -> str:
+        return json.dumps(_adapter().dump_python(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrialSpec:
+        """The value of which `to_json` was asked; raises ValueError for anything else."""
+        return _adapter().validate_python(json.loads(text))
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[TrialSpec]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(TrialSpec)
 
 
 def log_file(scratch: str | Path, rank: int) -> Path:

@@ -33,6 +33,7 @@ from harness.worker.control import Control
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
+from harness.worker.store import CLIENT, LOOPBACK
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ _NO_MEMORY = (
 )
 
 
-LOOPBACK = "127.0.0.1"
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
 """Environment variable with the packages that the fork server is to import beside the usual ones.
 """
@@ -124,20 +124,12 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.processes),
         "LOCAL_WORLD_SIZE": str(spec.processes),
-        **client_variables(port),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        **CLIENT,
     }
     run_rank(spec)
     os._exit(0)
-
-
-def client_variables(port: int) -> dict[str, str]:
-    """Environment variables by which ranks use the launcher's store at this port of loopback; rank
-    0 would open one that listens on all interfaces."""
-    return {
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def failure(error: BaseException) -> FailureAnswer:

@@ -1,0 +1,79 @@
+"""Namespaces of Linux for this process.
+
+`python -m harness.host.namespaces COMMAND...` runs a command in a network of its own, which has
+loopback and nothing else, so that nobody outside reaches what the command and its children listen
+on; where the system does not let this user have one, it runs the command as it is. For programs
+that listen on all interfaces and cannot be told otherwise, as Open MPI does.
+
+Imports nothing that starts a thread: the kernel gives namespaces only to a process with one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+
+from harness.host.process import die_with_parent
+
+# linux/sched.h
+NEW_MOUNTS, NEW_HOST_NAME, NEW_USER, NEW_NETWORK = 0x20000, 0x4000000, 0x10000000, 0x40000000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
+_SET_FLAGS, _UP = 0x8914, 0x1  # linux/sockios.h, linux/if.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def unshare(flags: int) -> None:
+    """Gives this process, which must have one thread only, namespaces of its own; raises OSError
+    where it may not have them."""
+    _checked(_LIBC.unshare(flags))
+
+
+def own_hosts(file: Path) -> None:
+    """Puts this file in the place of /etc/hosts for this process and its children: libraries look
+    up the address of their own host's name.
+    """
+    unshare(NEW_MOUNTS)
+    _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
+    _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
+
+
+def own_network() -> None:
+    """Gives this process a network namespace of its own; without the right to one inside a user
+    namespace, in which it is root. Raises OSError where that is forbidden too."""
+    user, group = os.getuid(), os.getgid()
+    try:
+        unshare(NEW_NETWORK)
+    except PermissionError:
+        unshare(NEW_USER | NEW_NETWORK)
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
+            Path(f"/proc/self/{name}").write_text(text)
+    die_with_parent()  # a change of credentials makes the kernel forget it
+
+
+def bring_up_loopback() -> None:
+    """Switches on the loopback interface of a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh14x", b"lo", _UP)  # struct ifreq of linux/if.h
+        fcntl.ioctl(any_socket, _SET_FLAGS, request)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        own_network()
+        bring_up_loopback()
+    os.execvp(sys.argv[1], sys.argv[1:])
