@@ -17,7 +17,7 @@ import yaml
 
 from harness.analysis.baseline import Choice
 from harness.analysis.selection import RunSelection, find_run, two_sides
-from harness.record.plan import kept_plan
+from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, UsageError
@@ -180,8 +180,7 @@ def keep(
 
 def planned_cell(store: Store, word: str) -> Cell | None:
     """The cell of this id or name that the newest run with such a cell planned."""
-    for run_id in reversed(store.run_ids()):
-        plan = kept_plan(store, run_id)
+    for plan in map(Plan.from_row, store.newest_rows()):
         for cell in (*plan.cells, *(left.cell for left in plan.left_out)):
             if word in (cell.id, cell.name):
                 return cell

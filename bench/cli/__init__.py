@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
+from collections.abc import Callable
 from importlib import import_module
 
 import typer
 
 from bench.cli.remedies import with_remedy
-from harness.spec.errors import UsageError
+from harness.spec.errors import DamagedFileWarning, UsageError
 
 COMMANDS = {
     "run": "run:run",
@@ -19,6 +22,7 @@ COMMANDS = {
     "maxsize": "maxsize:maxsize",
     "export": "export:export",
     "publish": "publish:publish",
+    "check": "check:check",
     "profile": "profile:profile",
     "compare": "compare:compare",
     "history": "history:history",
@@ -44,8 +48,19 @@ for command, place in COMMANDS.items():
     app.command(command)(getattr(import_module(f"bench.cli.{module}"), function))
 
 
+def _show_warning(
+    otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *where: object
+) -> None:
+    """A damaged file is news to a user, its place in the code is not."""
+    if issubclass(kind, DamagedFileWarning):
+        print(f"bench: {message}", file=sys.stderr)
+    else:
+        otherwise(message, kind, *where)
+
+
 def main() -> None:
     """Runs a command; a user's mistake becomes one sentence on stderr and exit code 2."""
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         app(prog_name="python -m bench")
     except UsageError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from harness.spec.errors import NoRuns, NothingToResume, NotWritable, UsageError
+from harness.spec.errors import DamagedRun, NoRuns, NothingToResume, NotWritable, UsageError
 
 REMEDIES: dict[type[UsageError], str] = {
+    DamagedRun: "see what is with: python -m bench check RESULTS",
     NoRuns: "make one with: python -m bench run --matrix smoke",
     NothingToResume: "leave --resume out to start one",
     NotWritable: "choose another with --results DIR",

@@ -10,7 +10,7 @@ from bench.expand import expand
 from bench.host import host_of
 from bench.matrix import parse_changes, read_matrix
 from harness.record.plan import Plan, kept_plan, resumable
-from harness.record.store import Store
+from harness.record.store import Store, require_plain_name
 from harness.spec.errors import UsageError
 
 
@@ -50,6 +50,8 @@ class PlanOptions:
 
 def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
     """The plan, and whether its run has begun already; raises UsageError."""
+    if options.run_id:
+        require_plain_name(options.run_id)
     if options.run_id and options.run_id in store.run_ids():
         return kept_plan(store, options.run_id), True
     if resume:

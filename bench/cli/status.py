@@ -91,10 +91,9 @@ def status(
 
 def _run_of_job(store: Store, job: str) -> str:
     """A run that names the job as the one it was started in; empty without one."""
-    for run_id in reversed(store.run_ids()):
-        allocation = store.run_row(run_id)["allocation"]
-        if allocation and json.loads(allocation).get("job") == job:
-            return run_id
+    for row in store.newest_rows():
+        if row["allocation"] and json.loads(row["allocation"]).get("job") == job:
+            return str(row["run_id"])
     return ""
 
 

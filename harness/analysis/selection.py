@@ -189,10 +189,8 @@ def _latest(store: Store, word: str) -> str:
     """The run that `latest` or `latest~N` means, searches left out."""
     back = word.removeprefix("latest").removeprefix("~") or "0"
     run_ids = [
-        run_id
-        for run_id in store.run_ids()
-        if "search" not in json.loads(store.run_row(run_id)["plan"])
-    ]
+        str(row["run_id"]) for row in store.newest_rows() if "search" not in json.loads(row["plan"])
+    ][::-1]
     if not back.isdigit() or int(back) >= len(run_ids):
         raise UsageError(
             f"no run {word!r}: {str(store.folder)!r} has {len(run_ids)} to compare, the newest"

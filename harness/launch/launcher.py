@@ -28,7 +28,7 @@ from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, s
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
-from harness.launch.watch import Deadline, ended_by, listen, rank_pids
+from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file
 from harness.worker.store import LOOPBACK, open_store
@@ -146,7 +146,7 @@ class Launcher:
             kill = functools.partial(self._kill, scratch, spec.ranks)
             with (
                 listen(scratch, on_progress) as progress,
-                Deadline(scratch, spec.ranks, cell.time_limit_seconds, kill, waited) as deadline,
+                Watch(scratch, spec.ranks, cell.time_limit_seconds, kill, waited) as watch,
                 ended_by(stop, kill),
             ):
                 own = command(folder)
@@ -171,7 +171,7 @@ class Launcher:
                     left.interrupted = True
                 finally:
                     psutil.wait_procs(kill(), timeout=5)
-            left.timed_out = deadline.passed
+            left.timed_out, left.hang = watch.passed, watch.hang
             left.read(scratch, spec.ranks)
             return left, by
 
@@ -182,7 +182,7 @@ class Launcher:
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
         """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that
         had no time to say who they are."""
-        for pid in rank_pids(scratch, ranks):
+        for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         below = [child for child in psutil.Process().children() if child.pid not in self._ignored]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.launch.hang import Hang, missing, read_groups
 from harness.spec.cell import Cell
+from harness.spec.redaction import redacted
 from harness.worker.answer import RankAnswer, TrainedAnswer
+from harness.worker.heartbeat import GroupState
 from harness.worker.spec import log_file, stacks_file
 from harness.worker.worker import no_memory
 
 LOG_TAIL_BYTES = 4000
+_LONGEST_SECRET = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class RankOutputs:
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Of the ranks that went first, as far as their launcher knows."""
+    groups: dict[int, list[GroupState]] = field(default_factory=dict)
+    """Which collectives each rank had entered, of the ranks that were asked; empty for one that
+    did not answer."""
+    hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
     ended: str = ""
@@ -73,12 +82,16 @@ class RankOutputs:
             self.logs[rank] = _tail(log_file(scratch, rank))
             if text := _tail(stacks_file(scratch, rank), 20000):
                 self.stacks[rank] = text
+            if self.hang or self.timed_out:
+                self.groups[rank] = read_groups(scratch, rank)
 
     def add(self, other: RankOutputs) -> None:
         """Another node's ranks."""
         self.answers |= other.answers
         self.logs |= other.logs
         self.stacks |= other.stacks
+        self.groups |= other.groups
+        self.hang = _together(self.hang, other.hang)
         self.exit_codes |= other.exit_codes
         self.timed_out |= other.timed_out
         self.interrupted |= other.interrupted
@@ -88,6 +101,7 @@ class RankOutputs:
         """Whether every rank here did what it was to do."""
         return (
             not self.timed_out
+            and not self.hang
             and not self.interrupted
             and all(a.succeeded for a in self.answers.values())
         )
@@ -113,18 +127,17 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
 
     def ended(status: str, reason: str, rank: int = 0) -> Ending:
-        return Ending(status, reason, answers, outputs.logs.get(rank, ""), stacks)
+        return Ending(status, redacted(reason), answers, outputs.logs.get(rank, ""), stacks)
 
     if outputs.interrupted:
         return ended("interrupted", "stopped by the user")
     if lost:
         return ended("failed", lost)
-    if outputs.timed_out:
-        return ended(
-            "timeout",
-            f"still running after its time limit of {cell.time_limit_seconds:g} s; the stacks of"
-            " its ranks are recorded",
-        )
+    if outputs.hang or outputs.timed_out:
+        why = missing(outputs.groups, outputs.stacks)
+        recorded = "".join([f"; {why}" if why else "", "; the stacks of its ranks are recorded"])
+        limit = f"still running after its time limit of {cell.time_limit_seconds:g} s"
+        return ended("timeout", (outputs.hang.words() if outputs.hang else limit) + recorded)
     silent = [answer.rank for answer in answers if answer.silent]
     failed = sorted(
         ((answer.rank, answer.failure) for answer in answers if answer.failure),
@@ -145,6 +158,13 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
     return Ending("ok", "", answers)
 
 
+def _together(one: Hang | None, other: Hang | None) -> Hang | None:
+    """What is known of the ranks of two nodes."""
+    if one is None or other is None:
+        return one or other
+    return Hang(max(one.seconds, other.seconds), one.doing | other.doing)
+
+
 def ending(exit_code: int | None, by: str) -> str:
     """How a process that left no answer went, in words."""
     if exit_code is not None and exit_code < 0:
@@ -156,6 +176,14 @@ def ending(exit_code: int | None, by: str) -> str:
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    if not file.exists():
+    """The last `size` bytes of a rank's file as text, without secrets; empty where there is no
+    file."""
+    try:
+        with open(file, "rb") as content:
+            # Begun earlier: half of a secret would not be known for one.
+            begin = max(0, content.seek(0, os.SEEK_END) - size - _LONGEST_SECRET)
+            content.seek(begin)
+            text = content.read(size + _LONGEST_SECRET).decode("utf-8", "replace")
+    except FileNotFoundError:
         return ""
-    return file.read_bytes()[-size:].decode("utf-8", "replace").strip()
+    return redacted(text).encode()[-size:].decode("utf-8", "ignore").strip()

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from harness.launch.hang import LOOK_SECONDS, Hang, Silence, ask_ranks
 from harness.worker.spec import pid_file
 
 
-def rank_pids(scratch: str, ranks: range) -> list[int]:
+def pids_by_rank(scratch: str, ranks: range) -> dict[int, int]:
     """Process ids of those of these ranks that have started."""
-    files = [pid_file(scratch, rank) for rank in ranks]
-    return [int(text) for f in files if f.exists() and (text := f.read_text())]
+    files = {rank: pid_file(scratch, rank) for rank in ranks}
+    return {r: int(text) for r, f in files.items() if f.exists() and (text := f.read_text())}
 
 
 @contextlib.contextmanager
@@ -74,8 +73,8 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
         thread.join()
 
 
-class Deadline:
-    """At the time limit: asks each rank for its stacks, then kills them all.
+class Watch:
+    """Ends the ranks at the time limit, or when they hang; before that, asks each for its stacks.
 
     `waited`: seconds so far that do not count.
     """
@@ -88,36 +87,34 @@ class Deadline:
         kill: Callable[[], object],
         waited: Callable[[], float],
     ) -> None:
-        self.scratch, self.ranks, self.seconds, self.kill, self.waited = (
-            scratch,
-            ranks,
-            seconds,
-            kill,
-            waited,
-        )
+        self.scratch, self.ranks, self.seconds = scratch, ranks, seconds
+        self.kill, self.waited = kill, waited
         self.passed = False
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._wait, daemon=True)
+        """Whether the time limit was reached."""
+        self.hang: Hang | None = None
+        self._silence = Silence(scratch, ranks, lambda: pids_by_rank(scratch, ranks))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
 
-    def __enter__(self) -> Deadline:
-        self.began = time.monotonic()
-        self.thread.start()
+    def __enter__(self) -> Watch:
+        self._began = time.monotonic()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
+        self._over.set()
+        self._thread.join()
 
     def _wait(self) -> None:
-        while (left := self.seconds + self.waited() - (time.monotonic() - self.began)) > 0:
-            if self.over.wait(left):
+        looked, waited = time.monotonic(), self.waited()
+        while (left := self.seconds + self.waited() - (time.monotonic() - self._began)) > 0:
+            if self._over.wait(min(left, LOOK_SECONDS)):
                 return
-        self._strike()
-
-    def _strike(self) -> None:
-        self.passed = True
-        for pid in rank_pids(self.scratch, self.ranks):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
+            now, waited_now = time.monotonic(), self.waited()
+            self.hang = self._silence.look(max(0.0, now - looked - (waited_now - waited)))
+            looked, waited = now, waited_now
+            if self.hang:
+                break
+        self.passed = self.hang is None
+        ask_ranks(self.scratch, pids_by_rank(self.scratch, self.ranks))
         self.kill()

@@ -155,8 +155,7 @@ def resumable(store: Store, matrix: str | None) -> Plan:
     """The newest run (of this matrix), also where only its report is missing; raises
     NothingToResume where there is none.
     """
-    for run_id in reversed(store.run_ids()):
-        plan = kept_plan(store, run_id)
+    for plan in map(Plan.from_row, store.newest_rows()):
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan
     of = f" of matrix {matrix!r}" if matrix else ""

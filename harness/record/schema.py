@@ -38,9 +38,11 @@ TABLES: dict[str, type[Record]] = {
 VERSION = max(column.since for table in TABLES.values() for column in table.columns())
 """The version of a file whose tables have all columns of today."""
 
+VERSION_KEY = "parallelism_bench_schema_version"
+"""Where a file's metadata says which version of the schema it has."""
+
 
 @functools.cache
 def arrow_schema(table: str) -> pa.Schema:
     """The table's arrow schema, the version in its metadata."""
-    metadata = {"parallelism_bench_schema_version": str(VERSION)}
-    return arrow_schema_of(TABLES[table]).with_metadata(metadata)
+    return arrow_schema_of(TABLES[table]).with_metadata({VERSION_KEY: str(VERSION)})

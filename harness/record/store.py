@@ -10,19 +10,30 @@ results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, onl
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.record.files import (
+    DamagedFile,
+    frame_of,
+    is_complete,
+    nullable,
+    read_file,
+    read_frame,
+    read_undamaged,
+    write_file,
+    writer_name,
+)
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
-from harness.record.schema import arrow_schema
+from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
 from harness.record.step import StepRecord
 from harness.record.table import Record, arrow_table
 from harness.record.trial import TrialRecord
-from harness.spec.errors import NoRuns, NotWritable, UsageError
+from harness.spec.errors import DamagedRun, NoRuns, NotWritable, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +41,7 @@ if TYPE_CHECKING:
 
 _COPIED = "files"
 """Key in the metadata of a run's copy: how many files it holds."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AT_ONCE = 200
 """Files copied at a time, which bounds the memory that it takes."""
 
@@ -55,7 +67,7 @@ class Results:
     runs: pd.DataFrame
     trials: pd.DataFrame
     steps: pd.DataFrame
-    explained: pd.DataFrame = field(default_factory=lambda: _read("explained", []))
+    explained: pd.DataFrame = field(default_factory=lambda: read_frame("explained", []))
 
 
 class Store:
@@ -75,8 +87,8 @@ class Store:
     def write_run(self, run: RunRecord) -> bool:
         """False where the run is there already: where several begin the same run, the first one's
         record counts."""
-        path = self.folder / "runs" / f"{run.run_id}.parquet"
-        mine = self._write("runs", path.with_name(f".{path.stem}.{_who()}.begun"), [run])
+        path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
+        mine = self._write("runs", path.with_name(f".{path.stem}.{writer_name()}.begun"), [run])
         try:
             os.link(mine, path)
             return True
@@ -99,17 +111,33 @@ class Store:
         return self._write("explained", file, [profile])
 
     def run_ids(self) -> list[str]:
-        """All runs, oldest first."""
-        return sorted(path.stem for path in (self.folder / "runs").glob("*.parquet"))
+        """All runs, oldest first; without those whose file is not complete, and the last of them
+        is undamaged."""
+        files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
+        run_ids = [file.stem for file in files if is_complete(file)]
+        while run_ids and not self._rows(run_ids[-1:]):
+            run_ids.pop()
+        return run_ids
 
     def run_row(self, run_id: str) -> dict[str, Any]:
-        """The row of a run in table `runs`, without reading its trials."""
-        return dict(_read("runs", [self.folder / "runs" / f"{run_id}.parquet"]).iloc[0])
+        """The row of a run in table `runs`, without reading its trials. Raises DamagedRun."""
+        for row in self._rows([run_id]):
+            return row
+        raise DamagedRun(f"the file of run {run_id!r} in {str(self.folder)!r} is damaged")
+
+    def newest_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of all runs in table `runs`, newest first, those left out that are damaged."""
+        for run_id in reversed(self.run_ids()):
+            yield from self._rows([run_id])
+
+    def _rows(self, run_ids: Sequence[str]) -> list[dict[str, Any]]:
+        runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in run_ids])
+        return [dict(row) for _, row in runs.iterrows()]
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
         """How each trial of a run that has its record ended."""
         columns = ("cell_id", "trial", "attempt", "status")
-        trials = _read("trials", self._files("trials", run_id), columns)
+        trials = self._frame("trials", [run_id], columns)
         return {TrialKey(*key): status for *key, status in trials.itertuples(index=False)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
@@ -125,15 +153,22 @@ class Store:
                     f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
                     f" {', '.join(recorded[-5:])}"
                 )
-        runs = _read("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
-        trials = _read("trials", [path for r in wanted for path in self._files("trials", r)])
-        step_files = [path for r in wanted for path in self._files("steps", r)] if steps else []
+        runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
+        wanted = [run_id for run_id in wanted if run_id in set(runs["run_id"])]
+        if not wanted:
+            raise DamagedRun(f"the files of these runs in {str(self.folder)!r} are damaged")
+        trials = self._frame("trials", wanted)
         explained = [
             path
             for r in wanted
             for path in sorted((self.folder / "explained" / r).glob("*.parquet"))
         ]
-        return Results(runs, trials, _read("steps", step_files), _read("explained", explained))
+        return Results(
+            runs,
+            trials,
+            self._frame("steps", wanted if steps else []),
+            read_frame("explained", explained),
+        )
 
     def gather(self, run_id: str) -> None:
         """Copies a run's rows into one file per table: thousands of small files take long to read.
@@ -144,12 +179,14 @@ class Store:
 
         for table in ("trials", "steps"):
             files = self._single(table, run_id)
-            schema = _nullable(table).with_metadata({_COPIED: str(len(files))})
+            metadata = {VERSION_KEY: str(VERSION), _COPIED: str(len(files))}
+            schema = nullable(table).with_metadata(metadata)
             parts = (
-                pa.concat_tables(_tables(table, files[i : i + _AT_ONCE])).combine_chunks()
+                pa.concat_tables(rows).combine_chunks()
                 for i in range(0, len(files), _AT_ONCE)
+                if (rows := read_undamaged(table, files[i : i + _AT_ONCE]))
             )
-            self._write_file(self._copy(table, run_id), schema, parts)
+            write_file(self._copy(table, run_id), schema, parts)
 
     def _copy(self, table: str, run_id: str) -> Path:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
@@ -160,16 +197,30 @@ class Store:
         files = [self.folder / table / run_id / trial.name for trial in counted]
         return [file for file in files if file.exists()]
 
+    def _frame(
+        self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
+    ) -> pd.DataFrame:
+        """The rows of these runs, from the copy of each or from single files. Of a damaged copy the
+        single files are read, as far as there are any."""
+        tables = [part for r in run_ids for part in self._tables(table, r, columns)]
+        return frame_of(table, tables, columns)
+
+    def _tables(self, table: str, run_id: str, columns: Sequence[str]) -> list[pa.Table]:
+        files, copy = self._files(table, run_id), self._copy(table, run_id)
+        if files == [copy] and (single := self._single(table, run_id)):
+            try:
+                return [read_file(table, copy, columns)]
+            except DamagedFile:
+                files = single
+        return read_undamaged(table, files, columns)
+
     def _files(self, table: str, run_id: str) -> list[Path]:
         """Where the rows of a run are: in the copy, if that is as new as they are or all that was
         kept, else each in its own file."""
         single, copy = self._single(table, run_id), self._copy(table, run_id)
         if not copy.exists():
             return single
-        import pyarrow.parquet as pq
-
-        copied = pq.read_schema(copy).metadata.get(_COPIED.encode())
-        return [copy] if not single or copied == str(len(single)).encode() else single
+        return [copy] if not single or _copied(copy) == len(single) else single
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""
@@ -179,85 +230,36 @@ class Store:
             if single or not copy.exists()
             else [copy]
         )
-        steps = _read("steps", files)
+        steps = read_frame("steps", files)
         return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
     def _write(self, table: str, path: Path, rows: Sequence[Record]) -> Path:
         schema = arrow_schema(table)
-        return self._write_file(path, schema, [arrow_table(rows, schema)])
-
-    def _write_file(self, path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-        """Writes a complete file or none."""
-        import pyarrow.parquet as pq
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{_who()}.tmp")
-        try:
-            with open(temporary, "wb") as sink:
-                with pq.ParquetWriter(sink, schema) as writer:
-                    for part in parts:
-                        writer.write_table(part.cast(schema))
-                sink.flush()
-                os.fsync(sink.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return path
+        return write_file(path, schema, [arrow_table(rows, schema)])
 
 
-def _who() -> str:
-    """This process among all that share the folder, on whichever node."""
-    return f"{platform.node()}.{os.getpid()}"
+def _copied(copy: Path) -> int | None:
+    """How many files a copy holds; None where it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return int((pq.read_schema(copy).metadata or {})[_COPIED.encode()])
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return None
+
+
+def require_plain_name(run_id: str) -> str:
+    """The name of a run, which becomes that of files and folders; raises UsageError for one that is
+    no plain name, such as a path that leads elsewhere."""
+    if not _PLAIN_NAME.fullmatch(run_id):
+        raise UsageError(
+            f"run name {run_id!r} cannot be the name of a file: use up to 100 letters, digits, '.',"
+            " '_' and '-', the first a letter or digit"
+        )
+    return run_id
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
     """Everything recorded in a results folder as pandas frames."""
     return Store(folder).load(run_ids)
-
-
-def _read(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Files of any schema version, all columns or these; columns that a file's version did not have
-    are null."""
-    import pyarrow as pa
-
-    rows = (
-        pa.concat_tables(_tables(table, files, columns))
-        if files
-        else _nullable(table, columns).empty_table()
-    )
-    frame: pd.DataFrame = rows.combine_chunks().to_pandas()
-    return frame
-
-
-def _nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            field.with_nullable(True)
-            for field in arrow_schema(table)
-            if not columns or field.name in columns
-        ]
-    )
-
-
-def _tables(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> list[pa.Table]:
-    """Each file's rows in the columns of today's schema."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema, tables = _nullable(table, columns), []
-    for rows in (pq.ParquetFile(file).read(columns=schema.names) for file in files):
-        present = set(rows.column_names)
-        cast = [
-            rows.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(rows), f.type)
-            for f in schema
-        ]
-        tables.append(pa.table(cast, schema=schema))
-    return tables

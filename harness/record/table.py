@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from harness.spec.redaction import redacted
+
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
@@ -173,10 +175,24 @@ def arrow_schema_of(table: type[Record]) -> pa.Schema:
 
 
 def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
-    """The rows of one table in arrow's columns."""
+    """The rows of one table in arrow's columns, without secrets."""
     import pyarrow as pa
 
-    return pa.Table.from_pylist([vars(row) for row in rows], schema=schema)
+    return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
+
+
+_OWN_WORDS = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
+"""Columns whose values the suite itself has chosen from, by which rows are found."""
+
+
+def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
+    values = dict(row)
+    for name, value in row.items():
+        if isinstance(value, str) and name not in _OWN_WORDS:
+            values[name] = redacted(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], str):
+            values[name] = tuple(redacted(text) for text in value)
+    return values
 
 
 def meanings(table: type[Record]) -> dict[str, str]:

@@ -24,8 +24,16 @@ class NoRuns(UsageError):
     """The results folder has no run yet."""
 
 
+class DamagedRun(UsageError):
+    """The file of a run cannot be read."""
+
+
 class NothingToResume(UsageError):
     """The results folder has no run to go on with."""
+
+
+class DamagedFileWarning(UserWarning):
+    """A damaged file was left out of what was read."""
 
 
 class Refused(Exception):

@@ -7,11 +7,13 @@ import functools
 import importlib.util
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness.host.cache import cache_folder
 from harness.host.unbuilt import unbuilt
-from harness.spec.errors import Unavailable
+from harness.spec.errors import Refused, Unavailable
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
@@ -52,6 +54,23 @@ def in_memory(folder: str) -> bool:
         (len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)
     ]
     return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
+
+
+DISKS = "PARALLELISM_BENCH_DISKS"
+"""Environment variable with folders to which states may be offloaded, separated by colons."""
+
+
+def require_disk(folder: str) -> None:
+    """Raises Refused for a folder that is not below the one for temporary files, the suite's cache,
+    or those of $PARALLELISM_BENCH_DISKS: a matrix, which may be somebody else's, does not choose
+    where on this host files are written and removed."""
+    allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
+    path = Path(folder).resolve()
+    if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
+        raise Refused(
+            f"folder {folder!r} is not one to which states may be offloaded on this host; name it"
+            f" in the environment variable {DISKS}"
+        )
 
 
 def check_prebuilt(*parts: str) -> None:

@@ -28,7 +28,7 @@ def emptied_folder(job: Job, chosen: str) -> Path:
     earlier trial left there."""
     import torch.distributed as dist
 
-    folder = (Path(chosen) if chosen else job.scratch) / "offload"
+    folder = Path(chosen) / "parallelism-bench-offload" if chosen else job.scratch / "offload"
     if chosen and job.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     if chosen:

@@ -11,7 +11,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._deepspeed import check_prebuilt, fp16_on_cpu, in_memory, missing
+from harness.strategies._deepspeed import (
+    check_prebuilt,
+    fp16_on_cpu,
+    in_memory,
+    missing,
+    require_disk,
+)
 from harness.strategies._deepspeed_swap import (
     SWAP_BUFFERS,
     SWAP_ELEMENTS,
@@ -53,8 +59,9 @@ class ZeroOptions(Strategy):
     offload_parameters: Place = "none"
     """Where partitioned parameters wait for their layer (stage 3)."""
     folder: str = ""
-    """Folder, on any disk, in which `offload` holds what is offloaded to `nvme` until the next
-    trial; empty for the trial's own."""
+    """Folder, on one of this host's disks for it (see `require_disk`), in which
+    `parallelism-bench-offload` holds what is offloaded to `nvme` until the next trial; empty for
+    the trial's own."""
     bucket_elements: int | None = Field(default=None, gt=0)
     """Elements that are reduced, prefetched and held live at a time; by default an eighth of the
     model, at most 25 MiB."""
@@ -177,6 +184,7 @@ def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
         options.offload_parameters,
     )
     folder = options.folder or tempfile.gettempdir()
+    require_disk(options.folder)
     if cell.precision == "fp16" and stage == 0:
         raise Refused(
             "without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never applied;"

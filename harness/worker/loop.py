@@ -26,6 +26,7 @@ from harness.strategy.job import Job, TrainState
 from harness.worker.answer import Offload, RankStates, RankStep
 from harness.worker.batches import Batches
 from harness.worker.control import Control
+from harness.worker.heartbeat import Heartbeat
 from harness.worker.interleave import Place
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload
@@ -66,9 +67,10 @@ class Loop:
         step: TrainStep,
         meter: MemoryMeter,
         control: Control | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
-        self.control = control
+        self.control, self.heartbeat = control, heartbeat
         self.paused_seconds = 0.0
         """Time for which the control ran while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
@@ -156,6 +158,8 @@ class Loop:
         last = self.steps[-1].step_seconds
         self.slices_began.append((index, self.place.wait(index - len(self.slices_began) - 1, last)))
         self.settling = True
+        if self.heartbeat:
+            self.heartbeat.forget()
 
     def run_step(self, index: int) -> None:
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
@@ -172,6 +176,8 @@ class Loop:
         self.progress.tell(index, took.step_seconds)
         if self.control:
             self._pause(self.control, phase == "timed")
+        if self.heartbeat:
+            self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
         """Lets the control run; after the cell's number of timed steps the ranks agree how many
@@ -233,6 +239,8 @@ class Loop:
                     train_state, workload, Reference(self.spec.reference)
                 )
         self.meter.reset()
+        if self.heartbeat:
+            self.heartbeat.beat(f"step {len(self.steps)}")
         self.settling = True
 
 

@@ -30,6 +30,7 @@ from harness.worker.answer import (
     answer_file,
 )
 from harness.worker.control import Control
+from harness.worker.heartbeat import Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
@@ -86,7 +87,7 @@ def run_rank(spec: TrialSpec) -> None:
     rank = int(os.environ["RANK"])
     control = _prepare_process(spec, rank)
     answer = RankAnswer(rank, os.getpid(), time.time())
-    progress = RankProgress()
+    progress = RankProgress(Heartbeat(spec.scratch, rank))
     try:
         result = _train(spec, answer, progress, control)
     except BaseException as error:
@@ -112,6 +113,7 @@ def run_rank(spec: TrialSpec) -> None:
 class RankProgress:
     """How far a rank has come: what it can still be asked when it fails."""
 
+    heartbeat: Heartbeat
     meter: MemoryMeter | None = None
     job: Job | None = None
 
@@ -253,6 +255,8 @@ def _train(
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )
+    answer_questions(spec.scratch, rank)  # its thread's stack is none of the trial's memory
+    progress.heartbeat.beat("process group")
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -265,6 +269,7 @@ def _train(
         dist.init_process_group(
             backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
         )
+    progress.heartbeat.beat("set-up")
     progress.job = job = Job(
         cell,
         workload,
@@ -288,7 +293,9 @@ def _train(
     setup_seconds = time.perf_counter() - begin
     setup_peak = meter.peak().allocated
 
-    loop = Loop(spec, job, step, meter, control)
+    progress.heartbeat.beat("step 0")
+    # Profiled steps are followed by work of unknown length.
+    loop = Loop(spec, job, step, meter, control, None if spec.profile else progress.heartbeat)
     if spec.profile:
         from harness.worker.profile import profile_rank
 
@@ -302,6 +309,7 @@ def _train(
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
+    progress.heartbeat.beat("end")
     if control:
         control.close()
     gc.enable()

@@ -38,12 +38,13 @@ PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on a disk: what is offloaded to memory has not left it."""
     if in_memory(str(tmp_path)):
         pytest.skip(
             "pytest's folders are on a file system in memory; give one on a disk with --basetemp"
         )
+    monkeypatch.setenv("PARALLELISM_BENCH_DISKS", str(tmp_path))
     return tmp_path
 
 

@@ -24,6 +24,7 @@ class Faulty(Strategy):
         "raises_in_setup",
         "shows_nothing",
         "slow",
+        "tells_secrets",
     ] = "raises"
     """How it goes wrong."""
 
@@ -42,6 +43,10 @@ class Faulty(Strategy):
 
         def step(batch: Batch) -> torch.Tensor:
             if last and batch.step == 2:
+                if self.fault == "tells_secrets":
+                    secret = os.environ["PLANTED_TOKEN"]
+                    print("x" * 3990 + secret, "y" * 3985, flush=True)  # cut by the end of the log
+                    raise ValueError(f"401 for https://me:{secret}@example.org?key={secret}")
                 if self.fault == "raises":
                     raise ValueError("the planted mistake")
                 if self.fault == "killed":

@@ -1,0 +1,207 @@
+"""Whether the ranks of a trial hang, which of them, and on what they wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from harness.worker.answer import answer_file
+from harness.worker.heartbeat import GroupState, groups_file, question_file, read_beat
+from harness.worker.spec import stacks_file
+
+VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
+"""Environment variable with the seconds without a heartbeat after which ranks hang; 0: they are
+ended by the time limit alone."""
+SECONDS = 15.0
+"""Where the variable does not say otherwise."""
+TIMES_LONGEST = 10
+"""Ranks may take so many times their longest phase or step so far, if that is more."""
+LOOK_SECONDS = 0.5
+_BUSY_SHARE = 0.05
+"""Of a core: more is work."""
+_PY_SPY_SECONDS = 10
+
+
+def allowed_seconds() -> float:
+    """How long a rank may be silent at least; 0: for ever."""
+    try:
+        return max(0.0, float(os.environ.get(VARIABLE, SECONDS)))
+    except ValueError:
+        return SECONDS
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that finished no phase or step for too long."""
+
+    seconds: float
+    """Without a heartbeat of these ranks."""
+    doing: dict[int, str]
+    """What each silent rank has not finished: a phase, or a step."""
+
+    def words(self) -> str:
+        """For the reason of a trial."""
+        doing = sorted(set(self.doing.values()))
+        return f"hangs: nothing was finished for {self.seconds:.0f} s in {', '.join(doing)}"
+
+
+class Silence:
+    """For how long each rank has been silent while it could run.
+
+    Time counts only as far as this process saw it pass in small steps: not while the machine or the
+    whole run was suspended, and not while the ranks waited for their turn. Before a rank has
+    finished its first step, work on a core or a disk is a sign of life too: imports, compilation
+    and the building of a model have no steps.
+    """
+
+    def __init__(self, scratch: str, ranks: Iterable[int], pids: Callable[[], Mapping[int, int]]):
+        """`pids`: gives the process id of each rank that has started."""
+        self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
+        self.allowed = allowed_seconds()
+        self._silent: dict[int, float] = {}
+        self._beats: dict[int, float] = {}
+        self._work: dict[int, float] = {}
+
+    def look(self, passed: float) -> Hang | None:
+        """Looks at all ranks, `passed` seconds after the last look; returns how they hang, None
+        where they do not."""
+        if not self.allowed:
+            return None
+        passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
+        longest, doing = 0.0, {}
+        for rank in self.ranks:
+            beat = read_beat(self.scratch, rank)
+            if beat is None or answer_file(self.scratch, rank).exists():
+                self._silent.pop(rank, None)
+                continue
+            longest = max(longest, beat.longest)
+            self._silent[rank] = self._silent.get(rank, 0.0) + passed
+            if beat.at != self._beats.get(rank) or (
+                not beat.steps and rank in pids and self._works(pids[rank], passed)
+            ):
+                self._beats[rank], self._silent[rank] = beat.at, 0.0
+            doing[rank] = beat.doing
+        limit = max(self.allowed, TIMES_LONGEST * longest)
+        hanging = {rank: text for rank, text in doing.items() if self._silent[rank] >= limit}
+        return Hang(max(self._silent[rank] for rank in hanging), hanging) if hanging else None
+
+    def _works(self, pid: int, passed: float) -> bool:
+        """Whether a rank and its children used a core, or read or wrote, since the last look."""
+        seconds = size = 0.0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error, AttributeError):
+                    times, io = each.cpu_times(), each.io_counters()
+                    seconds += times.user + times.system
+                    size += io.read_chars + io.write_chars
+        before, self._work[pid] = self._work.get(pid), seconds + size / 1e8
+        return before is not None and self._work[pid] - before > _BUSY_SHARE * passed
+
+
+def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
+    """Makes every rank leave its stacks, and which collectives it has entered: those of Python by
+    its fault handler, native ones by py-spy where that is installed."""
+    for rank, pid in pids.items():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ask:
+            ask.setblocking(False)
+            ask.sendto(b"groups", str(question_file(scratch, rank)))
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    own = shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program := own or shutil.which("py-spy"):
+        dumps = [(rank, _py_spy(program, pid)) for rank, pid in pids.items()]
+        for rank, process in dumps:
+            text = b""
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                text, _ = process.communicate(timeout=_PY_SPY_SECONDS)
+            process.kill()
+            process.wait()
+            with open(stacks_file(scratch, rank), "ab") as stacks:
+                stacks.write(b"\nnative, by py-spy:\n" + text)
+
+
+def _py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [program, "dump", "--native", "--pid", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def read_groups(scratch: str, rank: int) -> list[GroupState]:
+    """What a rank answered about its process groups; empty where it did not."""
+    try:
+        content = json.loads(groups_file(scratch, rank).read_text())
+        return [GroupState(**{**state, "ranks": tuple(state["ranks"])}) for state in content]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
+    """Which ranks the others wait for, in words; empty where nobody can tell.
+
+    By the collectives that each rank has entered; ranks without an answer count as missing where
+    others of their group answered. Without any answer, by the ranks whose stack is in no library
+    that communicates, while others' are.
+    """
+    by_group: dict[str, dict[int, GroupState]] = {}
+    for rank, states in groups.items():
+        for state in states:
+            by_group.setdefault(state.group, {})[rank] = state
+    for group, states_by_rank in sorted(by_group.items()):
+        furthest = max(states_by_rank.values(), key=lambda state: state.entered)
+        entered = {rank: state.entered for rank, state in states_by_rank.items()}
+        late = sorted(
+            rank
+            for rank in furthest.ranks
+            if rank in groups and entered.get(rank, 0) < furthest.entered
+        )
+        if late and len(late) < len(furthest.ranks):
+            where = "" if len(by_group) == 1 else f" of process group {group}"
+            return (
+                f"{_ranks(late)} never entered {furthest.operation} {furthest.entered}{where},"
+                f" where the others of its {len(furthest.ranks)} ranks wait"
+            )
+    waiting = [rank for rank, text in stacks.items() if _communicates(text)]
+    absent = sorted((stacks.keys() | groups.keys()) - set(waiting))
+    if waiting and absent:
+        return f"{_ranks(absent)} is not where the others wait for each other"
+    return ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+_COMMUNICATES = (
+    "torch/distributed/",
+    "horovod/",
+    "/deepspeed/comm/",
+    "_engine_run_backward",
+    "_parameter_server",
+)
+_INNERMOST = 6
+"""Frames of a stack in which a library is called that communicates."""
+
+
+def _communicates(stack: str) -> bool:
+    """Whether the main thread, the last of a fault handler's, is in a library that communicates."""
+    main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
+    main = main.rpartition("Current thread")[2]
+    frames = [line for line in main.splitlines() if line.strip().startswith("File ")]
+    return any(word in line for line in frames[:_INNERMOST] for word in _COMMUNICATES)

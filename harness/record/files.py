@@ -1,0 +1,167 @@
+"""One parquet file of a results folder: writing it whole or not at all, and reading it back only
+where it is undamaged.
+
+Each page of a file carries a checksum (CRC-32, parquet-format's `PageHeader.crc`), which is checked
+whenever the file is read; its footer is checked against the table's schema.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
+from harness.spec.errors import DamagedFileWarning, UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+_MAGIC = b"PAR1"
+
+
+class DamagedFile(Exception):
+    """A file is not what was written, or not a file of this table; the message says in what way."""
+
+
+class NewerSchema(UsageError):
+    """A file was written by a newer version of the suite, which this one cannot read."""
+
+
+def writer_name() -> str:
+    """This process among all that share the folder, on whichever node."""
+    return f"{platform.node()}.{os.getpid()}"
+
+
+def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
+    """Writes a complete file or none; it is on the disk when this returns."""
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
+    try:
+        with open(temporary, "wb") as sink:
+            with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
+                for part in parts:
+                    writer.write_table(part.cast(schema))
+            sink.flush()
+            os.fsync(sink.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return path
+
+
+def is_complete(file: Path) -> bool:
+    """Whether a file begins and ends as parquet does: a first look, which reads 8 bytes."""
+    try:
+        with open(file, "rb") as content:
+            begin = content.read(4)
+            content.seek(-4, os.SEEK_END)
+            return begin == content.read(4) == _MAGIC
+    except OSError:
+        return False
+
+
+def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
+    """A file's rows, in all columns of today's schema or in these; null where the file's version
+    did not have a column.
+
+    Raises DamagedFile, and NewerSchema for a file of a later version of the schema.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = nullable(table, columns)
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as content:
+            version = _version(file, content.schema_arrow)
+            if lacking := _lacking(table, content.schema_arrow, version):
+                raise DamagedFile(f"it is no file of table {table}: column {lacking} is missing")
+            rows = content.read(columns=schema.names)
+        present = set(rows.column_names)
+        cast = [
+            rows.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(rows), f.type)
+            for f in schema
+        ]
+        return pa.table(cast, schema=schema)
+    except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
+        lines = str(error).strip().splitlines()
+        raise DamagedFile(lines[0] if lines else type(error).__name__) from None
+
+
+def _version(file: Path, schema: pa.Schema) -> int | None:
+    """The version of the schema that a file says it has; None for copies of several files."""
+    text = (schema.metadata or {}).get(VERSION_KEY.encode())
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise DamagedFile("its schema version is no number")
+    if int(text) > VERSION:
+        raise NewerSchema(
+            f"{str(file)!r} was written by a newer version of the suite (schema {int(text)}, this"
+            f" one reads up to {VERSION}): update the suite to read it"
+        )
+    return int(text)
+
+
+def _lacking(table: str, schema: pa.Schema, version: int | None) -> str:
+    """A column that every file of this version has and this one does not; empty: none. Copies of
+    several files have all columns of the version that made them."""
+    known = 1 if version is None else version
+    for column in TABLES[table].columns():
+        if column.since <= known and not column.nullable and column.name not in schema.names:
+            return column.name
+    return ""
+
+
+def read_undamaged(
+    table: str, files: Sequence[Path], columns: Sequence[str] = ()
+) -> list[pa.Table]:
+    """The rows of each file, those that are damaged left out with a DamagedFileWarning."""
+    tables = []
+    for file in files:
+        try:
+            tables.append(read_file(table, file, columns))
+        except DamagedFile as problem:
+            text = f"{str(file)!r} is damaged and was left out: {problem}"
+            warnings.warn(text, DamagedFileWarning, stacklevel=2)
+    return tables
+
+
+def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
+    """The undamaged files' rows together as a pandas frame."""
+    return frame_of(table, read_undamaged(table, files, columns), columns)
+
+
+def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
+    """The rows of these tables together as a pandas frame, with all columns where there are
+    none."""
+    import pyarrow as pa
+
+    rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
+    frame: pd.DataFrame = rows.combine_chunks().to_pandas()
+    return frame
+
+
+def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
+    """The table's schema, or that of these columns, in which every value may be null."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            field.with_nullable(True)
+            for field in arrow_schema(table)
+            if not columns or field.name in columns
+        ]
+    )

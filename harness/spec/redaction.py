@@ -1,0 +1,85 @@
+"""Secrets are taken out of every text that is recorded or shown: error messages, logs, stacks,
+names.
+
+What is known by its name: values of environment variables whose names say that they are secret.
+What is known by its form: tokens of well-known services, passwords in addresses, values after words
+such as `password=`, private keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from urllib.parse import quote
+
+REDACTED = "[redacted]"
+LEAST = 8
+"""Characters of a secret: shorter values are words of any text."""
+SECRET_NAME = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL"
+    r"|AUTHORIZATION|_PAT$|_KEY$|_AUTH$|_PWD$)",
+    re.IGNORECASE,
+)
+_NO_SECRETS = re.compile(r"true|false|none|null|auto|\d+|(/[\w.-]+)+/?", re.IGNORECASE)
+"""Values of such variables that are settings or paths: TOKENIZERS_PARALLELISM=false."""
+_WORD = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key)"
+_FORMS = [
+    # GitHub, GitLab, Hugging Face, OpenAI and Anthropic, Slack, AWS, Google, npm, PyPI, W&B
+    re.compile(r"\b(?:gh[pousr]_|github_pat_)\w{20,}"),
+    re.compile(r"\bglpat-[\w-]{16,}"),
+    re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
+    re.compile(r"\bsk-[\w-]{20,}"),
+    re.compile(r"\bxox[abeoprs]-[\w-]{10,}"),
+    re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+    re.compile(r"\bAIza[\w-]{35}"),
+    re.compile(r"\b(?:npm_|pypi-)[\w-]{30,}"),
+    # JSON web tokens (RFC 7519), private keys (RFC 7468)
+    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
+    re.compile(
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s]|\\[nr])*"
+        r"(?:-----END [A-Z ]*PRIVATE KEY-----)?"
+    ),
+]
+_IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECASE)
+"""The part of a URL before its host (RFC 3986)."""
+_AFTER_WORD = re.compile(
+    rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*[\"']?|\bbearer\s+|--[\w-]*{_WORD}\s+)"
+    r"(?!\d+\b)[^\s\"',;&\\]{6,}",
+    re.IGNORECASE,
+)
+
+
+def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
+    """Values of the environment variables whose names say that they are secret, also as JSON and
+    URLs write them, longest first: one may be part of another."""
+    values = {
+        written
+        for name, value in environment.items()
+        if SECRET_NAME.search(name) and len(value) >= LEAST and not _NO_SECRETS.fullmatch(value)
+        for written in (value, json.dumps(value)[1:-1], quote(value, safe=""))
+    }
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
+
+
+def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
+    """The text with each secret replaced. `secrets`: None for those of this process's
+    environment."""
+    if len(text) < LEAST:
+        return text  # short columns are most of what is recorded
+    for secret in _own_secrets() if secrets is None else secrets:
+        text = text.replace(secret, REDACTED)
+    for form in _FORMS:
+        text = form.sub(REDACTED, text)
+    text = _IN_ADDRESS.sub(rf"\1{REDACTED}@", text)
+    return _AFTER_WORD.sub(rf"\1{REDACTED}", text)
+
+
+def _own_secrets() -> tuple[str, ...]:
+    return _cached(tuple(os.environ.items()))
+
+
+@functools.lru_cache(maxsize=1)
+def _cached(environment: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    return secrets_of(dict(environment))

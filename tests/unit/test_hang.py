@@ -1,0 +1,229 @@
+"""Ranks that finish nothing: found by missing heartbeats, told from slow ones, and the one that the
+others wait for is named."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.launch import hang
+from harness.launch.hang import Hang, Silence, ask_ranks, missing
+from harness.launch.outcome import RankOutputs, judge
+from harness.spec.cell import Cell
+from harness.worker.answer import answer_file
+from harness.worker.heartbeat import GroupState, Heartbeat, read_beat
+from harness.worker.spec import stacks_file
+
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(60)"
+WAITS = """Thread 0x1 (most recent call first):
+  File "/x/threading.py", line 1 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+  File "/x/mine.py", line 5 in step
+"""
+SLEEPS = """Current thread 0x2 (most recent call first):
+  File "/x/mine.py", line 7 in step
+  File "/x/harness/worker/loop.py", line 7 in run_step
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("harness.worker.heartbeat.time.monotonic", made)
+    return made
+
+
+def silence(folder: Path, ranks: int = 1, pid: int | None = None) -> Silence:
+    return Silence(str(folder), range(ranks), lambda: {} if pid is None else {0: pid})
+
+
+def looks(watch: Silence, seconds: float) -> Hang | None:
+    """Looks twice a second for so long, or until there is a hang."""
+    for _ in range(int(2 * seconds)):
+        if found := watch.look(0.5):
+            return found
+    return None
+
+
+def test_a_rank_that_finishes_steps_does_not_hang(tmp_path: Path, clock: Clock) -> None:
+    heart, watch = Heartbeat(tmp_path, 0), silence(tmp_path)
+    for step in range(5):
+        clock.now += 14
+        heart.beat(f"step {step + 1}", step + 1)
+        assert looks(watch, 14) is None
+
+
+def test_silence_is_a_hang_after_its_time(tmp_path: Path, clock: Clock) -> None:
+    hearts, watch = [Heartbeat(tmp_path, rank) for rank in range(2)], silence(tmp_path, 2)
+    for heart in hearts:
+        heart.beat("step 3", 3)
+    assert looks(watch, 14.5) is None
+    found = looks(watch, 2)
+    assert found is not None
+    assert found.doing == {0: "step 3", 1: "step 3"}
+    assert found.words() == "hangs: nothing was finished for 15 s in step 3"
+
+
+def test_ten_times_the_longest_phase_is_allowed(tmp_path: Path, clock: Clock) -> None:
+    heart, watch = Heartbeat(tmp_path, 0), silence(tmp_path)
+    clock.now += 4
+    heart.beat("step 1", 1)
+    assert looks(watch, 39) is None
+    assert looks(watch, 3)
+
+
+def test_the_time_can_be_chosen(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Heartbeat(tmp_path, 0).beat("step 1", 1)
+    monkeypatch.setenv(hang.VARIABLE, "2")
+    assert looks(silence(tmp_path), 3)
+    monkeypatch.setenv(hang.VARIABLE, "0")
+    assert looks(silence(tmp_path), 300) is None
+
+
+def test_a_suspension_is_no_silence(tmp_path: Path, clock: Clock) -> None:
+    """The process that looks was stopped too, or slept with its machine."""
+    Heartbeat(tmp_path, 0).beat("step 1", 1)
+    watch = silence(tmp_path)
+    assert watch.look(0.5) is None
+    assert watch.look(3600.0) is None
+    assert looks(watch, 10) is None
+
+
+def test_a_rank_that_has_answered_or_has_not_begun_does_not_hang(
+    tmp_path: Path, clock: Clock
+) -> None:
+    Heartbeat(tmp_path, 0).beat("end", 8)
+    answer_file(tmp_path, 0).write_text("{}")
+    assert looks(silence(tmp_path, 2), 60) is None
+
+
+@pytest.mark.parametrize(("program", "hangs"), [(BUSY, False), (IDLE, True)])
+def test_work_before_the_first_step_is_a_sign_of_life(
+    tmp_path: Path, program: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hang.VARIABLE, "1")
+    Heartbeat(tmp_path, 0).beat("set-up")
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        time.sleep(0.3)
+        watch, found = silence(tmp_path, pid=process.pid), None
+        for _ in range(6):
+            time.sleep(0.3)
+            found = found or watch.look(0.3)
+    finally:
+        process.kill()
+        process.wait()
+    assert bool(found) == hangs
+
+
+def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupState:
+    return GroupState(name, ranks, entered, "gloo:all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("groups", "stacks", "words"),
+    [
+        (
+            {0: [group(17)], 1: [group(16)], 2: [group(17)]},
+            {},
+            "rank 1 never entered gloo:all_reduce 17, where the others of its 3 ranks wait",
+        ),
+        (
+            {0: [group(17)], 1: [], 2: []},
+            {},
+            "ranks 1, 2 never entered gloo:all_reduce 17, where the others of its 3 ranks wait",
+        ),
+        (
+            {0: [group(3), group(2, "1", (0, 1))], 1: [group(3), group(1, "1", (0, 1))]},
+            {},
+            "rank 1 never entered gloo:all_reduce 2 of process group 1, where the others",
+        ),
+        ({0: [], 1: []}, {0: WAITS, 1: SLEEPS}, "rank 1 is not where the others wait"),
+        ({0: [], 1: []}, {0: WAITS}, "rank 1 is not where the others wait"),
+        ({0: [group(4)], 1: [group(4)], 2: [group(4)]}, {0: SLEEPS, 1: SLEEPS}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_the_missing_rank_is_named(
+    groups: dict[int, list[GroupState]], stacks: dict[int, str], words: str
+) -> None:
+    said = missing(groups, stacks)
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+
+
+def test_hangs_of_two_nodes_are_one_timeout() -> None:
+    left = RankOutputs(hang=Hang(15.0, {0: "step 2"}), groups={0: [group(5, ranks=(0, 1))]})
+    left.add(RankOutputs(hang=Hang(16.2, {1: "step 2"}), groups={1: [group(4, ranks=(0, 1))]}))
+    end = judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)
+    assert end.status == "timeout"
+    assert end.reason == (
+        "hangs: nothing was finished for 16 s in step 2; rank 1 never entered gloo:all_reduce 5,"
+        " where the others of its 2 ranks wait; the stacks of its ranks are recorded"
+    )
+
+
+def test_a_beat_is_read_as_it_was(tmp_path: Path) -> None:
+    assert read_beat(tmp_path, 3) is None
+    heart = Heartbeat(tmp_path, 3)
+    heart.beat("step 7", 7)
+    found = read_beat(tmp_path, 3)
+    assert found is not None
+    assert (found.steps, found.doing) == (7, "step 7")
+    heart.beat("x" * 500)
+    assert len(read_beat(tmp_path, 3).doing) == 64  # type: ignore[union-attr]
+
+
+def test_native_stacks_are_asked_of_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: Callable[[], int]
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "native stack of $*"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    pid = idle()
+    ask_ranks(str(tmp_path), {0: pid})
+    assert f"native stack of dump --native --pid {pid}" in stacks_file(tmp_path, 0).read_text()
+
+
+@pytest.fixture
+def idle() -> Iterator[Callable[[], int]]:
+    """Starts a process that may be asked for its stacks by a signal; returns its id."""
+    started = []
+
+    def start() -> int:
+        words = "import faulthandler as f, signal as s, time; f.register(s.SIGUSR1)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{words}; print(1, flush=True); time.sleep(60)"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        started.append(process)
+        assert process.stdout
+        process.stdout.readline()
+        return process.pid
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
