@@ -26,7 +26,7 @@ RUN = _names(
 IDENTITY = _names(
     "run_id cell_id cell_name label system strategy options workload data sequence_length devices"
     " device processes data_parallel pipeline_parallel tensor_parallel precision regime"
-    " global_batch micro_batches optimizer launcher wraps_ddp threads_per_device"
+    " global_batch micro_batches recompute optimizer launcher wraps_ddp threads_per_device"
 )
 FIGURES = _names(
     "status reason expected ranked place same_as_above trials disturbed_trials stand_in"
@@ -34,13 +34,14 @@ FIGURES = _names(
     " tokens_per_second tokens_per_second_low tokens_per_second_high step_seconds_p50"
     " step_seconds_p95 data_seconds_p50 setup_seconds startup_seconds first_step_seconds"
     " wall_seconds trend baseline over_baseline over_baseline_low over_baseline_high"
-    " efficiency_own efficiency_single flops_per_step mfu bubble_fraction"
-    " energy_joules_per_sample peak_memory_bytes peak_memory_bytes_low memory_imbalance"
-    " memory_method parameter_bytes gradient_bytes optimizer_bytes library_bytes state_bytes"
-    " formula_bytes formula_transient_bytes formula_deviation host_state_bytes sent_bytes_per_step"
-    " offload_read_bytes_per_step offload_written_bytes_per_step offload_kept_bytes parameters"
-    " trained_parameters parity_verdict parity_reason parity_steps parity_max_loss_deviation"
-    " parity_loss_tolerance parity_max_update_deviation parity_update_tolerance fp32_loss_deviation"
+    " efficiency_own efficiency_single flops_per_step hardware_flops_per_step"
+    " mfu bubble_fraction energy_joules_per_sample peak_memory_bytes peak_memory_bytes_low"
+    " memory_imbalance memory_method parameter_bytes gradient_bytes optimizer_bytes library_bytes"
+    " state_bytes formula_bytes formula_transient_bytes formula_deviation host_state_bytes"
+    " sent_bytes_per_step offload_read_bytes_per_step offload_written_bytes_per_step"
+    " offload_kept_bytes parameters trained_parameters parity_verdict parity_reason parity_steps"
+    " parity_max_loss_deviation parity_loss_tolerance parity_max_update_deviation"
+    " parity_update_tolerance fp32_loss_deviation"
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
 """Columns of JSON only."""

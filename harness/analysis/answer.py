@@ -249,8 +249,8 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
     """What it asks of its user: packages beyond torch, and options not at their default."""
-    options = len(json.loads(cell.options)) + (cell.launcher == "spawn") + (cell.micro_batches > 1)
-    return len(cell.packages), options, cell.label
+    axes = (cell.launcher == "spawn") + (cell.micro_batches > 1) + (cell.recompute != "none")
+    return len(cell.packages), len(json.loads(cell.options)) + axes, cell.label
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:

@@ -25,7 +25,7 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         return next(filter(chosen, ranked), None)
-    plain = [cell for cell in ranked if cell.micro_batches == 1]
+    plain = [cell for cell in ranked if cell.plain]
     ddp = (cell for cell in plain if cell.wraps_ddp == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}")
     return next(ddp, None) or next(single, None)

@@ -56,6 +56,7 @@ class CellResult:
     regime: str = "strong"
     global_batch: int = 0
     micro_batches: int = 1
+    recompute: str = "none"
     optimizer: str = ""
     launcher: str = ""
     packages: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class CellResult:
     parameters: int | None = None
     trained_parameters: int | None = None
     flops_per_step: float | None = None
+    hardware_flops_per_step: float | None = None
     memory_method: str | None = None
     parity_steps: int = 0
 
@@ -191,6 +193,11 @@ class CellResult:
             return None
         low, high = getattr(self, f"{column}_low"), getattr(self, f"{column}_high")
         return Estimate(value, low, high, self.trials)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it takes its batch at a time and computes nothing twice."""
+        return self.micro_batches == 1 and self.recompute == "none"
 
     @property
     def outcome(self) -> str:

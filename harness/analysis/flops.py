@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 FORMULA = (
     "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit"
     " model, 2 per multiply-add, attention over the full square, counted by"
-    " torch.utils.flop_counter; recomputation does not count; MFU = FLOPs x steps/s / (devices x"
-    " peak of the device in the precision)"
+    " torch.utils.flop_counter; recomputation does not count (hardware FLOPs have it); MFU = FLOPs"
+    " x steps/s / (devices x peak of the device in the precision)"
 )
 
 

@@ -23,7 +23,7 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
         if cell.ranked and cell.devices == 1 and cell.samples_per_second is not None:
             key = (cell.run_id, *setting(cell, SCALED), cell.global_batch)
             own.setdefault((*key, *series(cell)), cell)
-            if cell.strategy == BASELINE and cell.micro_batches == 1:
+            if cell.strategy == BASELINE and cell.plain:
                 single.setdefault(key, cell)
 
     def scaled(cell: CellResult) -> CellResult:

@@ -54,6 +54,7 @@ _SHARED = [
     "regime",
     "global_batch",
     "micro_batches",
+    "recompute",
     "optimizer",
     "launcher",
     "packages",
@@ -64,6 +65,7 @@ _SHARED = [
     "parameters",
     "trained_parameters",
     "flops_per_step",
+    "hardware_flops_per_step",
     "memory_method",
     "parity_steps",
 ]

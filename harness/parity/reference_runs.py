@@ -3,7 +3,6 @@ is cleared for it."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
@@ -18,7 +17,7 @@ from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from harness.workloads import Workload, make_workload, prepare_data
+from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
 
@@ -154,6 +153,8 @@ def memory_bytes(reference: Cell) -> int:
     computes for all parameters at a time (4 bytes). A variant is taken to keep the activations of
     the model that it is one of.
     """
+    from harness.workloads.activations import activation_bytes
+
     workload, base = (
         make_workload(reference.workload),
         make_workload(split_name(reference.workload)[0]),
@@ -162,30 +163,8 @@ def memory_bytes(reference: Cell) -> int:
     moments = 2 if reference.optimizer == "adamw" else 1
     states = facts.parameter_bytes + (1 + moments) * facts.trained_bytes + facts.buffer_bytes
     samples = reference.global_batch // reference.micro_batches
-    logits = (
-        0
-        if workload.kind != "causal"
-        else 4 * samples * reference.sequence_length * workload.vocabulary
-    )
-    activations = (
-        samples * activations_of_a_sample(base, reference.sequence_length) + 2 * logits
-    )  # and their gradients
+    activations = samples * activation_bytes(base, 1, reference.sequence_length)
     return CONTEXT_BYTES + states + max(activations, facts.trained_bytes)
-
-
-@functools.cache
-def activations_of_a_sample(workload: Workload, sequence_length: int) -> int:
-    """Bytes that one sample's forward keeps for its backward, in fp32; of a model that grows block
-    by block, from two small ones."""
-    from harness.workloads.activations import activation_bytes
-
-    base, by, blocks = workload.name.rpartition("x")
-    if not (by and blocks.isdecimal() and workload.family and workload.family.sized):
-        return activation_bytes(workload, 1, sequence_length)
-    of_one_block, of_two = (
-        activation_bytes(make_workload(f"{base}x{n}"), 1, sequence_length) for n in (1, 2)
-    )
-    return of_one_block + (int(blocks) - 1) * (of_two - of_one_block)
 
 
 def limit_bytes() -> int:

@@ -101,4 +101,5 @@ class ProfileRecord(Record):
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_activation_bytes: float | None = None
-    """what autograd keeps of an unsplit model's micro-batch; null where the model is split"""
+    """what forward and backward of an unsplit model's micro-batch hold at most beside model and
+    gradients; null where the model is split"""

@@ -13,6 +13,7 @@ A column says since which version the schema has it. What the first versions wer
      state around each trial, what held them back in the timed steps, memory by NVML and of the
      host; cores of each rank; noise of the reference.
   8  the control that runs between the steps, and work that a step leaves behind.
+  9  recomputation of blocks, and the operations that it adds.
 """
 
 from __future__ import annotations

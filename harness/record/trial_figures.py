@@ -70,6 +70,8 @@ class TrialEfficiency(Record):
     was too short"""
     flops_per_step: float | None = None
     """of the model, see `how it was measured`"""
+    hardware_flops_per_step: float | None = since(9, None)
+    """those and what recomputation adds; null where the model's are"""
     mfu: float | None = None
     """model FLOPs utilisation; null where the device's peak is unknown"""
     bubble_fraction: float | None = None

@@ -117,6 +117,9 @@ class TrialSetting(Record):
     global_batch: Int32
     """samples per step"""
     micro_batches: Int32
+    recompute: str = since(9, "none")
+    """what blocks compute again during backward: none, selective (all but matrix products and
+    attention), full"""
     optimizer: str
     seed: Int64
     launcher: str

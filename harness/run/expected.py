@@ -150,7 +150,8 @@ def trial_seconds(
         else min(cores, cell.devices * cell.threads_per_device)
     )
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
-    computed = facts.flops_per_sample * cell.global_batch / (busy * rate)
+    flops = facts.flops_per_sample * cell.global_batch + strategy.recomputed_flops(cell, workload)
+    computed = flops / (busy * rate)
     sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(known, gpu)
     moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
     overhead = known.step_seconds * cell.micro_batches

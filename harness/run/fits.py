@@ -19,7 +19,7 @@ def device_bytes(cell: Cell) -> float:
     trains.
 
     By the strategy's own formula of what a rank keeps and needs for a while, its share of what
-    forward and backward keep of one micro-batch (torch's allocator holds on to it), and CUDA's
+    forward and backward hold of one micro-batch (torch's allocator holds on to it), and CUDA's
     context.
     """
     from harness.workloads.activations import activation_bytes
@@ -29,9 +29,8 @@ def device_bytes(cell: Cell) -> float:
     facts = model_facts(workload, cell.sequence_length)
     states = strategy.states(cell, layout, facts) or model_states(cell, facts)
     samples = max(1, cell.global_batch // cell.micro_batches)
-    activations = (
-        activation_bytes(workload.countable(), samples, cell.sequence_length) / cell.devices
-    )
+    held = activation_bytes(workload, samples, cell.sequence_length, cell.recompute)
+    activations = held / cell.devices
     return states.total + states.transient + activations + CONTEXT_BYTES
 
 

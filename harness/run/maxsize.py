@@ -85,7 +85,8 @@ class Prediction:
     strategy has no formula."""
     parameters: int | None
     activations: tuple[int, int]
-    """Bytes that autograd keeps: with one block, and for each one more."""
+    """Bytes that forward and backward hold at most beside model and gradients: with one block, and
+    for each one more."""
 
 
 def formula(cell: Cell, activations: tuple[int, int]) -> dict[str, float] | None:
@@ -116,7 +117,9 @@ def predict(cell: Cell, budget: int) -> Prediction:
     layout = make_strategy(cell).layout(cell.devices)
     samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
     of_one_block, of_two = (
-        activation_bytes(make_workload(sized(cell, n).workload), samples, cell.sequence_length)
+        activation_bytes(
+            make_workload(sized(cell, n).workload), samples, cell.sequence_length, cell.recompute
+        )
         for n in (1, 2)
     )
     activations = (of_one_block, of_two - of_one_block)

@@ -21,7 +21,6 @@ from harness.strategy.registry import validate
 from harness.worker.answer import ProfiledAnswer
 from harness.worker.profile import profiled_cell
 from harness.workloads import Workload, make_workload, prepare_data
-from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import model_facts
 
 
@@ -65,15 +64,14 @@ class Theory:
 
 
 def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None:
-    """What autograd keeps of a rank's micro-batch in fp32, by a count without memory; None where
-    ranks hold parts of the model."""
+    """What forward and backward of a rank's micro-batch hold at most beside the model in fp32, by a
+    count without memory; None where ranks hold parts of the model."""
+    from harness.workloads.activations import activation_bytes
+
     if layout.tensor > 1 or layout.pipeline > 1 or cell.precision != "fp32":
         return None
-    return float(
-        activation_bytes(
-            workload, cell.global_batch // layout.shares // cell.micro_batches, cell.sequence_length
-        )
-    )
+    samples = cell.global_batch // layout.shares // cell.micro_batches
+    return float(activation_bytes(workload, samples, cell.sequence_length, cell.recompute))
 
 
 def profile_record(

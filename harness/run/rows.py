@@ -56,6 +56,7 @@ def left_out_record(
         regime=cell.regime,
         global_batch=cell.global_batch,
         micro_batches=cell.micro_batches,
+        recompute=cell.recompute,
         optimizer=cell.optimizer,
         seed=cell.seed,
         launcher=cell.launcher,
@@ -147,6 +148,8 @@ def trial_record(
     if outcome.status != "ok" or verification.verdict is None:
         return trial
     trial = with_figures(trial, cell, outcome.answers, facts, peak_flops, strategy.cycle)
+    added = strategy.recomputed_flops(cell, prepared.workload)
+    trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]
     trial = replace(trial, bubble_fraction=bubble_fraction(busy) if busy else None)
     return _with_verdict(trial, verification.verdict, cell.expect == "diverged")

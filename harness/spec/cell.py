@@ -90,6 +90,9 @@ class Cell(BaseModel):
     micro_batches: int = Field(default=1, ge=1)
     """Parts into which each rank cuts its share of the batch: gradient accumulation, or a
     pipeline's micro-batches."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What each block computes again during backward instead of keeping it: nothing, all but
+    matrix products and attention, or everything."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -170,6 +173,8 @@ class Cell(BaseModel):
             shown.append(f"launcher={self.launcher}")
         if self.micro_batches > 1:
             shown.append(f"micro_batches={self.micro_batches}")
+        if self.recompute != "none":
+            shown.append(f"recompute={self.recompute}")
         if self.optimizer != "adamw":
             shown.append(self.optimizer)
         return self.strategy + (f"({', '.join(shown)})" if shown else "")
@@ -206,6 +211,7 @@ class Cell(BaseModel):
                 "precision": "fp32",
                 "regime": "strong",
                 "micro_batches": 1,
+                "recompute": "none",
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,
                 "timed_steps": 1,

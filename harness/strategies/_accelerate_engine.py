@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies._accelerate_config import fsdp2_settings
@@ -12,6 +13,10 @@ from harness.strategy import EXACT, Cell, Layout, ModelFacts, States, Strategy, 
 from harness.strategy.formulas import model_states, whole_model_states
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
+from harness.workloads.recompute import checkpoint_arguments
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FSDP2_HALF = Tolerance(
     5e-2,
@@ -88,3 +93,12 @@ class AccelerateEngine(Strategy):
             return None
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
         return self.zero.config(cell, self.layout(cell.devices), sizes)
+
+
+def recompute_by_transformers(
+    model: nn.Module, blocks: Sequence[nn.Module], recompute: str
+) -> None:
+    """Lets the blocks of a transformers model be computed again during backward by its own
+    activation checkpointing, which hands torch's checkpoint these arguments."""
+    whole: Any = model
+    whole.activation_checkpointing_enable(checkpoint_arguments(recompute))

@@ -3,15 +3,16 @@ are cleared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from harness.measure.states import retained_by
-from harness.strategy import Retained, Tolerance
+from harness.strategy import Cell, Refused, Retained, Tolerance
 
 if TYPE_CHECKING:
     from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
     from fairscale.optim import OSS
+    from torch import nn
 
 REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
 BROADCAST = Tolerance(
@@ -48,3 +49,27 @@ def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Reta
         for bucket in device.values():
             yield "parameters", "broadcast buckets of OSS", bucket.buffer
     yield from retained_by(model, [optimizer.optim])
+
+
+def check_recompute(cell: Cell) -> None:
+    """Raises Refused where fairscale's checkpoint_wrapper would not compute the same again."""
+    if cell.recompute == "selective":
+        raise Refused(
+            "fairscale's checkpoint_wrapper computes whole blocks again: use recompute full, or"
+            " ddp or fsdp2 for selective"
+        )
+    if cell.recompute == "full" and cell.precision != "fp32":
+        raise Refused(
+            "fairscale's checkpoint_wrapper computes blocks again in CUDA's default autocast"
+            f" precision, fp16, and on CPUs without autocast: use precision fp32, not"
+            f" {cell.precision}"
+        )
+
+
+def recompute_by_fairscale(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Lets the blocks be computed again during backward by fairscale's checkpoint_wrapper, which
+    replaces their forward and leaves names as they are."""
+    from fairscale.nn.checkpoint import checkpoint_wrapper
+
+    for block in blocks:
+        checkpoint_wrapper(block)

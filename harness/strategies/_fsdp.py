@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from harness.strategy import Cell, Job, Refused, Tolerance
-from harness.strategy.sharding import blocks_of, check_hybrid
+from harness.strategy.sharding import check_hybrid
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,7 +30,7 @@ def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
     a module that has at least an eighth of the parameters."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-    if blocks := blocks_of(job, model):
+    if blocks := job.workload.blocks_of(model):
         return ModuleWrapPolicy({type(block) for block in blocks})
     parameters = sum(p.numel() for p in model.parameters())
     return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters // 8)

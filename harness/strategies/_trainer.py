@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,6 +19,7 @@ from harness.strategies._accelerate_engine import AccelerateEngine
 from harness.strategies._deepspeed import settle
 from harness.strategy import Batch, Job, Workload
 from harness.strategy.step import LOSS_SCALE
+from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
 
@@ -147,7 +148,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
         settle(job.device.type, job.local_processes)
     # The model comes before the arguments, which may tell transformers to build models in ZeRO-3's
     # shards.
-    model = job.model()
+    model = job.model(recompute_by_arguments)
     args = TrainingArguments(**arguments(job, model, engine))
     torch.set_num_threads(job.threads)  # Accelerate takes all cores where OMP_NUM_THREADS is unset
     sharded = engine.engine == "fsdp2"
@@ -195,7 +196,17 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
             "fsdp": True,
             "fsdp_config": {**settings, "transformer_layer_cls_to_wrap": classes},
         }
+    if cell.recompute != "none":
+        args |= {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": checkpoint_arguments(cell.recompute),
+        }
     return args | same_training | nothing_beside
+
+
+def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Leaves the blocks as they are: Trainer enables transformers' own activation checkpointing
+    where its arguments say so."""
 
 
 def counts_labels(workload: Workload) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.strategies import _accelerate
 from harness.strategies._accelerate_config import accelerate_export, check_launch, launch_command
-from harness.strategies._accelerate_engine import AccelerateEngine
+from harness.strategies._accelerate_engine import AccelerateEngine, recompute_by_transformers
 from harness.strategies._ddp import ddp_buckets
 from harness.strategy import Cell, Export, Job, TrainStep, Workload
 
@@ -56,7 +56,7 @@ class Accelerate(AccelerateEngine):
         fsdp2, deepspeed = self.fsdp2_settings(job.cell), self.deepspeed_config(job.cell)
         accelerator = _accelerate.make_accelerator(job, fsdp2, deepspeed, self.config_file)
         _accelerate.verify(job, accelerator, bool(fsdp2), bool(deepspeed))
-        whole = job.model()
+        whole = job.model(recompute_by_transformers)
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         if self.zero:
             self.zero.register(job, model)

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._fairscale import pinned_gradients
+from harness.strategies._fairscale import (
+    check_recompute,
+    pinned_gradients,
+    recompute_by_fairscale,
+)
 from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
@@ -25,6 +29,7 @@ class FairscaleFsdp(Strategy):
 
     requires = ("fairscale",)
     preload = ("fairscale.nn.data_parallel",)
+    recomputes_whole_blocks = True
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep
@@ -35,6 +40,7 @@ class FairscaleFsdp(Strategy):
     """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
+        check_recompute(cell)
         if workload.partly_frozen:
             raise Refused(
                 f"{workload.name} freezes most parameters, and a flat parameter is trained or"
@@ -72,7 +78,8 @@ class FairscaleFsdp(Strategy):
             move_params_to_cpu=self.cpu_offload,
             compute_device=job.device,
         )
-        whole = dataclasses.replace(job, device=home).model()
+        at_home = dataclasses.replace(job, device=home)
+        whole, job.recomputes = at_home.model(recompute_by_fairscale), at_home.recomputes
         if job.workload.block_path:
             blocks = whole.get_submodule(job.workload.block_path)
             for name, block in list(blocks.named_children()):

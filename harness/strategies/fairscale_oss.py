@@ -31,6 +31,7 @@ class FairscaleOss(Strategy):
 
     requires = ("fairscale",)
     preload = ("fairscale.nn.data_parallel",)
+    recomputes_whole_blocks = True
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
     """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps;
@@ -41,6 +42,7 @@ class FairscaleOss(Strategy):
     """Send updated parameters in fp16."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
+        _fairscale.check_recompute(cell)
         if self.reduce_fp16 and self.reduce_buffer_size and cell.devices > 1:
             raise Refused(
                 "fairscale reduces buckets in fp32 and would ignore reduce_fp16: set"
@@ -76,7 +78,7 @@ class FairscaleOss(Strategy):
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        whole = job.model()
+        whole = job.model(_fairscale.recompute_by_fairscale)
         factory, kwargs = job.optimizer_class()
         optimizer = OSS(whole.parameters(), factory, broadcast_fp16=self.broadcast_fp16, **kwargs)
         model = ShardedDataParallel(

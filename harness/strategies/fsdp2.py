@@ -11,7 +11,7 @@ from harness.strategies import _fsdp
 from harness.strategies._accelerate_config import fsdp2_export
 from harness.strategy import Cell, Export, Job, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
-from harness.strategy.sharding import blocks_of, shard_mesh
+from harness.strategy.sharding import shard_mesh
 from harness.strategy.step import own_precision, standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts
@@ -94,7 +94,7 @@ class Fsdp2(Strategy):
         policies = _fsdp.policies(job, self.mixed_precision, self.cpu_offload)
         shard = functools.partial(fully_shard, mesh=shard_mesh(job, self.hybrid), **policies)
         shard_block = functools.partial(shard, reshard_after_forward=self.reshard_after_forward)
-        blocks = [shard_block(block) for block in blocks_of(job, model)]
+        blocks = [shard_block(block) for block in job.workload.blocks_of(model)]
         root = shard(model, reshard_after_forward=False)  # backward needs it first
         if self.prefetch:
             _fsdp.prefetch_neighbours(blocks)

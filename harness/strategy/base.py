@@ -62,6 +62,9 @@ class Strategy(BaseModel, ABC):
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: ClassVar[int] = 0
     """Elastic restarts that a trial may take."""
+    recomputes_whole_blocks: ClassVar[bool] = False
+    """Whether its library computes blocks again to their end, where torch's checkpoint stops at the
+    last tensor that backward needs."""
     fixed_steps: ClassVar[bool] = False
     """Whether it must know beforehand how many steps it takes: its launches take as many as the
     cell says, however short they are."""
@@ -125,6 +128,20 @@ class Strategy(BaseModel, ABC):
         library differs from the paper.
         """
         return None
+
+    def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
+        """Floating-point operations that recomputation adds to a step, over all ranks; counted once
+        for a model (see harness/workloads/activations.py)."""
+        if cell.recompute == "none":
+            return 0.0
+        from harness.workloads.activations import recomputed_flops
+
+        return float(
+            cell.global_batch
+            * recomputed_flops(
+                workload, cell.sequence_length, cell.recompute, self.recomputes_whole_blocks
+            )
+        )
 
     def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """Bytes that a step takes to and from a disk, or through one process in host memory; all

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.workload import HasLogits
 from harness.spec.training import Batch, Layout, Retained
+from harness.workloads.recompute import recompute_blocks
 
+Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
+"""(model, its blocks, `selective` or `full`): changes the blocks in place."""
 Wire = Literal["gloo", "ring"]
 Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
 """Object or module, name of its function, and the component of a step that its time belongs to."""
@@ -109,6 +112,8 @@ class Job:
     weights than the reference's.
     """
     train_state: TrainState | None = None
+    recomputes: bool = False
+    """Whether `model` has made blocks recompute."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -116,9 +121,17 @@ class Job:
         drives several."""
         return self.layout.driven(self.device)
 
-    def model(self) -> nn.Module:
-        """The workload's model with its seeded weights, on this rank's device, in training mode."""
-        return self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
+    def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
+        """The workload's model with its seeded weights, on this rank's device, in training mode.
+
+        `recompute`: how its blocks are made to recompute what the cell says, for libraries with
+        means of their own.
+        """
+        model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
+        if self.cell.recompute != "none":
+            recompute(model, self.workload.blocks_of(model), self.cell.recompute)
+            self.recomputes = True
+        return model
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The cell's optimizer as (class, keyword arguments), for libraries that make their own

@@ -182,5 +182,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
     workload.check(cell, strategy.shards_parameters)
+    if cell.recompute != "none":
+        workload.check_recompute(cell.recompute)
     strategy.check(cell, workload)
     return strategy, layout

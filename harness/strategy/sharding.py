@@ -1,4 +1,4 @@
-"""How sharding strategies cut a model: its blocks and the mesh of devices."""
+"""The mesh of devices that sharding strategies cut a model over."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from harness.spec.errors import Refused
 from harness.strategy.job import Job
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
-    """The model's blocks, none where its workload does not say which they are."""
-    return (
-        list(model.get_submodule(job.workload.block_path).children())
-        if job.workload.block_path
-        else []
-    )
 
 
 def check_hybrid(cell: Cell) -> None:

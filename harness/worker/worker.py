@@ -289,6 +289,11 @@ def _train(
         raise RuntimeError(
             f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
         )
+    if cell.recompute != "none" and not job.recomputes:
+        raise RuntimeError(
+            f"strategy {cell.strategy!r} did not build its model by job.model(), so that nothing is"
+            f" recomputed, and the cell asks for recompute {cell.recompute}"
+        )
     _KEPT.extend([job, step])
     setup_seconds = time.perf_counter() - begin
     setup_peak = meter.peak().allocated

@@ -1,41 +1,180 @@
-"""How many bytes does autograd keep between forward and backward?"""
+"""How many bytes do forward and backward hold beside the model, and how many operations does
+recomputation add?"""
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from harness.workloads.flops import without_memory
+from harness.workloads.recompute import products, recompute_blocks
+from harness.workloads.registry import make_workload
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch._ops import OpOverload
 
     from harness.workloads import Workload
 
 
-def activation_bytes(workload: Workload, samples: int, sequence_length: int) -> int:
-    """Bytes of the distinct storages that forward and loss save for backward, without those of
-    parameters and buffers.
+@functools.cache
+def activation_bytes(
+    workload: Workload, samples: int, sequence_length: int, recompute: str = "none"
+) -> int:
+    """The most bytes that forward, loss and backward hold at a time beside parameters, buffers and
+    the gradients of parameters: what autograd keeps for backward, and what operators make and free.
 
-    `samples` and `sequence_length` are those of one pass, in fp32. The tensors have no memory
-    (FakeTensorMode), so that models of any size can be counted.
+    `samples` and `sequence_length` are those of one pass, in fp32; `recompute` is that of a cell.
+    The tensors have no memory (FakeTensorMode), so that models of any size can be counted.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    held = _Held()
+    if pair := workload.of_one_and_two_blocks:
+        one, two = (
+            activation_bytes(make_workload(name), samples, sequence_length, recompute)
+            for name in pair
+        )
+        return one + (workload.blocks - 1) * (two - one)
+    _train(workload, samples, sequence_length, recompute, held)
+    return held.most()
 
-    saved: dict[int, Tensor] = {}
 
-    def save(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
+@functools.cache
+def recomputed_flops(
+    workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool = False
+) -> int:
+    """Floating-point operations that recomputation adds to the step of one sample: those of matrix
+    products, convolutions and attention as torch.utils.flop_counter has them (2 for a
+    multiply-add), and 1 for each element that another elementwise operator makes.
 
-    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        model = workload.build(seed=0, saved_weights=False)
+    `whole_blocks`: blocks are computed again to their end. torch's checkpoint stops at the last
+    tensor that backward needs, which is before a block's last product.
+    """
+    if recompute == "none":
+        return 0
+    if pair := workload.of_one_and_two_blocks:
+        one, two = (
+            recomputed_flops(make_workload(name), sequence_length, recompute, whole_blocks)
+            for name in pair
+        )
+        return one + (workload.blocks - 1) * (two - one)
+    counts = []
+    for what in (recompute, "none"):
+        count = _Operations()
+        with set_checkpoint_early_stop(not whole_blocks):
+            _train(workload, 1, sequence_length, what, count)
+        counts.append(count.total)
+    return counts[0] - counts[1]
+
+
+def _train(
+    workload: Workload,
+    samples: int,
+    sequence_length: int,
+    recompute: str,
+    counter: _Held | _Operations,
+) -> None:
+    """Forward, loss and backward of zeros, on tensors without memory, under a counter."""
+    with without_memory():
+        model = workload.countable().build(seed=0, saved_weights=False)
+        if recompute != "none":
+            recompute_blocks(model, workload.blocks_of(model), recompute)
         inputs = workload.sample_inputs(samples, sequence_length)
         labels = (
             torch.zeros(samples, dtype=torch.long)
             if workload.num_labels
             else torch.zeros_like(inputs)
         )
-        loss = workload.loss(workload.logits(model, inputs), labels)
-        own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        total = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
-        del loss  # which keeps the graph, and with it the storages, alive until here
-    return total
+        counter.watch(model)
+        with counter:
+            workload.loss(workload.logits(model, inputs), labels).backward()
+
+
+class _Operations(TorchDispatchMode):
+    """Counts floating-point operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def watch(self, model: torch.nn.Module) -> None: ...
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if count := products().get(func._overloadpacket):
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        elif torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
+            self.total += result.numel()
+        return result
+
+
+class _Held(TorchDispatchMode):
+    """Follows the storages that operators make, from their making to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        """Bytes of each storage, by its number."""
+        self.alive: dict[int, int] = {}
+        """Number of each storage that is there, by the address of its object in C++."""
+        self.gradients: set[int] = set()
+        """Numbers of the storages of parameters' gradients."""
+        self.changes: list[tuple[int, int]] = []
+        """(number of a storage, 1 where it is made or -1 where it ends), in order."""
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """What the model owns does not count, and gradients are cleared at once."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.alive[tensor.untyped_storage()._cdata] = -1
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._clear)
+
+    def _clear(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.gradients.add(self.alive.get(parameter.grad.untyped_storage()._cdata, -1))
+        parameter.grad = None
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.alive:
+                self._begin(tensor.untyped_storage())
+        return result
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        number, address = len(self.sizes), storage._cdata
+        self.sizes.append(storage.nbytes())
+        self.alive[address] = number
+        self.changes.append((number, 1))
+        weakref.finalize(storage, self._end, address)
+
+    def _end(self, address: int) -> None:
+        self.changes.append((self.alive.pop(address), -1))
+
+    def most(self) -> int:
+        """The most bytes at a time, without gradients of parameters."""
+        now = most = 0
+        for number, change in self.changes:
+            if number not in self.gradients:
+                now += change * self.sizes[number]
+                most = max(most, now)
+        return most

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from unittest import mock
 
 from harness.host.cache import cache_folder
 from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
@@ -112,21 +111,9 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
     """The facts of a model named FAMILY-HIDDENxBLOCKS, or of a variant of it, computed from those
     of one and two blocks: every number grows by as much with each block, and building a model takes
     50 ms per block, with an adapter several times that. None for other names."""
-    name, plus, suffixes = workload.name.partition("+")
-    base, separator, blocks = name.rpartition("x")
-    if not (
-        separator
-        and blocks.isdecimal()
-        and workload.block_path
-        and workload.family
-        and workload.family.sized
-        and workload.blocks > 2
-    ):
+    if not (pair := workload.of_one_and_two_blocks):
         return None
-    smallest, next_one = (
-        model_facts(make_workload(f"{base}x{blocks}{plus}{suffixes}"), sequence_length)
-        for blocks in (1, 2)
-    )
+    smallest, next_one = (model_facts(make_workload(name), sequence_length) for name in pair)
     more = workload.blocks - 1
 
     def grown(of_one: int, of_two: int) -> int:
@@ -157,18 +144,12 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
 
 
 def _count(workload: Workload, sequence_length: int) -> ModelFacts:
-    import torch
     import transformers
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from harness.workloads.flops import model_flops
+    from harness.workloads.flops import model_flops, without_memory
 
     transformers.utils.logging.set_verbosity_error()
-    with (
-        FakeTensorMode(),
-        # Tensors without data cannot be moved to another device.
-        mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),
-    ):
+    with without_memory():
         model = workload.countable().build(seed=0, saved_weights=False)
         flops = model_flops(
             model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))

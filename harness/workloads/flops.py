@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,3 +26,18 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         forward().sum().backward()
     return int(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors that are made here have no memory (FakeTensorMode), so that models of any size can be
+    counted: those that `Workload.countable` gives. They have no data that could be moved to another
+    device either, so modules stay where they are."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def stay(module: nn.Module, *_: object, **__: object) -> nn.Module:
+        return module
+
+    with FakeTensorMode(), mock.patch.object(torch.nn.Module, "to", stay):
+        yield

@@ -99,6 +99,20 @@ class Variant(Workload):
                 " whole"
             )
 
+    def check_recompute(self, recompute: str) -> None:
+        super().check_recompute(recompute)
+        if self.adapter == "prefix":
+            raise Refused(
+                f"{self.name} hands its prefix to the blocks in a cache, to which a block that runs"
+                f" twice adds twice; use {self.base.name}+lora, or recompute none"
+            )
+        if self.partly_frozen and recompute == "selective":
+            raise Refused(
+                f"backward does not need the results of the frozen matrices of {self.name}, and"
+                " selective recomputation would keep them: it takes more memory than none; use"
+                " recompute full"
+            )
+
     def check_split(self, layout: Layout) -> None:
         raise Refused(
             f"{self.name} does not say how it can be split; use {self.base.name}, or a strategy"

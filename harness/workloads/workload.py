@@ -73,6 +73,18 @@ class Workload:
         return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
     @property
+    def of_one_and_two_blocks(self) -> tuple[str, str] | None:
+        """Of a model named FAMILY-HIDDENxBLOCKS, or of a variant of it, the names of those of one
+        and two blocks: what it needs grows by as much with each block. None for other names, and
+        where it has no more blocks itself."""
+        name, plus, suffixes = self.name.partition("+")
+        base, separator, blocks = name.rpartition("x")
+        named_by_blocks = separator and blocks.isdecimal() and self.family and self.family.sized
+        if not (named_by_blocks and self.block_path and self.blocks > 2):
+            return None
+        return f"{base}x1{plus}{suffixes}", f"{base}x2{plus}{suffixes}"
+
+    @property
     def hidden_size(self) -> int:
         """Width of the hidden states between two blocks."""
         if self.family is None:
@@ -195,6 +207,19 @@ class Workload:
 
         `shards_parameters`: whether the strategy divides single parameters among the ranks.
         """
+
+    def check_recompute(self, recompute: str) -> None:
+        """Raises Refused where the model's blocks cannot be computed again in this way."""
+        if not self.block_path:
+            raise Refused(
+                f"{self.name} does not say which modules its blocks are, and recomputation is block"
+                " by block; use a gpt2, llama or bert workload, or recompute none"
+            )
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of a model that `build` made; none where the workload does not say which they
+        are."""
+        return list(model.get_submodule(self.block_path).children()) if self.block_path else []
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding

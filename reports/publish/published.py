@@ -48,6 +48,7 @@ AXES = (
     "regime",
     "global_batch",
     "micro_batches",
+    "recompute",
     "optimizer",
     "launcher",
 )

@@ -16,7 +16,6 @@ from bench.host import Host
 from bench.matrix import read_matrix
 from harness.parity.judging import in_fp32
 from harness.parity.reference_runs import (
-    activations_of_a_sample,
     kept_bytes,
     memory_bytes,
     reference_cell,
@@ -27,6 +26,7 @@ from harness.run.expected import references_of, trial_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
+from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
 
@@ -157,7 +157,7 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
                 continue
             samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
             base = make_workload(split_name(cell.workload)[0])
-            activations = samples * activations_of_a_sample(base, cell.sequence_length)
+            activations = samples * activation_bytes(base, 1, cell.sequence_length)
             size = states.total + states.transient + activations
             if size > 0.9 * CARDS[card] * GIB:
                 over[cell.name] = round(size / GIB, 1)

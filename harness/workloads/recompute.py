@@ -1,0 +1,72 @@
+"""Recomputation: what blocks keep of forward for backward, and what they compute again.
+
+A block is an entry of a workload's `block_path`. `full`: a block keeps its input alone and runs
+once more when backward reaches it (Chen et al., arXiv 1604.06174). `selective`: it also keeps the
+results of matrix products and attention, and computes only the rest again, which is cheap
+(Korthikanti et al., arXiv 2205.05198, section 5).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch._ops import OpOverload, OpOverloadPacket
+
+
+@functools.cache
+def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
+    """Matrix products, convolutions and attention: torch's function for the floating-point
+    operations of each operator that has one (torch.utils.flop_counter). The attention of CPUs,
+    which has a name of its own and none there, is added."""
+    import torch
+    from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+    def of_cpus(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return {**flop_registry, attention: of_cpus}
+
+
+def checkpoint_arguments(recompute: str) -> dict[str, Any]:
+    """Keyword arguments of torch.utils.checkpoint.checkpoint for `selective` or `full`."""
+    if recompute == "full":
+        return {"use_reentrant": False}
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context: object, operator: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
+        keep = operator._overloadpacket in products()
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
+def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Lets these blocks of the model be computed again during backward, by
+    torch.utils.checkpoint; in place.
+
+    Each block becomes an instance of a subclass whose forward is checkpointed. So parameters keep
+    their names, which torch's checkpoint_wrapper changes, hooks of a block stay outside of what is
+    computed again, and copies of a block compute with parameters of their own. Models have no
+    dropout here, so no state of random numbers is kept.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = checkpoint_arguments(recompute) | {"preserve_rng_state": False}
+
+    @functools.cache
+    def checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+        def forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
+            once_more = functools.partial(kind.forward, self)
+            output: Tensor = checkpoint(once_more, *args, **arguments, **kwargs)
+            return output
+
+        return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+    for block in blocks:
+        block.__class__ = checkpointed(type(block))
