@@ -1,11 +1,12 @@
 """Writes tests/golden/vN for the present schema version N from the files of the version before.
 
 `.venv/bin/python -m scripts.golden COLUMN=VALUE ...`: what trials that ended well have in the new
-columns of table `trials`, as JSON. Elsewhere a new column is null, or an empty list.
+columns of table `trials`, as JSON. Elsewhere a new column has its default.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.record.schema import VERSION, arrow_schema
+from harness.record.schema import TABLES, VERSION, arrow_schema
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 
@@ -25,7 +26,8 @@ def write(new_values: dict[str, object]) -> Path:
     for file in sorted(before.rglob("*.parquet")):
         place = file.relative_to(before)
         schema = arrow_schema(place.parts[0])
-        empty = {f.name: [] if pa.types.is_list(f.type) else None for f in schema}
+        columns = TABLES[place.parts[0]].columns()
+        empty = {c.name: None if c.default is dataclasses.MISSING else c.default for c in columns}
         rows = []
         for row in pq.read_table(file, partitioning=None).to_pylist():
             ended_well = place.parts[0] == "trials" and row["status"] == "ok"

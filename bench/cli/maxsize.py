@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from bench.matrix import Axes
     from harness.analysis.maxsize import MaxsizeResult
     from harness.record.plan import Plan
     from harness.record.trial import TrialRecord
@@ -55,6 +56,12 @@ def maxsize(
             help="Hidden size of the models; by default so small that blocks are fine steps.",
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="axis=value for all cells, such as recompute=full; may be repeated."
+        ),
+    ] = None,
     cells: Annotated[
         Path,
         typer.Option(
@@ -88,15 +95,16 @@ def maxsize(
     store.require_writable()
     console = terminal.console(quiet=json_output)
     if resume:
-        if budget or strategy or ranks or hidden:
+        if budget or strategy or ranks or hidden or settings:
             raise UsageError(
                 "--resume goes on with a search as it was planned: leave --budget, --strategy,"
-                " --ranks and --hidden out"
+                " --ranks, --hidden and --set out"
             )
         plan = resumable(store, MATRIX)
     else:
         console.print("counting parameters, states and activations")
-        plan = _plan(budget or "1GiB", strategy or [], ranks, hidden, cells)
+        changes = _changes(settings or [])
+        plan = _plan(budget or "1GiB", strategy or [], ranks, hidden, cells, changes)
     runner = Runner(store, plan)
     if not resume:
         runner.begin()
@@ -141,8 +149,25 @@ def maxsize(
     raise typer.Exit(0 if fine else 1)
 
 
+def _changes(settings: list[str]) -> Axes:
+    """Values of axes by `--set`; raises UsageError for one that the search itself sets."""
+    from bench.matrix import parse_changes
+    from harness.spec.errors import UsageError
+
+    changes = parse_changes(settings)
+    instead = {"workload": "--hidden", "memory_limit_bytes": "--budget", "devices": "--ranks"}
+    for axis in changes.keys() & instead.keys():
+        raise UsageError(f"--set {axis}: the search sets it itself; use {instead[axis]}")
+    return changes
+
+
 def _plan(
-    budget_text: str, strategies: list[str], ranks: int | None, hidden: int | None, file: Path
+    budget_text: str,
+    strategies: list[str],
+    ranks: int | None,
+    hidden: int | None,
+    file: Path,
+    changes: Axes,
 ) -> Plan:
     """The search's plan; raises UsageError for what this host cannot do."""
     from pydantic import Field
@@ -180,7 +205,7 @@ def _plan(
         host,
         name=str(file),
         only=strategies,
-        changes={"memory_limit_bytes": budget},
+        changes={**changes, "memory_limit_bytes": budget},
         only_option="--strategy",
     )
     return plan_of(expanded.cells, expanded.left_out, budget, read.order)

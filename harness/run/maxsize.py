@@ -92,7 +92,10 @@ class Prediction:
 def formula(cell: Cell, activations: tuple[int, int]) -> dict[str, float] | None:
     """Bytes of the fullest rank at the peak of a step: states between steps, and beside them the
     larger of activations and what the step adds (gradients grow as activations go; ZeRO, arXiv
-    1910.02054, section 3). None: no formula.
+    1910.02054, section 3). Where blocks are computed again, one block's activations are there until
+    the last gradient is. None: no formula.
+
+    `activations`: see Prediction.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
@@ -101,6 +104,8 @@ def formula(cell: Cell, activations: tuple[int, int]) -> dict[str, float] | None
         return None
     kept = activations[0] + (workload.blocks - 1) * activations[1]
     beside = max(states.transient, float(kept))
+    if cell.recompute != "none" and not states.gradients:
+        beside = max(beside, activations[0] + states.transient)
     kinds = {kind: float(getattr(states, kind)) for kind in KINDS}
     return {
         **kinds,

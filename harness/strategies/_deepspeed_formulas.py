@@ -104,20 +104,26 @@ def zero_moves(options: ZeroOptions, facts: ModelFacts) -> float:
     )
 
 
-def zero_traffic(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+def zero_traffic(
+    options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts
+) -> float | None:
     """Bytes that a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P and
     3P elements for stages 1, 2 and 3.
 
     Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank then takes its part,
     and gathers the updated parameters. Stage 3 gathers for forward and backward, but once what
     backward needs soon after forward (`_reused`), and persistent parameters, after the update.
-    Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch.
+    Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch. None for
+    stage 3 with recomputation: it gathers again what a block computes again, unless it still has it
+    from forward or keeps it for the gradients that come next, which hangs on its prefetching.
     """
     width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
     model_bytes = float(width * sum(facts.sizes))
     if options.stage < 3:
         reduced = all_reduced(ranks, model_bytes) * (parts if options.stage == 2 else 1)
         return reduced + (passed_once(ranks, model_bytes) if options.stage else 0.0)
+    if cell.recompute != "none":
+        return None
     threshold = options.persistent_elements
     kept = float(width * sum(size for size in facts.sizes if size <= threshold))
     reused = width * _reused(facts.sizes, options.bucket(facts.sizes), threshold)

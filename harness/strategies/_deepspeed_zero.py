@@ -200,6 +200,12 @@ def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
             "DeepSpeed leaves images and BatchNorm's statistics in fp32 beside half weights, which"
             " torch does not mix; use amp"
         )
+    if cell.recompute == "selective" and stage == 3:
+        raise Refused(
+            "DeepSpeed's stage 3 gathers parameters within a block, in forward others than when the"
+            " block is computed again, and torch's selective checkpoint fails where operators"
+            " differ; use recompute full, or stage 2"
+        )
     if optimizer != "none" and stage == 0:
         raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
     if stage < 3 and (parameters != "none" or optimizer == "nvme"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from harness.measure.states import retained_by
-from harness.strategy import Cell, Refused, Retained, Tolerance
+from harness.strategy import Cell, Refused, Retained, Tolerance, Workload
 
 if TYPE_CHECKING:
     from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
@@ -49,6 +49,17 @@ def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Reta
         for bucket in device.values():
             yield "parameters", "broadcast buckets of OSS", bucket.buffer
     yield from retained_by(model, [optimizer.optim])
+
+
+def check_flat(cell: Cell, workload: Workload) -> None:
+    """Raises Refused where a flat parameter would have to be trained in part, and as
+    `check_recompute`."""
+    check_recompute(cell)
+    if workload.partly_frozen:
+        raise Refused(
+            f"{workload.name} freezes most parameters, and a flat parameter is trained or frozen as"
+            " a whole: use fsdp1 or fsdp2"
+        )
 
 
 def check_recompute(cell: Cell) -> None:

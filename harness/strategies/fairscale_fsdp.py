@@ -8,12 +8,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Refused, Unavailable
-from harness.strategies._fairscale import (
-    check_recompute,
-    pinned_gradients,
-    recompute_by_fairscale,
-)
+from harness.spec.errors import Unavailable
+from harness.strategies import _fairscale
 from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
@@ -40,12 +36,7 @@ class FairscaleFsdp(Strategy):
     """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        check_recompute(cell)
-        if workload.partly_frozen:
-            raise Refused(
-                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
-                " frozen as a whole: use fsdp1 or fsdp2"
-            )
+        _fairscale.check_flat(cell, workload)
         if cell.device != "cuda":
             raise Unavailable(
                 "fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward:"
@@ -79,7 +70,7 @@ class FairscaleFsdp(Strategy):
             compute_device=job.device,
         )
         at_home = dataclasses.replace(job, device=home)
-        whole, job.recomputes = at_home.model(recompute_by_fairscale), at_home.recomputes
+        whole, job.recomputes = at_home.model(_fairscale.recompute_by_fairscale), at_home.recomputes
         if job.workload.block_path:
             blocks = whole.get_submodule(job.workload.block_path)
             for name, block in list(blocks.named_children()):
@@ -91,6 +82,8 @@ class FairscaleFsdp(Strategy):
                 yield from model.named_parameters()
 
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, gather=gather, library=lambda: pinned_gradients(model))
+        job.register(
+            model, optimizer, gather=gather, library=lambda: _fairscale.pinned_gradients(model)
+        )
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)

@@ -50,10 +50,8 @@ class FairscaleOss(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        reduced, broadcast = self.reduce_fp16, self.broadcast_fp16
-        return widest(
-            _fairscale.REDUCED if reduced else EXACT, _fairscale.BROADCAST if broadcast else EXACT
-        )
+        reduced = _fairscale.REDUCED if self.reduce_fp16 else EXACT
+        return widest(reduced, _fairscale.BROADCAST if self.broadcast_fp16 else EXACT)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""

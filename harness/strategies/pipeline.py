@@ -37,6 +37,12 @@ class Pipeline(Strategy):
                 f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not"
                 f" {self.stages_per_rank}"
             )
+        if cell.recompute != "none" and self.schedule in ("interleaved_zero_bubble", "zbv"):
+            raise Refused(
+                f"schedule {self.schedule} computes gradients of weights in passes of their own, in"
+                " each of which torch's checkpoint would compute the block again; use gpipe, 1f1b"
+                " or interleaved_1f1b"
+            )
         workload.check_split(Layout(pipeline=cell.devices * self._per_rank))
         check_micro_batches(self.schedule, cell.devices, cell.micro_batches)
 

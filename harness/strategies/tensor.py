@@ -38,12 +38,15 @@ class TensorParallel(Strategy):
 
         Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their
         input could add their gradients before they reduce them. torch's styles reduce layer by
-        layer: seven for Llama with its separate query, key, value, gate, up.
+        layer: seven for Llama with its separate query, key, value, gate, up. A block that is
+        computed again repeats the forward's but the last, on whose result no gradient depends.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.sequence_parallel:
             return None
-        reduced = len(workload.split.by_column) + len(workload.split.by_row)
+        forward = len(workload.split.by_row)
+        repeated = forward - 1 if cell.recompute != "none" else 0
+        reduced = len(workload.split.by_column) + forward + repeated
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
     def setup(self, job: Job) -> TrainStep:

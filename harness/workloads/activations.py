@@ -56,21 +56,25 @@ def recomputed_flops(
     `whole_blocks`: blocks are computed again to their end. torch's checkpoint stops at the last
     tensor that backward needs, which is before a block's last product.
     """
-    if recompute == "none":
-        return 0
     if pair := workload.of_one_and_two_blocks:
         one, two = (
             recomputed_flops(make_workload(name), sequence_length, recompute, whole_blocks)
             for name in pair
         )
         return one + (workload.blocks - 1) * (two - one)
-    counts = []
-    for what in (recompute, "none"):
-        count = _Operations()
-        with set_checkpoint_early_stop(not whole_blocks):
-            _train(workload, 1, sequence_length, what, count)
-        counts.append(count.total)
-    return counts[0] - counts[1]
+    computed_once = _operations(workload, sequence_length, "none", False)
+    return _operations(workload, sequence_length, recompute, whole_blocks) - computed_once
+
+
+@functools.cache
+def _operations(
+    workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
+) -> int:
+    """Operations of forward and backward of one sample, as `recomputed_flops` counts them."""
+    counter = _Operations()
+    with set_checkpoint_early_stop(not whole_blocks):
+        _train(workload, 1, sequence_length, recompute, counter)
+    return counter.total
 
 
 def _train(
@@ -100,7 +104,7 @@ class _Operations(TorchDispatchMode):
     """Counts floating-point operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def watch(self, model: torch.nn.Module) -> None: ...
@@ -124,7 +128,7 @@ class _Held(TorchDispatchMode):
     """Follows the storages that operators make, from their making to their end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
         """Bytes of each storage, by its number."""
         self.alive: dict[int, int] = {}

@@ -57,16 +57,20 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
     """
     from torch.utils.checkpoint import checkpoint
 
-    arguments = checkpoint_arguments(recompute) | {"preserve_rng_state": False}
-
-    @functools.cache
-    def checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-        def forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
-            once_more = functools.partial(kind.forward, self)
-            output: Tensor = checkpoint(once_more, *args, **arguments, **kwargs)
-            return output
-
-        return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
+    arguments = checkpoint_arguments(recompute)
+    run = functools.partial(checkpoint, preserve_rng_state=False, **arguments)
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for block in blocks:
-        block.__class__ = checkpointed(type(block))
+        kind = type(block)
+        if kind not in kinds:
+            kinds[kind] = _checkpointed(kind, run)
+        block.__class__ = kinds[kind]
+
+
+def _checkpointed(kind: type[nn.Module], run: Callable[..., object]) -> type[nn.Module]:
+    """A subclass of the same name whose forward runs under torch's checkpoint."""
+
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return run(functools.partial(kind.forward, self), *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
