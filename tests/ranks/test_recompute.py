@@ -1,0 +1,62 @@
+"""Recomputation in real ranks: the same training in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.spec.errors import Refused
+from harness.strategy.registry import validate
+from harness.workloads import make_workload
+from tests.ranks.conftest import RunCells, cell, ended
+
+CELLS: dict[str, dict[str, Any]] = {
+    "single": {"strategy": "single", "devices": 1},
+    "fsdp2": {"strategy": "fsdp2"},
+    "tensor": {"strategy": "tensor"},
+    "pipeline": {"strategy": "pipeline", "micro_batches": 4},
+    "zero3": {"strategy": "deepspeed", "options": {"stage": 3}},
+    "trainer": {"strategy": "trainer"},
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_it_is_the_same_training_in_less_memory_with_more_operations(
+    run_cells: RunCells, name: str
+) -> None:
+    """Peak memory none > selective > full, hardware FLOPs the other way round, model FLOPs equal;
+    what a strategy refuses is left out (see tests/unit/test_recompute.py)."""
+    large = {
+        "workload": "llama-128x8",
+        "global_batch": 16,
+        "sequence_length": 128,
+        "warmup_steps": 1,
+        "timed_steps": 1,
+        "parity_steps": 2,
+    }
+    cells = []
+    for recompute in ("none", "selective", "full"):
+        one = cell(**{**large, **CELLS[name]}, recompute=recompute)
+        try:
+            validate(one, make_workload(one.workload))
+        except Refused:
+            continue
+        cells.append(one)
+    trials = run_cells(*cells).trials
+    assert list(trials["status"]) == ["ok"] * len(cells), list(trials["reason"])
+    assert set(trials["parity_verdict"]) == {"exact"}
+    by_kind = trials.set_index("recompute").loc[[one.recompute for one in cells]]
+    assert {"none", "full"} <= set(by_kind.index)
+    assert by_kind["peak_memory_bytes"].is_monotonic_decreasing
+    assert by_kind["peak_memory_bytes"].is_unique
+    assert by_kind["hardware_flops_per_step"].is_monotonic_increasing
+    assert by_kind["hardware_flops_per_step"].is_unique
+    assert by_kind["flops_per_step"].nunique() == 1
+    assert by_kind.loc["none", "hardware_flops_per_step"] == by_kind.loc["none", "flops_per_step"]
+
+
+def test_a_strategy_that_recomputes_nothing_is_told_so(run_cells: RunCells) -> None:
+    """One that builds its model itself would train as if the cell did not ask for it."""
+    trial = run_cells(cell("broken", recompute="full")).trials.iloc[0]
+    ended(trial, "failed", "did not build its model by job.model()")

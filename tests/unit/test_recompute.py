@@ -1,0 +1,203 @@
+"""Recomputation: what is computed again, what it costs and saves, and who refuses it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.cli.maxsize import _changes
+from harness.measure.peak_breakdown import peak_split
+from harness.run.maxsize import formula
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, UsageError
+from harness.spec.training import Batch
+from harness.strategy.job import Job
+from harness.strategy.registry import make_strategy, validate, with_defaults
+from harness.workloads import make_workload
+from harness.workloads.activations import activation_bytes, recomputed_flops
+from harness.workloads.counts import model_facts
+from harness.workloads.recompute import products, recompute_blocks
+
+KINDS = ("none", "selective", "full")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        packet = func._overloadpacket
+        self.calls[packet] = self.calls.get(packet, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def trained(model: nn.Module) -> tuple[dict[str, torch.Tensor], Operators]:
+    """Gradients by name after one forward and backward, and the operators that were called."""
+    workload = make_workload("llama-nano")
+    inputs = torch.arange(64).reshape(2, 32)
+    with Operators() as operators:
+        workload.loss(workload.logits(model, inputs), inputs).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, operators
+
+
+@pytest.mark.parametrize(
+    ("recompute", "attention", "products_again"),
+    [("none", 0, 0), ("selective", 0, 0), ("full", 2, 12)],
+)
+def test_what_is_computed_again(recompute: str, attention: int, products_again: int) -> None:
+    """Of two blocks: attention under the name that it has on CPUs, and the matrix products but the
+    last of a block. Names of parameters and gradients stay what they are."""
+    workload = make_workload("llama-nano")
+    plain, once = trained(workload.build(0))
+    model = workload.build(0)
+    if recompute != "none":
+        recompute_blocks(model, workload.blocks_of(model), recompute)
+    gradients, operators = trained(model)
+    assert gradients.keys() == plain.keys()
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    assert operators.calls[FLASH] == once.calls[FLASH] + attention == 2 + attention
+    mm = torch.ops.aten.mm
+    assert operators.calls[mm] - once.calls[mm] == products_again
+    if recompute != "none":
+        norms = torch.ops.aten.rsqrt
+        assert operators.calls[norms] == once.calls[norms] + 4
+
+
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    """DataParallel copies modules: a forward that is bound to the first would train that alone."""
+    workload = make_workload("llama-nano")
+    model = workload.build(0)
+    recompute_blocks(model, workload.blocks_of(model), "full")
+    gradients, _ = trained(copy.deepcopy(model))
+    assert gradients
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_is_kept_under_each_of_its_names() -> None:
+    aten = torch.ops.aten
+    on_gpus = ("flash_attention", "efficient_attention", "cudnn_attention")
+    names = [getattr(aten, f"_scaled_dot_product_{name}") for name in on_gpus]
+    assert products().keys() >= {FLASH, *names, aten.mm, aten.addmm, aten.bmm}
+
+
+def test_operations_of_recomputation_by_hand() -> None:
+    """Of a block with hidden size h, feed-forward f and t tokens: four projections of h by h, three
+    of h by f and attention; torch leaves out the last product and the addition after it."""
+    workload, tokens, hidden, feed_forward, blocks = make_workload("llama-64x3"), 32, 64, 192, 3
+    whole = recomputed_flops(workload, tokens, "full", whole_blocks=True)
+    stopped = recomputed_flops(workload, tokens, "full")
+    last = 2 * tokens * hidden * feed_forward
+    assert whole - stopped == blocks * (last + tokens * hidden)
+    by_hand = 2 * tokens * (4 * hidden**2 + 3 * hidden * feed_forward) + 4 * tokens**2 * hidden
+    elementwise = recomputed_flops(workload, tokens, "selective", whole_blocks=True)
+    assert whole == blocks * by_hand + elementwise
+    assert 0 < recomputed_flops(workload, tokens, "selective") < 0.05 * stopped
+    assert recomputed_flops(workload, tokens, "none") == 0
+
+
+@pytest.mark.parametrize("name", ["llama-64x3", "gpt2-nano", "bert-micro"])
+def test_each_kind_takes_less_memory_and_more_operations(name: str) -> None:
+    workload = make_workload(name)
+    sizes = [activation_bytes(workload, 2, 64, recompute) for recompute in KINDS]
+    operations = [recomputed_flops(workload, 64, recompute) for recompute in KINDS]
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert operations[0] < operations[1] < operations[2]
+
+
+def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
+    samples, tokens, hidden = 2, 64, 64
+    sizes = [
+        activation_bytes(make_workload(f"llama-64x{blocks}"), samples, tokens, "full")
+        for blocks in (1, 2, 4)
+    ]
+    of_input = 4 * samples * tokens * hidden
+    assert sizes[1] - sizes[0] == of_input
+    assert sizes[2] - sizes[1] == 2 * of_input
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
+    """Tensors of a real step at their peak, within 5 %; other strategies: see docs/recompute.md."""
+    cell = Cell(strategy="single", workload="llama-64x8", sequence_length=128, recompute=recompute)
+    workload, strategy = make_workload(cell.workload), make_strategy(cell)
+    job = Job(cell, workload, strategy.layout(1), torch.device("cpu"), 0, tmp_path)
+    step = strategy.setup(job)
+    assert job.recomputes
+    assert job.train_state is not None
+    tokens = torch.randint(0, 256, (8, 128))
+    step(Batch(0, tokens, tokens))
+    peak = peak_split(job.train_state, "cpu", lambda: step(Batch(1, tokens, tokens)))["peak"]
+    one, two = (activation_bytes(make_workload(f"llama-64x{n}"), 8, 128, recompute) for n in (1, 2))
+    needed = formula(cell, (one, two - one))
+    assert needed is not None
+    assert peak == pytest.approx(needed["total"], rel=0.05)
+
+
+def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
+    plain = with_defaults(Cell(strategy="ddp", devices=2))
+    assert plain.model_copy(update={"recompute": "none"}).id == plain.id
+    full = plain.model_copy(update={"recompute": "full"})
+    assert full.id != plain.id
+    assert full.label == "ddp(recompute=full)"
+    assert full.reference().id == plain.reference().id
+
+
+@pytest.mark.parametrize(
+    ("axes", "reason"),
+    [
+        ({"strategy": "single", "devices": 1, "workload": "resnet-micro"}, "block by block"),
+        ({"strategy": "ddp", "workload": "llama-nano+prefix"}, "adds twice"),
+        ({"strategy": "ddp", "workload": "llama-nano+lora"}, "frozen matrices"),
+        ({"strategy": "fairscale_oss"}, "whole blocks again"),
+        ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
+        ({"strategy": "deepspeed", "options": {"stage": 3}}, "gathers parameters within a block"),
+        ({"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}}, "again"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_computed_again_is_refused(axes: dict[str, Any], reason: str) -> None:
+    cell = Cell(**{"devices": 2, "workload": "llama-micro", "recompute": "selective", **axes})
+    with pytest.raises(Refused, match=reason):
+        validate(cell, make_workload(cell.workload), here=False)
+
+
+@pytest.mark.parametrize(
+    ("workload", "layers", "again"), [("llama-nano", 7, 1), ("gpt2-nano", 4, 1)]
+)
+def test_tensor_parallelism_repeats_collectives(workload: str, layers: int, again: int) -> None:
+    """Each layer's all-reduce of hidden states once, and that behind attention once more."""
+    plain = Cell(strategy="tensor", devices=2, workload=workload)
+    strategy = make_strategy(plain)
+    facts = model_facts(make_workload(workload), plain.sequence_length)
+    sent = [
+        strategy.traffic(
+            plain.model_copy(update={"recompute": recompute}), strategy.layout(2), facts
+        )
+        for recompute in ("none", "full")
+    ]
+    assert sent[0]
+    assert sent[1]
+    assert sent[1] / sent[0] == pytest.approx((layers + again) / layers)
+
+
+def test_a_search_takes_the_axis_and_sets_its_own() -> None:
+    assert _changes(["recompute=full"]) == {"recompute": "full"}
+    with pytest.raises(UsageError, match=r"--set devices.*use --ranks"):
+        _changes(["devices=4"])
