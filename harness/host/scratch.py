@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "parallelism-bench-"
+PREFIX = "parallelism-bench-scratch-"
 
 
 @contextlib.contextmanager
