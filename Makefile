@@ -4,7 +4,7 @@ ARGS ?=
 WORKERS ?= 3
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench audit screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -39,6 +39,9 @@ lint: need
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
+## make audit   asks whether a pinned version has a known vulnerability (pip-audit, by pipx)
+audit:
+	pipx run pip-audit --disable-pip --no-deps --requirement constraints.txt
 ## make screenshots   pictures of the report for docs/, in headless Chromium
 screenshots: need
 	$(PY) scripts/screenshots.py

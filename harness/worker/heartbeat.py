@@ -119,9 +119,8 @@ def group_states() -> list[GroupState]:
 
     if not dist.is_available() or not dist.is_initialized():
         return []
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None or dist.get_backend() != "nccl":
-        dump = _distributed_c10d._dump_fr_trace_json
+    of_nccl = dist.get_backend() == "nccl" and hasattr(_distributed_c10d, "_dump_nccl_trace_json")
+    dump = getattr(_distributed_c10d, f"_dump_{'nccl' if of_nccl else 'fr'}_trace_json")
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     last: dict[str, tuple[int, str]] = {}
     for entry in entries:

@@ -29,7 +29,8 @@ from tests import pages
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    ROOT / "slurm" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MADE = {"slurm/site.yaml"}
