@@ -130,7 +130,7 @@ def counting(calls: Counter[Call], operators: list[int]) -> TorchDispatchMode:
             if (
                 plain
                 and func.namespace in ("c10d", "_c10d_functional")
-                and (call := _call(func._opname, args))
+                and (call := collective_call(func._opname, args))
             ):
                 calls[call] += 1
             return result
@@ -138,7 +138,7 @@ def counting(calls: Counter[Call], operators: list[int]) -> TorchDispatchMode:
     return Counting()  # type: ignore[no-untyped-call]
 
 
-def _call(name: str, args: Sequence[object]) -> Call | None:
+def collective_call(name: str, args: Sequence[object]) -> Call | None:
     if name not in _OPERATORS:
         return None
     operation, place = _OPERATORS[name]

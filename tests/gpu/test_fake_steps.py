@@ -25,7 +25,7 @@ from harness.strategy.base import Strategy
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
 from harness.strategy.step import standard_step
-from tests.gpu.fake_world import DEVICE, batch, one_rank
+from tests.gpu.fake_world import DEVICE, fake_batch, one_rank
 
 STEPS = 2
 ELSEWHERE = "cpu" if DEVICE == "cuda" else "meta"
@@ -179,7 +179,7 @@ def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor
     for optimizer in job.train_state.optimizers:
         optimizer.register_step_pre_hook(note)
     steps = 1 if job.layout.pipeline > 1 else STEPS
-    losses = [step(batch(job, index)) for index in range(steps)]
+    losses = [step(fake_batch(job, index)) for index in range(steps)]
     for loss in losses:
         assert loss is None or (loss.device, loss.dim()) == (job.device, 0)
     assert bool(updates) == bool(job.train_state.optimizers)

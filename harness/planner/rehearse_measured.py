@@ -1,0 +1,147 @@
+"""What real ranks allocate, by torch's CPU allocator: what a rehearsal is held against.
+
+The allocator reports each allocation and each release to torch's profiler, with its bytes. The sum
+of them is the memory of tensors. The resident memory of the process is another figure: it also has
+what glibc keeps, the stacks of threads and the buffers that gloo allocates without torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.planner.rehearse_world import fake_batch
+from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
+from harness.strategy.job import Job
+from harness.strategy.registry import validate
+from harness.workloads import make_workload
+
+if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
+
+STEPS = 3
+_STEPS = "rehearsal: steps"
+_TIME_LIMIT_SECONDS = 600.0
+_KEPT: list[object] = []
+"""What must not be destroyed before the process ends: DDP's reducer can then wait for ever."""
+
+
+@dataclass(frozen=True)
+class AllocatedMemory:
+    """What a real rank's tensors took, in bytes."""
+
+    rank: int
+    peak_bytes: int
+    """During the steps."""
+    setup_peak_bytes: int
+    kept_bytes: int
+    """After the last step."""
+
+
+def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
+    """Launches the ranks of these cells on this machine, over gloo, and trains STEPS steps of each
+    cell; one tuple of ranks for each cell.
+
+    All cells have the same number of processes, which train one cell after the other. Raises
+    UsageError where ranks fail, with the reason of the first one.
+    """
+    import torch.multiprocessing
+
+    sizes = {validate(cell, make_workload(cell.workload))[1].processes for cell in cells}
+    if len(sizes) != 1:
+        raise UsageError(f"cells that are measured together need equally many ranks, not {sizes}")
+    (world,) = sizes
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        started = torch.multiprocessing.spawn(
+            _measured_rank, (world, store, list(cells), folder), nprocs=world, join=False
+        )
+        for process in started.processes:
+            process.join(_TIME_LIMIT_SECONDS)
+            if process.is_alive():
+                process.kill()
+        return [
+            tuple(_answer(Path(folder), number, rank, cell) for rank in range(world))
+            for number, cell in enumerate(cells)
+        ]
+
+
+def _file(folder: Path, cell: int, rank: int) -> Path:
+    return folder / f"cell{cell}-rank{rank}.json"
+
+
+def _answer(folder: Path, number: int, rank: int, cell: Cell) -> AllocatedMemory:
+    file = _file(folder, number, rank)
+    if file.exists():
+        return AllocatedMemory(**json.loads(file.read_text()))
+    reasons = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime)
+    reason = reasons[0].read_text() if reasons else f"no answer of rank {rank}"
+    raise UsageError(f"{cell.name} could not be measured: {reason}")
+
+
+def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder: str) -> None:
+    """Entry point of every rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    try:
+        for number, cell in enumerate(cells):
+            measured = _train(cell, rank, world, f"{store}{number}", Path(folder))
+            text = json.dumps(asdict(measured))
+            temporary = Path(folder) / f"{number}-{rank}.tmp"
+            temporary.write_text(text)
+            temporary.replace(_file(Path(folder), number, rank))
+    except Exception as error:
+        lines = str(error).strip().partition("\n")
+        Path(folder, f"failed-{rank}").write_text(f"{type(error).__name__}: {lines[0]}")
+        os._exit(1)
+    os._exit(0)
+
+
+def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> AllocatedMemory:
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    workload = make_workload(cell.workload)
+    strategy, layout = validate(cell, workload)
+    if strategy.process_group:
+        shared = dist.FileStore(store, world)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
+    torch.manual_seed(cell.seed)
+    job = Job(cell, workload, layout, torch.device("cpu"), rank, scratch, local_processes=world)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = strategy.setup(job)
+        with record_function(_STEPS):
+            for index in range(STEPS):
+                step(fake_batch(job, index))
+    _KEPT.extend([job, step])
+    if strategy.process_group:
+        dist.barrier()
+        dist.destroy_process_group()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    return _summed(profiler.profiler.kineto_results.events(), rank)
+
+
+def _summed(events: Sequence[_KinetoEvent], rank: int) -> AllocatedMemory:
+    """The peaks before and during the steps, from the allocator's events."""
+    begin = next(event.start_ns() for event in events if event.name() == _STEPS)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    setup = [size for at, size in changes if at < begin]
+    totals = list(itertools.accumulate(size for _, size in changes))
+    return AllocatedMemory(
+        rank=rank,
+        peak_bytes=max(totals[len(setup) :]),
+        setup_peak_bytes=max(totals[: len(setup)]),
+        kept_bytes=totals[-1],
+    )

@@ -1,0 +1,306 @@
+"""What a rank's tensors take, allocation by allocation: the peak of each part of a step, and what
+is in memory then."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from harness.measure.collectives import collective_call
+from harness.measure.states import local_part, retained
+from harness.planner.rehearse_backend import backend_bytes
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.optim import Optimizer
+
+    from harness.strategy.job import TrainState
+
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
+"""`parameters` also gathered ones, `gradients` also unreduced ones. `activations`: what forward
+makes. `buffers`: of the model and of the library, and what collectives read and write.
+`temporaries`: other tensors that backward and the update make and free."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Phase = Literal["set-up", "forward", "backward", "update"]
+_KIND_OF: Mapping[Phase, Kind] = {
+    "set-up": "buffers",
+    "forward": "activations",
+    "backward": "temporaries",
+    "update": "temporaries",
+}
+"""The kind that an allocation of a phase has as long as nothing better is known of it."""
+_MESSAGES = ("send", "receive")
+
+
+class Place(NamedTuple):
+    """A part of the training in which the peak is looked for: a phase of a step, from the entry
+    into one block of the model to the entry into the next one."""
+
+    step: int
+    """-1: the set-up."""
+    phase: Phase
+    model: int = 0
+    """Which of the rank's models, where it has several pipeline stages."""
+    block: int = -1
+    """-1: before the first block that the phase comes to."""
+
+
+@dataclass
+class Allocation:
+    """A storage that is in memory."""
+
+    nbytes: int
+    kind: Kind
+    operator: str
+    """torch's operator that made it."""
+
+
+@dataclass
+class PlacePeak:
+    """The most bytes at a place, and what was in memory then."""
+
+    nbytes: int
+    allocations: Sequence[Allocation] = ()
+
+    def split(self) -> dict[Kind, int]:
+        sizes = dict.fromkeys(KINDS, 0)
+        for allocation in self.allocations:
+            sizes[allocation.kind] += allocation.nbytes
+        return sizes
+
+
+class Ledger(TorchDispatchMode):
+    """A mode under which every allocation of a fake tensor's storage is added up, until it is freed
+    or resized. It sees what torch's operators return, so neither their own temporaries nor Python's
+    memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[int, Allocation] = {}
+        """By the identity of the storage's Python object, which lives as long as the storage."""
+        self.total = 0
+        self.peaks: dict[Place, PlacePeak] = {}
+        self.place = Place(-1, "set-up")
+        self.updating = 0
+        self.blocks: dict[int, tuple[int, int]] = {}
+        """Identity of a block -> number of its model, number of the block in it."""
+        self.models: list[nn.Module] = []
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._rising: PlacePeak | None = None
+        """The peak of the present place, if nothing has been freed since it was reached."""
+        self._sequence: list[int] = [-1]
+        self._entered: list[tuple[int, int] | None] = [None]
+        """Which block autograd's nodes from the sequence number beside it on belong to."""
+        self._hooked = WeakTensorKeyDictionary()
+
+    # What is in memory
+
+    def _grow(self, nbytes: int) -> None:
+        place = self._present_place()
+        if place != self.place:
+            self._settle()
+            self.place = place
+        self.total += nbytes
+        peak = self.peaks.get(place)
+        if peak is None:
+            peak = self.peaks[place] = PlacePeak(0)
+        if self.total > peak.nbytes:
+            peak.nbytes = self.total
+            self._rising = peak
+
+    def _settle(self) -> None:
+        """Notes what is in memory at a peak, before any of it is freed."""
+        if self._rising is not None:
+            self._rising.allocations = tuple(self.live.values())
+            self._rising = None
+
+    def _free(self, key: int) -> None:
+        self._settle()
+        self.total -= self.live.pop(key).nbytes
+        del self._watched[key]
+
+    def _add(self, storage: torch.UntypedStorage, operator: str, kind: Kind) -> None:
+        key = id(storage)
+        if key in self.live:
+            return
+        self._watched[key] = weakref.ref(storage, lambda _: self._free(key))
+        self.live[key] = Allocation(storage.nbytes(), kind, operator)
+        self._grow(storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self.live:
+            self._add(storage, "resize_", _KIND_OF[self._phase()])
+            return
+        before, size = self.live[key], storage.nbytes()
+        if size < before.nbytes:
+            self._settle()
+        self.live[key] = Allocation(size, before.kind, before.operator)
+        self._grow(size - before.nbytes)
+
+    def _briefly(self, nbytes: int, operator: str) -> None:
+        """Memory that is there for the time of one call only."""
+        if nbytes:
+            self.live[-1] = Allocation(nbytes, "buffers", operator)
+            self._grow(nbytes)
+            self._settle()
+            self.total -= self.live.pop(-1).nbytes
+
+    def mark(self, tensor: Tensor, kind: Kind, only: Iterable[Kind] = KINDS) -> None:
+        """Says what kind of memory a tensor is, if it has one of the kinds `only` so far."""
+        local = local_part(tensor)
+        if isinstance(local, FakeTensor):
+            allocation = self.live.get(id(local.untyped_storage()))
+            if allocation is not None and allocation.kind in only:
+                allocation.kind = kind
+
+    def mark_states(self, train_state: TrainState) -> None:
+        """What the rank keeps between steps."""
+        kinds: dict[str, Kind] = {"library": "buffers"}
+        for kind, _, tensor in retained(train_state):
+            if isinstance(tensor, Tensor):
+                self.mark(tensor, kinds.get(kind, kind))  # type: ignore[arg-type]
+
+    # Where the training is
+
+    def begin_step(self, step: int) -> None:
+        """From here on, allocations are those of this step."""
+        self._settle()
+        self.place = Place(step, "forward")
+        self.peaks[self.place] = PlacePeak(self.total)
+        self._rising = self.peaks[self.place]
+
+    def _phase(self) -> Phase:
+        if self.place.step < 0:
+            return "set-up"
+        if self.updating:
+            return "update"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    def _present_place(self) -> Place:
+        phase, place = self._phase(), self.place
+        if phase != place.phase:
+            place = Place(place.step, phase)
+        if phase == "backward" and (node := torch._C._current_autograd_node()) is not None:
+            at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
+            if node.name() != "torch::autograd::AccumulateGrad" and (block := self._entered[at]):
+                return Place(place.step, phase, *block)
+        return place
+
+    def _note_block(self, block: tuple[int, int] | None) -> None:
+        self._sequence.append(torch.autograd._get_sequence_nr())
+        self._entered.append(block)
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        for tensor in (*module._parameters.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor):
+                self.mark(tensor, "parameters")
+                self._mark_gradient_of(tensor)
+        if block := self.blocks.get(id(module)):
+            self._note_block(block)
+            if self._phase() == "forward":
+                self._settle()
+                self.place = Place(self.place.step, "forward", *block)
+
+    def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        if id(module) in self.blocks:
+            self._note_block(None)
+
+    def _mark_gradient_of(self, tensor: Tensor) -> None:
+        if tensor.is_leaf and tensor.requires_grad and tensor not in self._hooked:
+            self._hooked[tensor] = True
+            tensor.register_post_accumulate_grad_hook(
+                lambda leaf: None if leaf.grad is None else self.mark(leaf.grad, "gradients")
+            )
+
+    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.updating += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.mark(parameter, "parameters")
+                if parameter.grad is not None:
+                    self.mark(parameter.grad, "gradients")
+
+    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.updating -= 1
+
+    def note_model(self, model: nn.Module, block_path: str) -> None:
+        """A model whose blocks are to be told apart."""
+        if block_path:
+            number = len(self.models)
+            for index, block in enumerate(model.get_submodule(block_path).children()):
+                self.blocks[id(block)] = (number, index)
+        self.models.append(model)  # keeps the identities of its blocks its own
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Ledger]:
+        """The mode with its hooks, until the block ends."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            result: object = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        hooks = (
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        try:
+            with mock.patch.object(torch.UntypedStorage, "resize_", resize_), self:
+                yield self
+        finally:
+            self._settle()
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if any(t is DTensor for t in types):  # the operators on its parts follow one by one
+            return NotImplemented
+        result: object = func(*args, **(kwargs or {}))
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+                kind = _KIND_OF[self._phase()]
+                self._add(tensor.untyped_storage(), func._opname, kind)
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            self._collective(func, args)
+        return result
+
+    def _collective(self, func: OpOverload, args: Sequence[object]) -> None:
+        call = collective_call(func._opname, args)
+        if call is None:
+            return
+        if func.namespace == "c10d" and call.operation not in _MESSAGES:
+            for tensor in tree_leaves(args):
+                if isinstance(tensor, Tensor):
+                    self.mark(tensor, "buffers", only=("activations", "temporaries"))
+        self._briefly(backend_bytes(call), f"gloo's {call.operation}")
