@@ -24,6 +24,7 @@ COMMANDS = {
     "publish": "publish:publish",
     "check": "check:check",
     "profile": "profile:profile",
+    "rehearse": "rehearse:rehearse",
     "compare": "compare:compare",
     "history": "history:history",
     "submit": "submit:submit",

@@ -1,17 +1,17 @@
 """What real ranks allocate, by torch's CPU allocator: what a rehearsal is held against.
 
-The allocator reports each allocation and each release to torch's profiler, with its bytes. The sum
-of them is the memory of tensors. The resident memory of the process is another figure: it also has
-what glibc keeps, the stacks of threads and the buffers that gloo allocates without torch.
+The allocator reports each allocation and each release to torch's profiler, with the sum of what is
+allocated then: the memory of tensors. The resident memory of the process is another figure: it also
+has what glibc keeps, the stacks of threads and the buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:
-    from torch._C._autograd import _KinetoEvent
+    from torch._C._profiler import _ProfilerEvent
 
 STEPS = 3
 _STEPS = "rehearsal: steps"
@@ -52,7 +52,7 @@ def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
     All cells have the same number of processes, which train one cell after the other. Raises
     UsageError where ranks fail, with the reason of the first one.
     """
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
     sizes = {validate(cell, make_workload(cell.workload))[1].processes for cell in cells}
     if len(sizes) != 1:
@@ -60,7 +60,7 @@ def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
     (world,) = sizes
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
-        started = torch.multiprocessing.spawn(
+        started = spawn(
             _measured_rank, (world, store, list(cells), folder), nprocs=world, join=False
         )
         for process in started.processes:
@@ -110,15 +110,17 @@ def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder:
 def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> AllocatedMemory:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
     from torch.profiler import ProfilerActivity, profile, record_function
 
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
     if strategy.process_group:
-        shared = dist.FileStore(store, world)
+        shared = FileStore(store, world)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
     torch.manual_seed(cell.seed)
     job = Job(cell, workload, layout, torch.device("cpu"), rank, scratch, local_processes=world)
+    _count_in_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = strategy.setup(job)
         with record_function(_STEPS):
@@ -130,18 +132,39 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
         dist.destroy_process_group()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    return _summed(profiler.profiler.kineto_results.events(), rank)
+    return _peaks(profiler.profiler.kineto_results.experimental_event_tree(), rank)
 
 
-def _summed(events: Sequence[_KinetoEvent], rank: int) -> AllocatedMemory:
-    """The peaks before and during the steps, from the allocator's events."""
-    begin = next(event.start_ns() for event in events if event.name() == _STEPS)
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    setup = [size for at, size in changes if at < begin]
-    totals = list(itertools.accumulate(size for _, size in changes))
+def _count_in_all_threads() -> None:
+    """Makes the allocator count what any thread allocates and frees.
+
+    By itself it counts in threads that the profiler knows. gloo's threads, which free the buffers
+    of many collectives, are none of them.
+    """
+    import torch
+
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _flat(events: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
+    """The peaks before and during the steps, by the totals that the allocator reports."""
+    flat = list(_flat(events))
+    begin = next(event.start_time_ns for event in flat if event.name == _STEPS)
+    totals = sorted(
+        (event.start_time_ns, event.extra_fields.total_allocated)
+        for event in flat
+        if event.name == "[memory]"
+    )
     return AllocatedMemory(
         rank=rank,
-        peak_bytes=max(totals[len(setup) :]),
-        setup_peak_bytes=max(totals[: len(setup)]),
-        kept_bytes=totals[-1],
+        peak_bytes=max(total for at, total in totals if at > begin),
+        setup_peak_bytes=max(total for at, total in totals if at <= begin),
+        kept_bytes=totals[-1][1],
     )

@@ -209,7 +209,7 @@ class Ledger(TorchDispatchMode):
         return place
 
     def _note_block(self, block: tuple[int, int] | None) -> None:
-        self._sequence.append(torch.autograd._get_sequence_nr())
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._entered.append(block)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:

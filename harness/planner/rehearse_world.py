@@ -9,6 +9,7 @@ whole list.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def values(job: Job) -> Iterator[Patch]:
     aten = torch.ops.aten
 
     def item(mode: object, func: object, tensor: Tensor) -> float:
-        return 0.0 if tensor.is_floating_point() else 0
+        return 0.0 if tensor.is_floating_point() else int(tensor.dtype == torch.bool)
 
     def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
         return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
@@ -121,11 +122,17 @@ def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
     if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
         with put(torch.utils, "weakref", none):
-            _SWAP(parameter, moved)
+            _SWAP(parameter, moved)  # type: ignore[no-untyped-call]
 
 
 def moved_modules(job: Job) -> Iterator[Patch]:
     yield put(torch.utils, "swap_tensors", swap_if_changed)
+
+
+def data_in_masks(job: Job) -> Iterator[Patch]:
+    from transformers.utils import import_utils
+
+    yield put(import_utils, "is_fake_tensor", lambda tensor: False)
 
 
 def files(job: Job) -> Iterator[Patch]:
@@ -185,7 +192,7 @@ def meshes(job: Job) -> Iterator[Patch]:
 class _BucketsOnce:
     """DDP's reducer but for the second arrangement of its buckets."""
 
-    def __init__(self, reducer: dist.Reducer) -> None:
+    def __init__(self, reducer: Any) -> None:
         self.reducer = reducer
 
     def _rebuild_buckets(self) -> bool:
@@ -227,31 +234,37 @@ def neighbouring_stages(job: Job) -> Iterator[Patch]:
     yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
 
 
-def _from_neighbour(job: Job, stage: Any, peer: int) -> object:
+def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
     """What the stage before says of its hidden states, or the one behind of their gradients."""
     samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
     shape = torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
     before = peer < stage.stage_index
-    meta = pipelining._TensorMeta(
+    kinds: Any = pipelining
+    meta = kinds._TensorMeta(
         shape=shape,
         stride=(shape[1] * shape[2], shape[2], 1),
         dtype=torch.float32,
         requires_grad=before,
     )
-    kind = pipelining._StageForwardMeta if before else pipelining._StageBackwardMeta
-    return kind((meta,))
+    return (kinds._StageForwardMeta if before else kinds._StageBackwardMeta)((meta,))
 
 
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
-        "`.item()` is zero, `nonzero` selects everything, memory that is asked to be pinned is",
+        "`.item()` is zero, of a boolean true; `nonzero` selects everything; memory that shall be"
+        " pinned is",
         values,
     ),
     Substitution(
         "`torch.utils.swap_tensors` when a module is moved",
         "only parameters whose device or dtype changes are exchanged",
         moved_modules,
+    ),
+    Substitution(
+        "transformers' question whether a tensor has data",
+        "yes: it would make attention masks that a training with data does not need",
+        data_in_masks,
     ),
     Substitution("`torch.save`", "writes an empty file", files),
     Substitution("saved weights of a model", "weights drawn from its config", saved_weights),
@@ -283,3 +296,11 @@ SUBSTITUTIONS = (
 )
 """All that is replaced in torch, beside the process group: `fake` stands in for gloo. Nothing is
 replaced in the strategies."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of libraries about what torch will no longer have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,186 @@
+"""bench rehearse: the memory that a training would need, by running its code on tensors without
+data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from harness.planner.rehearse import Rehearsal
+    from harness.planner.rehearse_measured import AllocatedMemory
+    from harness.spec.cell import Cell
+
+
+def rehearse(
+    strategies: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STRATEGY...",
+            help="Strategies, also with options: fsdp2:reshard_after_forward=false.",
+        ),
+    ],
+    workload: Annotated[str, typer.Option("--workload", help="The model.")] = "llama-mini",
+    devices: Annotated[
+        int, typer.Option("--devices", min=1, help="Ranks of the world, any number.")
+    ] = 2,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, help="Samples per step, all ranks together; by default 8."),
+    ] = None,
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", min=2, help="Tokens per sample.")
+    ] = 64,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
+    ] = 1,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], typer.Option("--precision", help="Of the arithmetic.")
+    ] = "fp32",
+    optimizer: Annotated[
+        Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
+    ] = "adamw",
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--rank",
+            help=(
+                "Only this rank; may be repeated. By default all of up to 8, of more the first of"
+                " each pipeline stage."
+            ),
+        ),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Rehearse all blocks, never extrapolate from fewer.")
+    ] = False,
+    measured: Annotated[
+        bool,
+        typer.Option("--measure", help="Also train for real on this machine, and compare."),
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON list.")
+    ] = False,
+) -> None:
+    """Says how much memory a training would need, before it is run: its own code, without data.
+
+    Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
+    64[/bold]
+    """
+    from harness.planner import rehearse as planner
+    from harness.planner.rehearse_measured import measure
+    from harness.planner.rehearse_world import quiet
+    from harness.spec.errors import Refused, Unavailable, UsageError
+
+    common = {
+        "workload": workload,
+        "devices": devices,
+        "global_batch": 8 if batch is None else batch,
+        "sequence_length": sequence_length,
+        "micro_batches": micro_batches,
+        "precision": precision,
+        "optimizer": optimizer,
+    }
+    cells = [_cell(word, common) for word in strategies]
+    rehearsals: list[Rehearsal] = []
+    real: list[Sequence[AllocatedMemory]] = []
+    for cell in cells:
+        try:
+            with quiet():
+                rehearsals.append(planner.rehearse(cell, rank or (), whole))
+        except (Refused, Unavailable) as reason:
+            raise UsageError(f"{cell.name} cannot be rehearsed: {reason}") from None
+        if measured:
+            real.append(measure([cell])[0])
+    if json_output:
+        print(json.dumps([_document(r, real[i : i + 1]) for i, r in enumerate(rehearsals)]))
+        return
+    _show(rehearsals, real)
+
+
+def _cell(word: str, common: dict[str, object]) -> Cell:
+    """The cell of a strategy with options, as they are given; raises UsageError."""
+    from bench.select import with_options
+    from harness.spec.cell import Cell
+    from harness.strategy.registry import make_strategy
+
+    strategy, colon, options = word.partition(":")
+    cell = Cell.model_validate({"strategy": strategy, **common})
+    make_strategy(cell)
+    return with_options(cell, options) if colon else cell
+
+
+def _document(rehearsal: Rehearsal, real: Sequence[Sequence[AllocatedMemory]]) -> dict[str, object]:
+    """What a machine reads of a rehearsal."""
+    return {
+        "cell": rehearsal.cell.model_dump(mode="json"),
+        "fullest_rank": rehearsal.fullest.rank,
+        "peak_bytes": rehearsal.fullest.peak_bytes,
+        "ranks": [asdict(rank) for rank in rehearsal.ranks],
+        "measured": [asdict(rank) for ranks in real for rank in ranks] if real else None,
+    }
+
+
+def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> None:
+    from rich.markup import escape
+
+    from bench.cli import terminal
+
+    console = terminal.console()
+    console.print(_table(rehearsals, real))
+    for rehearsal in rehearsals:
+        fullest = rehearsal.fullest
+        blocks = ", ".join(map(str, fullest.rehearsed_blocks))
+        how = f"extrapolated from {blocks} blocks" if len(fullest.rehearsed_blocks) > 1 else "whole"
+        seconds = sum(rank.seconds for rank in rehearsal.ranks)
+        console.print(
+            escape(
+                f"{rehearsal.cell.name}: fullest in the {fullest.peak_phase} pass, at"
+                f" {fullest.peak_block}; model {how}; {terminal.duration(seconds)}"
+            )
+        )
+    console.print(
+        "Memory of tensors, as torch's allocator counts it. Neither fragmentation, nor the Python"
+        " process, nor a GPU's context and kernels' workspaces are in it."
+    )
+
+
+def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
+    """One row per rehearsed rank: its peak, and what is in memory then."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = "memory of a rank's tensors at the peak of a step"
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    for column in ("rank", "peak", "parameters", "gradients", "optimizer", "activations"):
+        table.add_column(column, justify="right")
+    for column in ("buffers", "temporaries", "set-up peak", "between steps"):
+        table.add_column(column, justify="right")
+    if real:
+        table.add_column("measured", justify="right")
+        table.add_column("error", justify="right")
+    for number, rehearsal in enumerate(rehearsals):
+        for rank in rehearsal.ranks:
+            split = rank.at_peak
+            sizes = [*asdict(split).values(), rank.setup_peak_bytes, rank.kept_bytes]
+            measured = [m.peak_bytes for m in (real[number] if real else ()) if m.rank == rank.rank]
+            table.add_row(
+                escape(rehearsal.cell.label),
+                str(rank.rank),
+                *(_size(size) for size in (rank.peak_bytes, *sizes)),
+                *(_size(size) for size in measured),
+                *(f"{rank.peak_bytes / size - 1:+.2%}" for size in measured),
+            )
+    return table
+
+
+def _size(size: int) -> str:
+    """Bytes in the unit that gives few digits."""
+    gibibytes = size / 2**30
+    return f"{gibibytes:.2f} GiB" if gibibytes >= 1 else f"{size / 2**20:.1f} MiB"
