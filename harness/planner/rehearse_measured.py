@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.planner.rehearse_world import fake_batch
+from harness.planner.rehearse_world import fake_batch, launcher_variables
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import Job
@@ -91,8 +91,6 @@ def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder:
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     try:
         for number, cell in enumerate(cells):
             measured = _train(cell, rank, world, f"{store}{number}", Path(folder))
@@ -120,6 +118,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
     torch.manual_seed(cell.seed)
     job = Job(cell, workload, layout, torch.device("cpu"), rank, scratch, local_processes=world)
+    os.environ |= launcher_variables(job)
     _count_in_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = strategy.setup(job)
@@ -157,14 +156,15 @@ def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
     """The peaks before and during the steps, by the totals that the allocator reports."""
     flat = list(_flat(events))
     begin = next(event.start_time_ns for event in flat if event.name == _STEPS)
-    totals = sorted(
-        (event.start_time_ns, event.extra_fields.total_allocated)
+    changes = sorted(
+        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
         for event in flat
         if event.name == "[memory]"
     )
+    before = changes[0][1] - changes[0][2]  # of cells that this process measured earlier
     return AllocatedMemory(
         rank=rank,
-        peak_bytes=max(total for at, total in totals if at > begin),
-        setup_peak_bytes=max(total for at, total in totals if at <= begin),
-        kept_bytes=totals[-1][1],
+        peak_bytes=max(total for at, total, _ in changes if at > begin) - before,
+        setup_peak_bytes=max(total for at, total, _ in changes if at <= begin) - before,
+        kept_bytes=changes[-1][1] - before,
     )

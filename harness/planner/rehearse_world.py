@@ -9,12 +9,15 @@ whole list.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -29,10 +32,14 @@ from torch.distributed.pipelining import stage as pipelining
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.spec.training import Batch
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 Patch = contextlib.AbstractContextManager[object]
 Function = Callable[..., Any]
@@ -50,10 +57,27 @@ class Substitution:
 
 
 class KeptMode(FakeTensorMode):
-    """A fake mode that its tensors keep when they are copied."""
+    """A fake mode that its tensors keep when they are copied, and that knows which of them are
+    answers of `all()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.true = WeakTensorKeyDictionary()
 
     def __deepcopy__(self, memo: object) -> KeptMode:
         return self
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result: object = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.all.default:
+            self.true[result] = True
+        return result
 
 
 @contextlib.contextmanager
@@ -68,6 +92,8 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, launcher_variables(job)))
+            stack.enter_context(globals_put_back(strategy.requires))
             for substitution in (*SUBSTITUTIONS, *more):
                 for patch in substitution.patches(job):
                     stack.enter_context(patch)
@@ -77,6 +103,28 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
         if strategy.process_group:
             _clear_sharding_prop_cache()  # its meshes name groups, whose names are given anew
             dist.destroy_process_group()
+
+
+def launcher_variables(job: Job) -> dict[str, str]:
+    """What torchrun sets, which some libraries read; all ranks are of one node."""
+    rank, world = str(job.rank), str(job.layout.processes)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@contextlib.contextmanager
+def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
+    """The global variables of these packages' modules are afterwards what they were: libraries keep
+    the process groups of the first world that they see."""
+    for package in packages:
+        importlib.import_module(package)
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for variables, values_before in before:
+            variables.update(values_before)
 
 
 def fake_batch(job: Job, step: int) -> Batch:
@@ -92,8 +140,8 @@ def values(job: Job) -> Iterator[Patch]:
     result."""
     aten = torch.ops.aten
 
-    def item(mode: object, func: object, tensor: Tensor) -> float:
-        return 0.0 if tensor.is_floating_point() else int(tensor.dtype == torch.bool)
+    def item(mode: KeptMode, func: object, tensor: Tensor) -> float:
+        return 0.0 if tensor.is_floating_point() else int(tensor in mode.true)
 
     def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
         return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
@@ -249,10 +297,19 @@ def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> obj
     return (kinds._StageForwardMeta if before else kinds._StageBackwardMeta)((meta,))
 
 
+def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
+    name = "assert_ints_same_as_other_ranks"
+    if "deepspeed" in sys.modules:
+        for module in ("partitioned_param_coordinator", "parameter_offload"):
+            zero = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+            if hasattr(zero, name):
+                yield put(zero, name, lambda numbers: None)
+
+
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
-        "`.item()` is zero, of a boolean true; `nonzero` selects everything; memory that shall be"
+        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory that shall be"
         " pinned is",
         values,
     ),
@@ -292,6 +349,11 @@ SUBSTITUTIONS = (
         "a pipeline's exchange of shapes between stages",
         "what the neighbour would send is worked out from batch, sequence and hidden size",
         neighbouring_stages,
+    ),
+    Substitution(
+        "DeepSpeed's check that all ranks run the modules in one order",
+        "left out",
+        same_order_on_all_ranks,
     ),
 )
 """All that is replaced in torch, beside the process group: `fake` stands in for gloo. Nothing is
