@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from harness.workloads.recompute import grouped_products
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     if config is not None and hasattr(config, "_attn_implementation"):
         # The counter does not know the operators of fused attention on every device.
         config._attn_implementation = "eager"
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=dict(grouped_products())) as counter:
         forward().sum().backward()
     return int(counter.get_total_flops())
 
@@ -32,12 +34,18 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def without_memory() -> Iterator[None]:
     """Tensors that are made here have no memory (FakeTensorMode), so that models of any size can be
     counted: those that `Workload.countable` gives. They have no data that could be moved to another
-    device either, so modules stay where they are."""
+    device either, so modules stay where they are. Experts compute by transformers' own product of
+    grouped rows: torch knows the shapes of its own in bf16 only."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.integrations import moe
 
     def stay(module: nn.Module, *_: object, **__: object) -> nn.Module:
         return module
 
-    with FakeTensorMode(), mock.patch.object(torch.nn.Module, "to", stay):
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.nn.Module, "to", stay),
+        mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
+    ):
         yield

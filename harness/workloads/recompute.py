@@ -9,27 +9,57 @@ results of matrix products and attention, and computes only the rest again, whic
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch._ops import OpOverload, OpOverloadPacket
+
+Shape = Sequence[int]
 
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Matrix products, convolutions and attention: torch's function for the floating-point
-    operations of each operator that has one (torch.utils.flop_counter). The attention of CPUs,
-    which has a name of its own and none there, is added."""
-    import torch
-    from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+    """Matrix products, convolutions and attention: a function for the floating-point operations of
+    each, of its arguments and result.
 
-    def of_cpus(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    Those that torch.utils.flop_counter knows, the attention of CPUs, which has a name of its own,
+    and the products of a mixture of experts.
+    """
+    import torch
+    from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
+
+    def of_cpus(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+        return int(sdpa_flop_count(query, key, value))
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return {**flop_registry, attention: of_cpus}
+    further = {attention: of_cpus, **grouped_products()}
+    return {**flop_registry, **{name: shape_wrapper(count) for name, count in further.items()}}
+
+
+@functools.cache
+def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
+    """The matrix products of a mixture of experts, each row by the matrix of its expert: functions
+    for the floating-point operations of each, of shapes.
+
+    torch's own, and the one that transformers has where torch has none.
+    """
+    import torch
+    import transformers.integrations.moe  # noqa: F401 registers its operators
+
+    def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
+        return 2 * math.prod(rows) * matrices[-1]
+
+    def backward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
+        return 2 * forward(rows, matrices)
+
+    return {
+        torch.ops.aten._grouped_mm: forward,
+        torch.ops.transformers.grouped_mm_fallback: forward,
+        torch.ops.transformers.grouped_mm_fallback_backward: backward,
+    }
 
 
 def checkpoint_arguments(recompute: str) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def make_workload(name: str) -> Workload:
         blocks=config.get("num_hidden_layers", config.get("n_layer", 0)),
         heads=config.get("num_key_value_heads")
         or config.get("num_attention_heads", config.get("n_head", 0)),
+        experts=config.get("num_experts", config.get("num_local_experts", 0)),
         split=family.split,
         block_path=family.split.blocks if family.split else "",
         batch_norm=family.batch_norm,
@@ -125,6 +126,7 @@ def _from_hub(name: str) -> Workload:
         max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
         blocks=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        experts=getattr(config, "num_experts", getattr(config, "num_local_experts", 0)),
     )
     if family is None:
         return workload
@@ -152,5 +154,5 @@ def _kind(name: str, architecture: str) -> Kind:
 
 def _family(config: PretrainedConfig, architecture: str) -> Family | None:
     """The family that a saved model belongs to; None where its class is none of a family's."""
-    family = families().get(config.model_type)
+    family = families().get(config.model_type.replace("_", "-"))
     return family if family and family.model_class == architecture else None

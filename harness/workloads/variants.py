@@ -240,6 +240,11 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
             f"workload {name!r}: only causal language models have +{adapter or storage}; use a gpt2"
             " or llama workload"
         )
+    if base.experts and (adapter or storage in QUANTISED):
+        raise UsageError(
+            f"workload {name!r}: the matrices of experts are one parameter of three dimensions,"
+            f" which +{adapter or storage} does not reach; use a gpt2 or llama workload"
+        )
     if storage in QUANTISED and not adapter:
         raise UsageError(
             f"workload {name!r}: {storage} weights are frozen, so nothing would be trained; use"

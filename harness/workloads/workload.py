@@ -54,6 +54,8 @@ class Workload:
     heads: int = 0
     """Attention heads (of keys and values where these are fewer), which tensor parallelism divides
     among the ranks."""
+    experts: int = 0
+    """Experts of each mixture of experts; 0: there is none."""
     split: Split | None = None
     block_path: str = ""
     """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is

@@ -61,7 +61,7 @@ def test_classes_are_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in workload_names() if n.split("-")[1] in ("nano", "micro", "mini")]
+    "name", [n for n in workload_names() if n.split("-")[-1] in ("nano", "micro", "mini")]
 )
 def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     import torch
@@ -417,3 +417,31 @@ def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
     assert more_of_the_same(large, small)
     assert not more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
     assert not more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-moe-30b", 30_532_122_624)]
+)
+def test_mixtures_of_experts_have_their_published_sizes(name: str, parameters: int) -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = make_workload(name).build(0, saved_weights=False)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
+def test_flops_of_experts_by_hand(name: str) -> None:
+    """Forward and twice as many backward: of each token in each of two blocks four projections of
+    32 by 32, attention over 16 tokens, a router of four experts, and three matrices of 32 by 48 of
+    two experts; then 256 logits."""
+    tokens, hidden = 16, 32
+    projections, router, experts = 4 * hidden**2, 4 * hidden, 2 * 3 * hidden * 48
+    block = 2 * tokens * (projections + router + experts) + 4 * tokens**2 * hidden
+    forward = 2 * block + 2 * tokens * hidden * 256
+    assert model_facts(make_workload(name), tokens).flops_per_sample == 3 * forward
+
+
+def test_experts_have_no_adapters() -> None:
+    with pytest.raises(UsageError, match=r"one parameter of three dimensions, which \+lora"):
+        make_workload("mixtral-nano+lora")
