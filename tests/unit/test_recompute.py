@@ -97,6 +97,18 @@ def test_attention_is_kept_under_each_of_its_names() -> None:
     assert products().keys() >= {FLASH, *names, aten.mm, aten.addmm, aten.bmm}
 
 
+def test_products_of_experts_are_kept() -> None:
+    """A mixture of experts multiplies by an operator of its own."""
+    workload = make_workload("mixtral-nano")
+    calls = []
+    for recompute in ("selective", "full"):
+        model = workload.build(0)
+        recompute_blocks(model, workload.blocks_of(model), recompute)
+        calls.append(trained(model)[1].calls[torch.ops.aten._grouped_mm])
+    in_two_blocks = 2 * 2 * 3
+    assert calls == [in_two_blocks, in_two_blocks + 2 * 2]
+
+
 def test_operations_of_recomputation_by_hand() -> None:
     """Of a block with hidden size h, feed-forward f and t tokens: four projections of h by h, three
     of h by f and attention; torch leaves out the last product and the addition after it."""
