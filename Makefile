@@ -2,9 +2,12 @@
 MATRIX ?= full
 ARGS ?=
 WORKERS ?= 3
+FAULTS ?= 500
+SEED ?= 1
+FUZZ ?= 20000
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench audit screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign audit screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -39,6 +42,10 @@ lint: need
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
+## make campaign   injects FAULTS faults by SEED, then feeds FUZZ random inputs to each parser
+campaign: need
+	$(PY) -m tests.faults.campaign --faults $(FAULTS) --seed $(SEED)
+	FUZZ=$(FUZZ) $(PY) -m pytest tests/faults/test_fuzz.py --timeout 0 $(ARGS)
 ## make audit   asks whether a pinned version has a known vulnerability (pip-audit, by pipx)
 audit:
 	pipx run pip-audit --disable-pip --no-deps --requirement constraints.txt

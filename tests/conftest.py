@@ -22,7 +22,7 @@ from harness.strategy.registry import strategies
 ROOT = Path(__file__).parents[1]
 
 
-FOLDERS = ("cluster", "unit", "gpu", "ranks", "browser")
+FOLDERS = ("cluster", "unit", "gpu", "ranks", "faults", "browser")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.record.store import Store
 from harness.spec.cell import Cell
-from harness.spec.errors import NothingToResume
+from harness.spec.errors import NothingToResume, UsageError
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,16 @@ class Plan:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Plan:
-        """The plan of a run that is in the store."""
+        """The plan of a run that is in the store. Raises UsageError where it is none."""
+        try:
+            return cls._from_row(row)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"the plan of run {row['run_id']!r} cannot be read: {type(error).__name__}"
+            ) from None
+
+    @classmethod
+    def _from_row(cls, row: Mapping[Any, Any]) -> Plan:
         plan = json.loads(row["plan"])
         left_out = tuple(
             LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"]

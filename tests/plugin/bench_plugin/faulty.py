@@ -1,6 +1,8 @@
 """Strategies that do not end well: each must become a row with its reason, and leave no process."""
 
+import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class Faulty(Strategy):
-    """Data parallelism that goes wrong on its last rank at step 2."""
+    """Data parallelism that goes wrong on its last rank."""
 
     fault: Literal[
         "raises",
@@ -25,8 +27,16 @@ class Faulty(Strategy):
         "shows_nothing",
         "slow",
         "tells_secrets",
+        "segfaults",
+        "floods_its_log",
+        "writes_no_text",
+        "stops_itself",
+        "loops_in_c",
+        "forks",
     ] = "raises"
     """How it goes wrong."""
+    at_step: int = 2
+    """At which step it does."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -42,11 +52,28 @@ class Faulty(Strategy):
         hoard = []
 
         def step(batch: Batch) -> torch.Tensor:
-            if last and batch.step == 2:
+            if last and batch.step == self.at_step:
                 if self.fault == "tells_secrets":
                     secret = os.environ["PLANTED_TOKEN"]
                     print("x" * 3990 + secret, "y" * 3985, flush=True)  # cut by the end of the log
                     raise ValueError(f"401 for https://me:{secret}@example.org?key={secret}")
+                if self.fault == "segfaults":
+                    ctypes.string_at(0)
+                if self.fault == "floods_its_log":
+                    for _ in range(50):
+                        os.write(1, b"flood " * (2**20 // 6))
+                    raise ValueError("the planted flood")
+                if self.fault == "writes_no_text":
+                    os.write(1, bytes(range(256)) * 40)
+                    raise ValueError("the planted bytes \udcff")
+                if self.fault == "stops_itself":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if self.fault == "loops_in_c":
+                    re.match("(a+)+b", "a" * 60)  # for ever, with the GIL
+                if self.fault == "forks":
+                    for _ in range(24):
+                        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+                    raise ValueError("the planted children")
                 if self.fault == "raises":
                     raise ValueError("the planted mistake")
                 if self.fault == "killed":
@@ -70,7 +97,7 @@ class Faulty(Strategy):
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach() * (
-                float("nan") if self.fault == "nan" and batch.step >= 2 else 1.0
+                float("nan") if self.fault == "nan" and batch.step >= self.at_step else 1.0
             )
 
         return step
