@@ -88,6 +88,7 @@ def run_rank(spec: TrialSpec) -> None:
     control = _prepare_process(spec, rank)
     answer = RankAnswer(rank, os.getpid(), time.time())
     progress = RankProgress(Heartbeat(spec.scratch, rank))
+    answer_questions(spec.scratch, rank)  # its thread's stack is none of the trial's memory
     try:
         result = _train(spec, answer, progress, control)
     except BaseException as error:
@@ -255,7 +256,6 @@ def _train(
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )
-    answer_questions(spec.scratch, rank)  # its thread's stack is none of the trial's memory
     progress.heartbeat.beat("process group")
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()

@@ -20,6 +20,7 @@ from harness.spec.training import Layout
 from harness.strategy.registry import make_strategy, strategies
 from harness.worker import worker
 from harness.worker.answer import RankAnswer
+from harness.worker.heartbeat import Heartbeat
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload, make_workload, prepare_data
 
@@ -92,7 +93,7 @@ def draws_on(
     data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
     spec = TrialSpec(cell, data, world, scratch=str(scratch))
     try:
-        worker._train(spec, RankAnswer(rank), worker.RankProgress())
+        worker._train(spec, RankAnswer(rank), worker.RankProgress(Heartbeat(scratch, rank)))
     except Drawn as drawn:
         return drawn.device
     finally:
