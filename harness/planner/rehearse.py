@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from harness.planner.rehearse_depth import DEPTHS, at_depth, with_blocks
 from harness.planner.rehearse_rank import RankPeaks, rehearse_rank
 from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
+from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
 from harness.strategy.registry import validate
@@ -89,7 +89,7 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), whole: bool = False) -> Rehe
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
-    _check(cell, layout)
+    _check(cell, strategy, layout)
     for rank in ranks:
         if not 0 <= rank < layout.processes:
             raise UsageError(
@@ -108,14 +108,15 @@ def default_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.pipeline * layout.tensor, layout.tensor))
 
 
-def _check(cell: Cell, layout: Layout) -> None:
+def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
     """Raises Refused for cells whose memory is not that of one CPU rank's tensors."""
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
-    if layout.devices_per_process > 1 or layout.servers:
+    alone = not strategy.process_group and layout.processes > 1
+    if layout.devices_per_process > 1 or layout.servers or alone:
         raise Refused(
-            "its ranks exchange tensors without torch.distributed, and other ranks have to be there"
-            " to answer"
+            f"{cell.strategy} exchanges tensors without torch.distributed, so that other ranks"
+            " would have to be there to answer; measure it instead"
         )
 
 
@@ -126,7 +127,9 @@ def _memory(
     try:
         peaks = None if whole else _from_shallow(cell, strategy, layout, workload, rank)
         peaks = peaks or rehearse_rank(cell, strategy, layout, workload, rank)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+    except (UsageError, Refused, Unavailable):
+        raise
+    except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise UsageError(
             f"{cell.name} cannot be rehearsed: its code needs more than shapes"

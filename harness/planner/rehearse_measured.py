@@ -154,12 +154,14 @@ def _flat(events: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
 
 def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
     """The peaks before and during the steps, by the totals that the allocator reports."""
+    from torch._C._profiler import _ExtraFields_Allocation
+
     flat = list(_flat(events))
     begin = next(event.start_time_ns for event in flat if event.name == _STEPS)
     changes = sorted(
-        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
+        (event.start_time_ns, fields.total_allocated, fields.alloc_size)
         for event in flat
-        if event.name == "[memory]"
+        if isinstance(fields := event.extra_fields, _ExtraFields_Allocation)
     )
     before = changes[0][1] - changes[0][2]  # of cells that this process measured earlier
     return AllocatedMemory(

@@ -74,7 +74,7 @@ class KeptMode(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        result: object = super().__torch_dispatch__(func, types, args, kwargs)
+        result: object = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is torch.ops.aten.all.default:
             self.true[result] = True
         return result
