@@ -1,1 +1,1 @@
-"""Predictions: how much memory a training needs and how fast it is, before it runs."""
+"""Predicts step time and memory of parallel layouts before anything runs: pure arithmetic."""

@@ -1,0 +1,147 @@
+"""The few constants that are fitted to measurements, each with its meaning, unit, bounds and source."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from harness.spec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a constant may be, from physics and not from any measurement of a whole step."""
+
+    low: float
+    high: float
+    prior: float
+    """The value that is believed without data."""
+    spread: float
+    """Standard deviation of that belief."""
+    unit: str
+    meaning: str
+
+
+def _constant(
+    prior: float, low: float, high: float, spread: float, unit: str, meaning: str
+) -> float:
+    bounds = Bounds(low, high, prior, spread, unit, meaning)
+    value: float = field(default=prior, metadata={"bounds": bounds})
+    return value
+
+
+@dataclass(frozen=True)
+class TimeConstants:
+    """Of the step time."""
+
+    matmul_efficiency: float = _constant(
+        0.65, 0.4, 0.95, 0.08, "1",
+        "share of the data sheet's dense peak that large matrix products reach",
+    )
+    matmul_half_size: float = _constant(
+        400.0, 100.0, 3000.0, 300.0, "elements",
+        "a product of M x K by K x N takes 1 + this x (1/M + 1/N + 1/K) times its time at peak:"
+        " reading the operands (peak over bandwidth) and unfilled tiles",
+    )
+    attention_efficiency: float = _constant(
+        0.45, 0.15, 0.8, 0.1, "1", "share of the dense peak that fused attention reaches"
+    )
+    elementwise_passes: float = _constant(
+        30.0, 8.0, 90.0, 12.0, "1",
+        "times that forward and backward of a layer read or write its activations of 2 bytes"
+        " (hidden + feed-forward size for each token) outside of matrix products",
+    )
+    logit_bytes: float = _constant(
+        30.0, 4.0, 90.0, 12.0, "bytes", "read and written per logit by the head's cast and the loss"
+    )
+    launch_layer: float = _constant(
+        2.9e-3, 0.3e-3, 6e-3, 0.8e-3, "s",
+        "the processor's time to launch forward and backward of one layer",
+    )
+    launch_tensor: float = _constant(
+        1.4e-3, 0.0, 5e-3, 0.8e-3, "s", "more of it where a layer's tensors are split"
+    )
+    pipeline_stall: float = _constant(
+        2.0e-3, 0.0, 6e-3, 1.0e-3, "s",
+        "more of it for each rank of the tensor axis, in each layer, where a pipeline crosses nodes:"
+        " collectives wait behind sends on the device's single launch queue",
+    )
+    tensor_bandwidth: float = _constant(
+        0.8, 0.2, 1.2, 0.15, "1", "share of the node's measured bandwidth that tensor parallelism gets"
+    )
+    tensor_latency: float = _constant(
+        20e-6, 1e-6, 200e-6, 15e-6, "s", "of each step around a ring that crosses nodes"
+    )
+    tensor_exposed: float = _constant(
+        0.8, 0.2, 1.0, 0.2, "1", "share of tensor-parallel communication that no compute hides"
+    )
+    network_bandwidth: float = _constant(
+        0.8, 0.2, 1.3, 0.2, "1", "share of the measured bandwidth between nodes that training gets"
+    )
+    data_overlap: float = _constant(
+        0.5, 0.0, 1.0, 0.25, "1",
+        "share of the last backward pass that hides the reduction of gradients",
+    )
+    point_latency: float = _constant(
+        0.3e-3, 0.0, 5e-3, 0.5e-3, "s", "of each transfer between stages, beyond its bytes"
+    )
+    update_passes: float = _constant(
+        40.0, 20.0, 120.0, 12.0, "bytes", "read and written for each parameter that a rank updates"
+    )
+    straggler: float = _constant(
+        0.01, 0.0, 0.05, 0.008, "1",
+        "share by which each doubling of the nodes slows a step (the slowest of more devices)",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """Of the memory that the allocator takes from the device."""
+
+    fragmentation: float = _constant(
+        1.15, 1.0, 1.7, 0.15, "1",
+        "bytes reserved for each byte of activations: blocks that do not fit what is asked for next",
+    )
+    layer_hidden: float = _constant(
+        16.0, 6.0, 40.0, 6.0, "bytes",
+        "kept for the backward pass per token and element of the hidden size in each layer",
+    )
+    layer_feed: float = _constant(
+        8.0, 4.0, 14.0, 1.5, "bytes", "the same per element of the feed-forward size"
+    )
+    gathered: float = _constant(
+        4.0, 0.0, 16.0, 3.0, "bytes",
+        "the same per element of the hidden size that tensor parallelism does not split",
+    )
+    logit: float = _constant(
+        10.0, 2.0, 24.0, 4.0, "bytes", "kept per logit of the micro-batch in its head"
+    )
+    bucket: float = _constant(
+        2.0, 0.0, 6.0, 1.5, "bytes",
+        "a second copy of gradients in the buckets that are reduced, per parameter",
+    )
+    update: float = _constant(
+        2.0, 0.0, 12.0, 3.0, "bytes", "working memory of the update per parameter that a rank updates"
+    )
+    gather: float = _constant(
+        2.0, 0.0, 6.0, 1.5, "bytes", "of the gather after the update under ZeRO-1, per parameter"
+    )
+    overhead: float = _constant(
+        0.5e9, 0.0, 4e9, 0.5e9, "bytes", "of workspaces that are always there"
+    )
+    knee: float = _constant(
+        0.9, 0.7, 1.0, 0.05, "1",
+        "share of the device's memory from which the allocator frees what it had reserved",
+    )
+
+
+Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
+
+
+def bounds_of(kind: type[TimeConstants] | type[MemoryConstants]) -> dict[str, Bounds]:
+    """The bounds of each constant by its name."""
+    return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}

@@ -1,0 +1,130 @@
+"""Ways to lay a training out over devices, as columns of numbers: one row is one layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+RECOMPUTE = ("none", "selective", "full")
+"""What is computed again in the backward pass: nothing, the attention scores, whole layers."""
+OFFLOAD = ("none", "optimizer", "parameters", "disk")
+"""What lies outside the device: nothing, the optimizer's state in host memory, the parameters too,
+both on disk."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout. The devices are data x pipeline x tensor x context; the pipeline is outermost
+    (its stages are farthest apart), tensor innermost (its ranks share a node)."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    """Devices that share each sequence, a part of its tokens each."""
+    expert: int = 1
+    """Devices of the data axis that share the experts of a mixture."""
+    zero: int = 0
+    """ZeRO's stage; 3 is also what FSDP with full sharding keeps."""
+    micro_batch: int = 1
+    """Sequences of one forward pass."""
+    accumulation: int = 1
+    """Micro-batches of one step; those of a pipeline too."""
+    recompute: int = 0
+    """Index into RECOMPUTE."""
+    offload: int = 0
+    """Index into OFFLOAD."""
+    chunks: int = 1
+    """Model chunks of each pipeline rank: more than one is the interleaved schedule."""
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipeline * self.tensor * self.context
+
+    @property
+    def text(self) -> str:
+        """For people: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
+        axes = [
+            f"{name} {value}"
+            for name in ("data", "pipeline", "tensor", "context", "expert")
+            if (value := getattr(self, name)) > 1
+        ]
+        words = [" x ".join(axes) or "one device"]
+        if self.zero:
+            words.append(f"ZeRO-{self.zero}")
+        words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
+        if self.recompute:
+            words.append(f"{RECOMPUTE[self.recompute]} recomputation")
+        if self.offload:
+            words.append(f"offload of {('', 'optimizer', 'parameters', 'all to disk')[self.offload]}")
+        if self.chunks > 1:
+            words.append(f"{self.chunks} chunks a stage")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Many layouts: each field holds the layouts' values, in the same order (shape [layouts])."""
+
+    data: Ints
+    pipeline: Ints
+    tensor: Ints
+    context: Ints
+    expert: Ints
+    zero: Ints
+    micro_batch: Ints
+    accumulation: Ints
+    recompute: Ints
+    offload: Ints
+    chunks: Ints
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Layouts:
+        return cls(
+            **{
+                field.name: np.array([getattr(layout, field.name) for layout in layouts], np.int64)
+                for field in dataclasses.fields(cls)
+            }
+        )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Layout:
+        return Layout(
+            **{f.name: int(getattr(self, f.name)[index]) for f in dataclasses.fields(self)}
+        )
+
+    def take(self, rows: Ints | Bools) -> Layouts:
+        """The layouts of these row numbers, or where a mask is true."""
+        return Layouts(
+            **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
+        )
+
+    @property
+    def devices(self) -> Ints:
+        return self.data * self.pipeline * self.tensor * self.context
+
+    @property
+    def global_batch(self) -> Ints:
+        """Sequences of one step."""
+        return self.data * self.micro_batch * self.accumulation
+
+
+def joined(parts: Iterable[Layouts]) -> Layouts:
+    """All layouts of the parts, in their order."""
+    listed = list(parts)
+    return Layouts(
+        **{
+            f.name: np.concatenate([getattr(part, f.name) for part in listed])
+            for f in dataclasses.fields(Layouts)
+        }
+    )

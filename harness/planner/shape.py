@@ -1,0 +1,225 @@
+"""The shape of a transformer: what its parameters, products and activations follow from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from harness.spec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal layers between an embedding and a head.
+
+    Sizes are elements; everything else in the planner follows from them.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    feed_forward: int
+    vocabulary: int
+    kv_heads: int = 0
+    """Heads of keys and values; 0: as many as `heads`."""
+    head_size: int = 0
+    """0: hidden / heads."""
+    gated: bool = True
+    """Three matrices in the feed-forward block (SwiGLU) instead of two."""
+    tied: bool = False
+    """The head uses the embedding's matrix."""
+    experts: int = 1
+    """Feed-forward blocks of each layer."""
+    experts_per_token: int = 1
+    """Feed-forward blocks that each token passes through."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and field.name not in ("kv_heads", "head_size") and value < 1:
+                raise UsageError(f"model {self.name!r}: {field.name} is {value}; give at least 1")
+        if not self.head_size:
+            if self.hidden % self.heads:
+                raise UsageError(
+                    f"model {self.name!r}: hidden size {self.hidden} does not divide by"
+                    f" {self.heads} heads; give heads that divide it, or head_size"
+                )
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.heads % self.kv_heads:
+            raise UsageError(
+                f"model {self.name!r}: {self.heads} heads do not divide by kv_heads ="
+                f" {self.kv_heads}"
+            )
+        if self.experts_per_token > self.experts:
+            raise UsageError(
+                f"model {self.name!r}: experts_per_token is {self.experts_per_token}, more than"
+                f" the {self.experts} experts"
+            )
+
+    @property
+    def attention_width(self) -> int:
+        """Columns of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all key heads together; the values have as many."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: projections to queries, keys and values, and back."""
+        return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one feed-forward block."""
+        return (3 if self.gated else 2) * self.hidden * self.feed_forward
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer with all its experts, norms and, for several experts, the router."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return (
+            self.attention_parameters
+            + self.experts * self.expert_parameters
+            + router
+            + 2 * self.hidden
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding; an untied head has as many."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied matrix counted once."""
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        return self.layers * self.layer_parameters + ends
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Floating-point operations of forward and backward for one token of a sequence.
+
+        Six for each parameter that a token passes through in a matrix product, and 6 x sequence x
+        width for causal attention (PaLM, arXiv 2204.02311, appendix B, halved for the causal mask).
+        """
+        passed = self.layers * (
+            self.attention_parameters + self.experts_per_token * self.expert_parameters
+        )
+        attention = 6.0 * self.layers * sequence_length * self.attention_width
+        return 6.0 * (passed + self.embedding_parameters) + attention
+
+
+@functools.cache
+def named_shapes() -> dict[str, ModelShape]:
+    """The models that are known by name, from models.yaml."""
+    text = Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
+    rows = yaml.safe_load(text)["models"]
+    return {row["name"]: ModelShape(**row) for row in rows}
+
+
+def parse_shape(text: str) -> ModelShape:
+    """The shape that a text means: a known name, `hf:PATH` of a config.json of transformers (or of
+    its folder), or `layers=32,hidden=4096,...`.
+
+    Raises UsageError with a sentence for any other text.
+    """
+    if text in named_shapes():
+        return named_shapes()[text]
+    if text.startswith("hf:"):
+        return from_config(Path(text.removeprefix("hf:")))
+    if "=" in text:
+        return _from_sizes(text)
+    raise UsageError(
+        f"model {text!r} is not known; known are {', '.join(named_shapes())}; or give hf:PATH of"
+        " a config.json, or sizes such as layers=32,hidden=4096,heads=32"
+    )
+
+
+_SIZES = {
+    field.name: field.type for field in dataclasses.fields(ModelShape) if field.name != "name"
+}
+
+
+def _from_sizes(text: str) -> ModelShape:
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in _SIZES:
+            raise UsageError(f"model size {name!r} is not known; known are {', '.join(_SIZES)}")
+        if not re.fullmatch(r"\d+", value):
+            raise UsageError(f"model size {name}={value!r} is not a whole number; give it as digits")
+        values[name] = int(value)
+    if missing := [name for name in ("layers", "hidden") if not values.get(name)]:
+        raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
+    hidden = values["hidden"]
+    heads = values.get("heads") or max(1, hidden // 128)
+    defaults = {
+        "heads": heads,
+        # Llama's: 8/3 of the hidden size, rounded up to a multiple of 256.
+        "feed_forward": -(-8 * hidden // 3 // 256) * 256,
+        "vocabulary": 128256,
+    }
+    flags = {name: bool(values.pop(name)) for name in ("gated", "tied") if name in values}
+    return ModelShape(name=text, **(defaults | values), **flags)
+
+
+def from_config(path: Path) -> ModelShape:
+    """The shape of a config.json of transformers.
+
+    Raises UsageError where the file is missing, is no JSON, or lacks a size.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(
+            f"{str(file)!r} is not JSON; give the config.json of a model of transformers"
+        ) from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{str(file)!r} is not an object of JSON; give a model's config.json")
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+        if default is None:
+            raise UsageError(f"{str(file)!r} does not give {' or '.join(names)}, which are needed")
+        return default
+
+    hidden = size("hidden_size", "n_embd", "d_model")
+    heads = size("num_attention_heads", "n_head")
+    act = str(config.get("hidden_act", config.get("activation_function", "silu")))
+    experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    return ModelShape(
+        name=str(config.get("model_type", file.parent.name)),
+        layers=size("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_size=size("head_dim", default=hidden // heads),
+        feed_forward=size(
+            *(("moe_intermediate_size",) if experts > 1 else ()),
+            "intermediate_size",
+            "n_inner",
+            default=4 * hidden,
+        ),
+        vocabulary=size("vocab_size"),
+        gated=act in ("silu", "swish", "swiglu"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
+    )
