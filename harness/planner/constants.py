@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
-
-import yaml
-
-from harness.spec.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,13 @@ class TimeConstants:
         "more of it for each rank of the tensor axis, in each layer, where a pipeline crosses nodes:"
         " collectives wait behind sends on the device's single launch queue",
     )
-    tensor_bandwidth: float = _constant(
-        0.8, 0.2, 1.2, 0.15, "1", "share of the node's measured bandwidth that tensor parallelism gets"
-    )
     tensor_latency: float = _constant(
-        20e-6, 1e-6, 200e-6, 15e-6, "s", "of each step around a ring that crosses nodes"
+        0.2e-3, 0.005e-3, 1e-3, 0.1e-3, "s",
+        "of a collective of tensor parallelism for each node beyond the first that it spans",
+    )
+    stall_growth: float = _constant(
+        0.3, 0.0, 1.0, 0.2, "1",
+        "share by which that grows with each doubling of the nodes that the tensor axis spans",
     )
     tensor_exposed: float = _constant(
         0.8, 0.2, 1.0, 0.2, "1", "share of tensor-parallel communication that no compute hides"
@@ -85,9 +81,6 @@ class TimeConstants:
     data_overlap: float = _constant(
         0.5, 0.0, 1.0, 0.25, "1",
         "share of the last backward pass that hides the reduction of gradients",
-    )
-    point_latency: float = _constant(
-        0.3e-3, 0.0, 5e-3, 0.5e-3, "s", "of each transfer between stages, beyond its bytes"
     )
     update_passes: float = _constant(
         40.0, 20.0, 120.0, 12.0, "bytes", "read and written for each parameter that a rank updates"
@@ -124,22 +117,13 @@ class MemoryConstants:
         2.0, 0.0, 6.0, 1.5, "bytes",
         "a second copy of gradients in the buckets that are reduced, per parameter",
     )
-    update: float = _constant(
-        2.0, 0.0, 12.0, 3.0, "bytes", "working memory of the update per parameter that a rank updates"
-    )
-    gather: float = _constant(
-        2.0, 0.0, 6.0, 1.5, "bytes", "of the gather after the update under ZeRO-1, per parameter"
-    )
     overhead: float = _constant(
-        0.5e9, 0.0, 4e9, 0.5e9, "bytes", "of workspaces that are always there"
+        0.5, 0.0, 4.0, 0.5, "GB", "of workspaces that are always there"
     )
     knee: float = _constant(
-        0.9, 0.7, 1.0, 0.05, "1",
+        0.8, 0.5, 1.0, 0.1, "1",
         "share of the device's memory from which the allocator frees what it had reserved",
     )
-
-
-Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
 
 
 def bounds_of(kind: type[TimeConstants] | type[MemoryConstants]) -> dict[str, Bounds]:

@@ -1,4 +1,5 @@
-"""Memory of a rank: model states and activations of its stage, and what the allocator makes of them."""
+"""Memory of a rank: model states and activations of the fullest stage, and what the allocator
+reserves for them."""
 
 from __future__ import annotations
 
@@ -12,55 +13,168 @@ from harness.planner.layouts import Floats, Layouts
 from harness.planner.shape import ModelShape
 from harness.planner.stages import Stage, stages
 
+PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
+"""Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two moments
+of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
+ACCUMULATED_BYTES = 4.0
+"""Of a gradient that is accumulated in fp32 instead."""
+GIGA = 1e9
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by layout (shape [layouts]), of the stage that needs most."""
+    """Bytes on the device by layout (shape [layouts]), of the stage that asks for most."""
 
     states: Floats
+    """Parameters, gradients and optimizer state."""
     activations: Floats
+    """Kept for the backward pass, of all micro-batches in flight."""
     working: Floats
+    """Buckets of gradients, gathered parameters, workspaces."""
+    demand: Floats
+    """What the allocator would reserve on a device without limit."""
     reserved: Floats
+    """What it reserves on this device: it frees what it holds in reserve as the limit nears."""
+
+    @property
+    def allocated(self) -> Floats:
+        return self.states + self.activations + self.working
 
 
-def stage_memory(
-    shape: ModelShape, sequence: int, layouts: Layouts, stage: Stage, c: MemoryConstants
-) -> tuple[Floats, Floats, Floats]:
-    L = layouts
-    h, f, v = shape.hidden, shape.feed_forward, shape.vocabulary
-    t = L.tensor.astype(float)
-    d = L.data.astype(float) * L.context
-    params = stage.layers * shape.layer_parameters / t
-    params = params + (stage.embedding * 1.0 + (stage.head and not (shape.tied and stage.embedding))) * v * h / t
-    shard1 = np.where(L.zero >= 1, d, 1.0)
-    shard2 = np.where(L.zero >= 2, d, 1.0)
-    shard3 = np.where(L.zero >= 3, d, 1.0)
-    states = params * (2.0 / shard3 + 4.0 / shard2 + 12.0 / shard1)
-    tokens = L.micro_batch * float(sequence) / L.context
-    flight = np.minimum(L.pipeline - stage.first, L.accumulation)
-    gathered = np.where(t > 1, c.gathered, 0.0)
-    layer = tokens * (h * (c.layer_hidden / t + gathered) + f * c.layer_feed / t)
-    act = flight * (stage.layers * layer + stage.embedding * tokens * h * 2 / t)
-    act = act + stage.head * tokens * v * c.logit / t
-    work = params * np.where(d > 1, c.bucket, 0.0)
-    upd = params * (c.update / shard1 + np.where((L.zero == 1) & (d > 1), c.gather, 0))
-    return states, np.maximum(act * c.fragmentation, upd), work
+def model_states(
+    parameters: Floats | float,
+    data: Floats | float,
+    zero: int,
+    gradient_bytes: float = GRADIENT_BYTES,
+) -> Floats | float:
+    """Bytes of parameters, gradients and optimizer state on one of `data` ranks under ZeRO's stage
+    0 to 3 (ZeRO, arXiv 1910.02054, section 5, table 1)."""
+    return parameters * (
+        PARAMETER_BYTES / (data if zero >= 3 else 1)
+        + gradient_bytes / (data if zero >= 2 else 1)
+        + OPTIMIZER_BYTES / (data if zero >= 1 else 1)
+    )
 
 
-def capped(demand: Floats, cluster: Cluster, knee: float) -> Floats:
-    lim = cluster.memory_bytes
-    k = knee * lim
-    return np.where(demand <= k, demand, k + (lim - k) * (1 - np.exp(-(demand - k) / (lim - k))))
+def stage_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
+    """Parameters on one rank of a stage before ZeRO shards them (shape [layouts])."""
+    experts = shape.experts * shape.expert_parameters
+    layer = shape.layer_parameters - experts + experts / layouts.expert
+    ends = float(stage.embedding) + float(stage.head and not (shape.tied and stage.embedding))
+    total: Floats = (stage.layers * layer + ends * shape.embedding_parameters) / layouts.tensor
+    return total
 
 
-def rank0(shape, sequence, layouts, cluster, c, all_stages=False):
-    out = np.zeros(len(layouts)); dem = np.zeros(len(layouts))
-    for p in np.unique(layouts.pipeline):
-        m = layouts.pipeline == p
-        sub = layouts.take(m)
-        for st in stages(shape, int(p)):
-            if st.first and not all_stages: continue
-            a, b, w = stage_memory(shape, sequence, sub, st, c)
-            d = a + b + w + c.overhead
-            dem[m] = np.maximum(dem[m], d)
-    return capped(dem, cluster, c.knee), dem
+def _states(parameters: Floats, layouts: Layouts) -> Floats:
+    """Model states on the device with gradients accumulated in fp32, less what is offloaded."""
+    ranks = layouts.data * layouts.context.astype(float)
+    states = np.zeros(len(layouts))
+    for zero in range(4):
+        states = np.where(
+            layouts.zero == zero,
+            model_states(parameters, ranks, zero, ACCUMULATED_BYTES),
+            states,
+        )
+    shard = np.where(layouts.zero >= 1, ranks, 1.0)
+    states = states - np.where(layouts.offload >= 1, OPTIMIZER_BYTES * parameters / shard, 0.0)
+    shard = np.where(layouts.zero >= 3, ranks, 1.0)
+    kept: Floats = states - np.where(layouts.offload >= 2, PARAMETER_BYTES * parameters / shard, 0.0)
+    return kept
+
+
+def in_flight(layouts: Layouts, stage: Stage) -> Floats:
+    """Micro-batches whose activations a stage holds at once under 1F1B: as many as stages follow,
+    itself included (PipeDream-2BW, arXiv 2006.09503); interleaved chunks add to them (Megatron-LM,
+    arXiv 2104.04473, section 2.2)."""
+    plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
+    more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
+    result: Floats = np.where(layouts.chunks > 1, plain * (1 + more), plain)
+    return result
+
+
+def _layer_activations(
+    shape: ModelShape, sequence: int, layouts: Layouts, c: MemoryConstants, ahead: Floats
+) -> tuple[Floats, Floats]:
+    """Bytes that a layer keeps per micro-batch, and that it needs while it is computed again."""
+    tokens = layouts.micro_batch * float(sequence) / layouts.context
+    tensor = layouts.tensor.astype(float)
+    gathered = np.where(tensor > 1, c.gathered * ahead, 0.0)
+    feed = shape.feed_forward * shape.experts_per_token
+    hidden = shape.hidden * c.layer_hidden
+    whole = tokens * ((hidden + feed * c.layer_feed) / tensor + shape.hidden * gathered)
+    kept = tokens * ((0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + shape.hidden * gathered)
+    inputs = tokens * 2.0 * shape.hidden / tensor
+    layer = np.where(
+        layouts.recompute == 2, inputs, np.where(layouts.recompute == 1, kept, whole)
+    )
+    return layer, np.where(layouts.recompute > 0, whole - layer, 0.0)
+
+
+def memory(
+    shape: ModelShape,
+    sequence: int,
+    cluster: Cluster,
+    layouts: Layouts,
+    c: MemoryConstants,
+    ahead: Floats,
+    first_stage_only: bool = False,
+) -> Memory:
+    """The memory of each layout.
+
+    `ahead` (shape [layouts], 0 to 1) says how far the processor launches work before the device
+    needs it: buffers of tensor parallelism are only used again once the device is done with them,
+    so a device that waits for its processor needs fewer. `first_stage_only` is for comparisons with
+    measurements of rank 0.
+    """
+    layer, again = _layer_activations(shape, sequence, layouts, c, ahead)
+    tokens = layouts.micro_batch * float(sequence) / layouts.context
+    tensor = layouts.tensor.astype(float)
+    ranks = layouts.data * layouts.context
+    columns = {name: np.zeros(len(layouts)) for name in ("states", "act", "work", "demand")}
+    for pipeline in np.unique(layouts.pipeline):
+        rows = np.flatnonzero(layouts.pipeline == pipeline)
+        part = layouts.take(rows)
+        for stage in stages(shape, int(pipeline)):
+            if first_stage_only and stage.first:
+                continue
+            parameters = stage_parameters(shape, part, stage)
+            states = _states(parameters, part)
+            ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
+            inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
+            flight = in_flight(part, stage)
+            # One layer is computed again at a time, where the stage has any.
+            redone = again[rows] * min(stage.layers, 1)
+            kept = flight * (stage.layers * layer[rows] + inputs) + ends + redone
+            bucket = np.where(ranks[rows] > 1, c.bucket * parameters, 0.0)
+            # Two layers' parameters are gathered at once: the one in use and the next.
+            largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)
+            gathered = 2 * PARAMETER_BYTES * largest / tensor[rows] / part.expert
+            unsharded = (part.zero >= 3) & (ranks[rows] > 1) | (part.offload >= 2)
+            sharded = part.zero >= 2
+            bucket = np.where(sharded, np.minimum(bucket, gathered), bucket)
+            work = np.where(unsharded, gathered, 0.0) + bucket + c.overhead * GIGA
+            demand = states + kept * c.fragmentation + work
+            most = demand > columns["demand"][rows]
+            for name, value in (("states", states), ("act", kept), ("work", work), ("demand", demand)):
+                columns[name][rows] = np.where(most, value, columns[name][rows])
+    demand = columns["demand"]
+    return Memory(
+        columns["states"],
+        columns["act"],
+        columns["work"],
+        demand,
+        capped(demand, cluster.memory_bytes, c.knee),
+    )
+
+
+def capped(demand: Floats, limit: float, knee: float) -> Floats:
+    """Bytes reserved under a limit: as demanded up to a knee, then ever more of it is freed.
+
+    The curve is smooth and never passes the limit (a model of the caching allocator, which frees
+    its cached blocks when the device has no more).
+    """
+    start = knee * limit
+    room = max(limit - start, 1e-6 * limit)
+    over = np.maximum(demand - start, 0.0)
+    result: Floats = np.where(demand <= start, demand, start + room * (1 - np.exp(-over / room)))
+    return result

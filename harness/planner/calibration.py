@@ -1,0 +1,108 @@
+"""A calibration: the fitted constants, how far they can be trusted, and what they were fitted to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
+from harness.planner.layouts import Floats
+from harness.spec.errors import UsageError, first_error
+
+DEFAULT = Path(__file__).with_name("calibration.yaml")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of measurements around predictions."""
+
+    time: float
+    """Half-width of the 80 % interval of the logarithm of the step time, on one node."""
+    time_per_doubling: float
+    """By how much it grows with each doubling of the nodes."""
+    memory: float
+    """Half-width of the 80 % interval of the logarithm of peak memory."""
+    limit: float
+    """Demand, as a share of the device's memory, that fits as often as not."""
+    limit_spread: float
+    """Standard deviation of the logarithm of that limit."""
+    outside: float = 0.05
+    """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
+    no calibration measures beyond its own range."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """What the calibration has seen."""
+
+    parameters: tuple[float, float]
+    nodes: int
+    tensor: int
+    pipeline: int
+
+    def beyond(self, parameters: float, nodes: Floats, tensor: Floats, pipeline: Floats) -> Floats:
+        """Doublings outside of the range, over all its sides (shape of the arrays); 0 inside."""
+        low, high = self.parameters
+        model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
+        total = np.full(np.shape(nodes), model)
+        for value, most in (
+            (nodes, self.nodes),
+            (tensor, self.tensor),
+            (pipeline, self.pipeline),
+        ):
+            total = total + np.maximum(0.0, np.log2(np.maximum(value, 1) / most))
+        return total
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All that a prediction needs beyond the question."""
+
+    source: str
+    """What it was fitted to, and how."""
+    time: TimeConstants
+    memory: MemoryConstants
+    spread: Spread
+    range: Range
+
+    def save(self, file: Path) -> None:
+        text = yaml.safe_dump(
+            TypeAdapter(Calibration).dump_python(self, mode="json"), sort_keys=False
+        )
+        file.write_text(text, encoding="utf-8")
+
+
+def load(file: Path = DEFAULT) -> Calibration:
+    """The calibration of a file.
+
+    Raises UsageError where the file cannot be read, or a constant is outside of its bounds.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        calibration = TypeAdapter(Calibration).validate_python(values)
+    except OSError as error:
+        raise UsageError(f"cannot read calibration {str(file)!r}: {error.strerror}") from None
+    except yaml.YAMLError:
+        raise UsageError(f"calibration {str(file)!r} is not YAML") from None
+    except ValidationError as error:
+        raise UsageError(f"calibration {str(file)!r}: {first_error(error)}") from None
+    for constants in (calibration.time, calibration.memory):
+        require_within_bounds(constants, str(file))
+    return calibration
+
+
+def require_within_bounds(constants: TimeConstants | MemoryConstants, where: str) -> None:
+    """Raises UsageError for the first constant that physics excludes."""
+    for name, bounds in bounds_of(type(constants)).items():
+        value = getattr(constants, name)
+        slack = 1e-9 * (bounds.high - bounds.low)
+        if not bounds.low - slack <= value <= bounds.high + slack:
+            raise UsageError(
+                f"{where}: {name} is {value:g} {bounds.unit}, outside of its bounds"
+                f" {bounds.low:g} to {bounds.high:g}"
+            )
+

@@ -1,0 +1,77 @@
+"""Predictions: step time, memory and the probability to fit, each with its 80 % interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr
+
+from harness.planner.calibration import Calibration
+from harness.planner.layouts import Floats, Layouts
+from harness.planner.memory import Memory, memory
+from harness.planner.question import Question
+from harness.planner.stages import empty_stages
+from harness.planner.steptime import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of each layout (arrays of shape [layouts])."""
+
+    layouts: Layouts
+    time: StepTime
+    memory: Memory
+    seconds: Floats
+    """Of a step."""
+    half_width: Floats
+    """Of the 80 % interval of the logarithm of the seconds."""
+    memory_half_width: Floats
+    """Of the 80 % interval of the logarithm of the reserved bytes."""
+    fits: Floats
+    """Probability to run: that memory suffices, and 0 for a pipeline with an empty stage."""
+    beyond: Floats
+    """Doublings outside of what the calibration has seen; 0 inside."""
+
+    @property
+    def score(self) -> Floats:
+        """Steps per second times the probability to run: what layouts are ranked by."""
+        result: Floats = self.fits / self.seconds
+        return result
+
+
+def predict(
+    question: Question,
+    layouts: Layouts,
+    calibration: Calibration,
+    first_stage_only: bool = False,
+) -> Predictions:
+    """Predicts every layout; `first_stage_only` gives the memory of rank 0 instead of the fullest
+    stage's, for comparisons with measurements of rank 0."""
+    shape, cluster, spread = question.shape, question.cluster, calibration.spread
+    time = step_time(question, layouts, calibration.time)
+    needed = memory(
+        shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead
+    )
+    shown = needed
+    if first_stage_only:
+        shown = memory(
+            shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead, True
+        )
+    room = np.log(spread.limit * cluster.memory_bytes / needed.demand)
+    fits = ndtr(room / spread.limit_spread)
+    counts, places = np.unique(layouts.pipeline, return_inverse=True)
+    runs = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
+    nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
+    beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
+    wider = spread.outside * beyond
+    return Predictions(
+        layouts=layouts,
+        time=time,
+        memory=shown,
+        seconds=time.total,
+        half_width=spread.time + spread.time_per_doubling * np.log2(nodes) + wider,
+        memory_half_width=spread.memory + wider,
+        fits=np.where(runs, fits, 0.0),
+        beyond=beyond,
+    )

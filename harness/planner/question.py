@@ -1,0 +1,43 @@
+"""What is asked: a model, its sequences and batch, and the cluster to train it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.planner.cluster import Cluster
+from harness.planner.shape import ModelShape
+from harness.spec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """A training whose layouts are compared."""
+
+    shape: ModelShape
+    cluster: Cluster
+    sequence_length: int
+    """Tokens of one sequence."""
+    global_batch: int
+    """Sequences of one step."""
+    devices: int
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch", "devices"):
+            if (value := getattr(self, name)) < 1:
+                raise UsageError(f"{name.replace('_', ' ')} is {value}; give at least 1")
+        per_node = self.cluster.per_node
+        if self.devices > per_node and self.devices % per_node:
+            lower = self.devices // per_node * per_node
+            raise UsageError(
+                f"{self.devices} devices do not fill nodes of {per_node}; the nearest numbers that"
+                f" do are {lower} and {lower + per_node}"
+            )
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.devices // self.cluster.per_node)
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.global_batch * self.sequence_length

@@ -1,0 +1,135 @@
+"""Measured runs that predictions are held against: read from a table, and sorted out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from harness.planner.layouts import Bools, Floats, Ints, Layouts
+from harness.planner.shape import ModelShape, parse_shape
+from harness.spec.errors import UsageError
+
+COLUMNS = (
+    "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",
+)  # fmt: skip
+MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
+"""Shapes of the models that the Ultra-Scale Playbook's table names."""
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows of a table (arrays of shape [rows])."""
+
+    models: tuple[str, ...]
+    shapes: Mapping[str, ModelShape]
+    """By the names in `models`."""
+    nodes: Ints
+    layouts: Layouts
+    sequence_length: int
+    seconds: Floats
+    """Of a step; NaN where the run failed."""
+    memory_bytes: Floats
+    """Peak of rank 0; NaN where the run failed."""
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def ran(self) -> Bools:
+        return np.isfinite(self.seconds)
+
+    @property
+    def model_column(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+        return np.array(self.models)
+
+    def take(self, rows: Bools) -> Runs:
+        """The rows where the mask is true."""
+        return Runs(
+            tuple(self.model_column[rows].tolist()),
+            self.shapes,
+            self.nodes[rows],
+            self.layouts.take(rows),
+            self.sequence_length,
+            self.seconds[rows],
+            self.memory_bytes[rows],
+        )
+
+    def consistent(self) -> Bools:
+        """Rows that do not contradict others (a row that failed does not).
+
+        A row contradicts where another, which does at least as much work, took less than half its
+        time: a model at least as large, on no more nodes, with at least as many micro-batches that
+        are no larger, split into at least as many stages and tensor shards. No model of the time is
+        needed to say so.
+        """
+        size = np.array([self.shapes[name].parameters for name in self.models], float)
+        seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
+        result = np.ones(len(self), bool)
+        for row in np.flatnonzero(self.ran):
+            as_much = (
+                (size >= size[row])
+                & (self.nodes <= self.nodes[row])
+                & (a.micro_batch <= a.micro_batch[row])
+                & (a.accumulation >= a.accumulation[row])
+                & (a.tensor >= a.tensor[row])
+                & (a.pipeline >= a.pipeline[row])
+            )
+            result[row] = not np.any(as_much & (2 * seconds < seconds[row]))
+        return result
+
+
+def read_runs(
+    file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
+) -> Runs:
+    """The runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
+
+    Rows whose data axis, micro-batch and accumulation do not multiply to the global batch are left
+    out. Raises UsageError for a file that cannot be read, a column or a model that is not known.
+    """
+    try:
+        table = pd.read_csv(file)
+    except OSError as error:
+        raise UsageError(f"cannot read runs from {str(file)!r}: {error.strerror}") from None
+    except (ValueError, pd.errors.ParserError):
+        raise UsageError(f"{str(file)!r} is not a table of comma-separated values") from None
+    if missing := [name for name in COLUMNS if name not in table]:
+        raise UsageError(f"{str(file)!r} lacks the column {missing[0]!r}; needed: {COLUMNS}")
+    table = table[table.DP * table.MBS * table.GradAcc == table.GBS]
+    names = tuple(table.model.astype(str))
+    if unknown := sorted(set(names) - models.keys()):
+        raise UsageError(
+            f"{str(file)!r}: model {unknown[0]!r} has no shape; known are {', '.join(models)}"
+        )
+
+    def ints(name: str) -> Ints:
+        return table[name].to_numpy(np.int64)
+
+    one = np.ones(len(table), np.int64)
+    layouts = Layouts(
+        data=ints("DP"),
+        pipeline=ints("PP"),
+        tensor=ints("TP"),
+        context=one,
+        expert=one,
+        zero=ints("ZeRO"),
+        micro_batch=ints("MBS"),
+        accumulation=ints("GradAcc"),
+        recompute=0 * one,
+        offload=0 * one,
+        chunks=one,
+    )
+    tokens = table.GBS.to_numpy(float) * sequence_length
+    return Runs(
+        models=names,
+        shapes={name: parse_shape(models[name]) for name in set(names)},
+        nodes=ints("Nodes"),
+        layouts=layouts,
+        sequence_length=sequence_length,
+        seconds=tokens / table.tok_s.to_numpy(float),
+        memory_bytes=table.gpu_mem_gb.to_numpy(float) * GIGA,
+    )

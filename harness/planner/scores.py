@@ -1,0 +1,135 @@
+"""How well predictions agree with measured runs: errors, ranks, first choices, failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from harness.planner.calibrate import calibrate, groups
+from harness.planner.cluster import Cluster
+from harness.planner.layouts import Bools, Floats
+from harness.planner.prediction import predict
+from harness.planner.runs import Runs
+
+FEW = 20
+"""Groups of fewer consistent rows have no rank correlation."""
+NEAR = 0.5
+"""Layouts at least this fast, as a share of their group's best, are worth choosing among."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Predictions of rows that the calibration has not seen (arrays of shape [rows])."""
+
+    seconds: Floats
+    half_width: Floats
+    memory_bytes: Floats
+    memory_half_width: Floats
+    fits: Floats
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Shares unless said otherwise; consistent rows are those that contradict no other."""
+
+    rows: int
+    """Measured."""
+    consistent_rows: int
+    time_error: float
+    """Median, of consistent rows."""
+    time_error_all: float
+    near_error: float
+    """Median, of consistent rows at least half as fast as the best of their group."""
+    memory_error: float
+    """Median, of all measured rows."""
+    rank_correlation: float
+    """Spearman's, the smallest of the groups with enough consistent rows; NaN without any."""
+    pick_loss: float
+    """By how much the best-predicted layout is slower than the best, mean of the groups; a pick
+    that failed counts as 1."""
+    top_three_loss: float
+    """The same for the best of the three best predicted."""
+    failures_foreseen: float
+    """Of rows that failed."""
+    false_alarms: float
+    """Of rows that ran, those that were said not to."""
+    covered: float
+    """Of consistent rows, those within the 80 % interval of the time."""
+    covered_all: float
+    memory_covered: float
+
+
+def hold_out(runs: Runs, cluster: Cluster, parts: list[Bools]) -> Held:
+    """Predicts each part of the rows by a calibration of all others."""
+    columns = {name: np.full(len(runs), np.nan) for name in Held.__dataclass_fields__}
+    for part in parts:
+        calibration = calibrate(runs.take(~part), cluster, "held out")
+        inside = runs.take(part)
+        places = np.flatnonzero(part)
+        for group in groups(inside, cluster):
+            layouts = inside.layouts.take(group.rows)
+            result = predict(group.question, layouts, calibration, True)
+            rows = places[group.rows]
+            for name, values in (
+                ("seconds", result.seconds),
+                ("half_width", result.half_width),
+                ("memory_bytes", result.memory.reserved),
+                ("memory_half_width", result.memory_half_width),
+                ("fits", result.fits),
+            ):
+                columns[name][rows] = values
+    return Held(**columns)
+
+
+def parts_by_model(runs: Runs) -> dict[str, Bools]:
+    """The rows of each model."""
+    return {name: runs.model_column == name for name in sorted(set(runs.models))}
+
+
+def parts_by_nodes(runs: Runs) -> dict[str, Bools]:
+    """The rows of each number of nodes."""
+    return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
+
+
+def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
+    """Scores the predictions of all rows."""
+    ran, consistent = runs.ran, runs.consistent() & runs.ran
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(held.seconds / runs.seconds - 1)
+        logs = np.abs(np.log(held.seconds / runs.seconds))
+        of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
+        memory_logs = np.abs(np.log(held.memory_bytes / runs.memory_bytes))
+    near = np.zeros(len(runs), bool)
+    correlations, picks, triples = [], [], []
+    for group in groups(runs, cluster):
+        rows = group.rows
+        kept = rows & consistent
+        if not kept.any():
+            continue
+        best = np.min(runs.seconds[rows & ran])
+        near |= kept & (best / np.where(ran, runs.seconds, np.inf) >= NEAR)
+        if kept.sum() >= FEW:
+            correlations.append(spearmanr(held.seconds[kept], runs.seconds[kept]).statistic)
+        order = np.argsort(-(held.fits / held.seconds)[rows], kind="stable")
+        losses = np.where(ran, 1 - best / np.where(ran, runs.seconds, 1.0), 1.0)[rows][order]
+        picks.append(losses[0])
+        triples.append(losses[:3].min())
+    said = held.fits < 0.5
+    return Scores(
+        rows=int(ran.sum()),
+        consistent_rows=int(consistent.sum()),
+        time_error=float(np.median(errors[consistent])),
+        time_error_all=float(np.median(errors[ran])),
+        near_error=float(np.median(errors[near])),
+        memory_error=float(np.nanmedian(of_memory[ran])),
+        rank_correlation=float(min(correlations, default=np.nan)),
+        pick_loss=float(np.mean(picks)),
+        top_three_loss=float(np.mean(triples)),
+        failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
+        false_alarms=float(np.mean(said[ran])),
+        covered=float(np.mean((logs <= held.half_width)[consistent])),
+        covered_all=float(np.mean((logs <= held.half_width)[ran])),
+        memory_covered=float(np.mean((memory_logs <= held.memory_half_width)[ran])),
+    )

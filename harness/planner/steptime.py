@@ -1,0 +1,189 @@
+"""Time of a step: roofline of a layer, launches, collectives, pipeline, update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.planner.constants import TimeConstants
+from harness.planner.layouts import Floats, Layouts
+from harness.planner.links import Links
+from harness.planner.memory import stage_parameters
+from harness.planner.question import Question
+from harness.planner.stages import stages
+
+SHARPNESS = 6.0
+"""Of the smooth maximum of device and processor; at equal times the sum is 12 % longer."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by layout (shape [layouts]); the parts add up to the whole."""
+
+    compute: Floats
+    tensor: Floats
+    """Exposed communication of the tensor, context and expert axes."""
+    data: Floats
+    """Exposed communication of the data axis: gradients and sharded parameters."""
+    bubble: Floats
+    """Waiting in the pipeline: filling it, draining it, and for its slowest stage."""
+    launch: Floats
+    """The device waits for its processor to launch work."""
+    offload: Floats
+    update: Floats
+    ahead: Floats
+    """How far the processor runs ahead of the device, 0 to 1; see `memory`."""
+
+    @property
+    def total(self) -> Floats:
+        return (
+            self.compute
+            + self.tensor
+            + self.data
+            + self.bubble
+            + self.launch
+            + self.offload
+            + self.update
+        )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one micro-batch (shape [layouts])."""
+
+    compute: Floats
+    """Of a layer, forward and backward."""
+    head: Floats
+    communication: Floats
+    """Exposed, of a layer."""
+    launch: Floats
+    """The processor's, of a layer, undisturbed."""
+    stalled: Floats
+    """The same with the waits that a pipeline between nodes adds."""
+
+
+def product(
+    m: Floats | float,
+    k: Floats | float,
+    n: Floats | float,
+    flops_per_second: float,
+    c: TimeConstants,
+) -> Floats:
+    """Seconds of a product of M x K by K x N on one device.
+
+    2MKN operations at the efficiency of large products, longer for small ones: the bytes of the
+    operands over the operations are 1/M + 1/N + 1/K (roofline, Williams and others, CACM 2009), and
+    unfilled tiles grow alike.
+    """
+    small = 1 + c.matmul_half_size * (1 / m + 1 / k + 1 / n)
+    result: Floats = 2.0 * m * k * n / (flops_per_second * c.matmul_efficiency) * small
+    return result
+
+
+def padded_head(size: int) -> int:
+    """The head size that fused attention computes with: the next of 32, 64, 128, 256 and so on
+    (FlashAttention's kernels; a head of 96 costs as much as one of 128)."""
+    return max(32, 1 << (size - 1).bit_length())
+
+
+def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants) -> _Layer:
+    shape, cluster = question.shape, question.cluster
+    peak, memory_rate = cluster.flops_per_second, cluster.memory_bytes_per_second
+    h, f, v = float(shape.hidden), float(shape.feed_forward), float(shape.vocabulary)
+    tensor = layouts.tensor.astype(float)
+    tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
+    queries, keys = shape.attention_width, shape.kv_width
+    routed = tokens * shape.experts_per_token
+    # Tokens of one expert's product; the products of all experts of a rank together are `routed`.
+    per_expert = np.maximum(1.0, routed / shape.experts)
+    forward = (
+        product(tokens, h, (queries + 2 * keys) / tensor, peak, c)
+        + product(tokens, queries / tensor, h, peak, c)
+        + routed
+        / per_expert
+        * (
+            product(per_expert, h, (2 if shape.gated else 1) * f / tensor, peak, c)
+            + product(per_expert, f / tensor, h, peak, c)
+        )
+    )
+    attention = (
+        2.0 * tokens * question.sequence_length * shape.heads * padded_head(shape.head_size) / tensor
+    ) / (peak * c.attention_efficiency)
+    passes = 2.0 * tokens * (h + f * shape.experts_per_token) / tensor / memory_rate
+    again = np.choose(
+        layouts.recompute,
+        [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention],
+    )
+    # Backward multiplies twice as often as forward; attention's backward costs 2.5 forwards
+    # (FlashAttention-2, arXiv 2307.08691, section 3).
+    compute = 3 * forward + 3.5 * attention + c.elementwise_passes * passes + again
+    head = 3 * product(tokens, h, v / tensor, peak, c)
+    head = head + c.logit_bytes * tokens * v / tensor / memory_rate
+    launch = c.launch_layer + np.where(tensor > 1, c.launch_tensor, 0.0)
+    launch = launch * np.where(layouts.recompute == 2, 4 / 3, 1.0)
+    span = links.tensor_nodes
+    launch = launch + 10 * (span - 1) * c.tensor_latency
+    crossing = (layouts.pipeline > 1) & (links.nodes > 1) & (tensor > 1)
+    stall = c.pipeline_stall * tensor * (1 + c.stall_growth * np.log2(span))
+    return _Layer(
+        compute,
+        head,
+        links.layer_communication(question, layouts, tokens, attention, c),
+        launch,
+        launch + np.where(crossing, stall, 0.0),
+    )
+
+
+def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTime:
+    """The step time of each layout.
+
+    Pipelines follow 1F1B with unequal stages: the sum over stages for the first micro-batch, and
+    the slowest stage for each further one (PipeDream-2BW, arXiv 2006.09503; interleaved chunks
+    divide the fill, Megatron-LM, arXiv 2104.04473, section 2.2).
+    """
+    shape, cluster = question.shape, question.cluster
+    links = Links.of(cluster, layouts, c)
+    layer = _layer(question, layouts, links, c)
+    count = len(layouts)
+    work, wire, waits = np.zeros(count), np.zeros(count), np.zeros(count)
+    fill, slowest, largest = np.zeros(count), np.zeros(count), np.zeros(count)
+    between = links.between_stages(question, layouts)
+    for pipeline in np.unique(layouts.pipeline):
+        rows = np.flatnonzero(layouts.pipeline == pipeline)
+        part = layouts.take(rows)
+        for stage in stages(shape, int(pipeline)):
+            computed = stage.layers * layer.compute[rows] + stage.head * layer.head[rows]
+            sent = stage.layers * layer.communication[rows]
+            sent = sent + (between[rows] if pipeline > 1 else 0.0)
+            device = computed + sent
+            processor = (stage.layers + 0.5 * stage.head) * layer.stalled[rows]
+            time = (device**SHARPNESS + processor**SHARPNESS) ** (1 / SHARPNESS)
+            work[rows] += stage.count * computed
+            wire[rows] += stage.count * sent
+            waits[rows] += stage.count * (time - device)
+            fill[rows] += stage.count * time
+            slowest[rows] = np.maximum(slowest[rows], time)
+            largest[rows] = np.maximum(largest[rows], stage_parameters(shape, part, stage))
+    steps = layouts.accumulation
+    mean = fill / layouts.pipeline
+    # What the last micro-batch waits for: all stages once, or a share of them when interleaved.
+    ends = np.where(layouts.chunks > 1, mean + (fill - mean) / layouts.chunks, fill)
+    pipe = ends + (steps - 1) * slowest
+    data, offload = links.data_axis(question, layouts, largest, slowest, c)
+    shard = np.where(layouts.zero >= 1, layouts.data * layouts.context, 1)
+    updated = np.where(layouts.offload >= 1, 0.0, largest / shard)
+    update = updated * c.update_passes / cluster.memory_bytes_per_second
+    slow = 1 + c.straggler * np.log2(links.nodes)
+    share = steps / layouts.pipeline
+    device = np.maximum(layer.launch, layer.compute + layer.communication)
+    return StepTime(
+        compute=slow * share * work,
+        tensor=slow * share * wire,
+        data=slow * data,
+        bubble=slow * (pipe - steps * mean),
+        launch=slow * share * waits,
+        offload=slow * offload,
+        update=slow * update,
+        ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
+    )
