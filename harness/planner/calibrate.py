@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import least_squares, minimize
 from scipy.special import ndtr
 
-from harness.planner.calibration import Calibration, Range, Spread
+from harness.planner.calibration import Calibration, Limit, Range, Spread
 from harness.planner.cluster import Cluster
 from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
 from harness.planner.layouts import Bools, Floats
@@ -29,6 +29,10 @@ LEVEL = 0.86
 other models and clusters are predicted worse than those that were fitted."""
 LAPSE = 0.03
 """Share of runs that fail, or run, for reasons that have nothing to do with memory."""
+NEAR_LIMIT = 0.8
+"""Share of the device's memory from which a run may be slow for want of memory."""
+SQUEEZES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+"""Shares of the activations' bytes that are tried as what is left when all reserve is freed."""
 FEWEST = 20
 """Rows that a calibration needs."""
 
@@ -145,7 +149,7 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         int(ran.layouts.pipeline.max()),
     )
     first = Calibration(
-        source, time, memory_constants, Spread(0.1, 0.0, 0.1, 1.0, 0.05), within
+        source, time, memory_constants, Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0), within
     )
     return replace(first, spread=_spread(runs, cluster, first))
 
@@ -153,13 +157,15 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
 def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     """How measurements lie around the predictions of this calibration."""
     count = len(runs)
-    seconds, reserved, demand = np.zeros(count), np.zeros(count), np.zeros(count)
+    seconds, reserved, demand, fixed, activations = np.zeros((5, count))
     possible = np.zeros(count, bool)
     for group, result in predicted(runs, cluster, calibration):
         everywhere = predict(group.question, result.layouts, calibration)
         seconds[group.rows] = result.seconds
         reserved[group.rows] = result.memory.reserved
         demand[group.rows] = everywhere.memory.demand
+        fixed[group.rows] = everywhere.memory.states + everywhere.memory.working
+        activations[group.rows] = everywhere.memory.activations
         possible[group.rows] = everywhere.fits > 0
     rows = runs.ran & runs.consistent()
     errors = np.abs(np.log(seconds[rows] / runs.seconds[rows]))
@@ -173,20 +179,37 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     start = np.array([float(np.quantile(errors, LEVEL)), 0.01])
     base, slope = np.abs(minimize(loss, start, method="Nelder-Mead").x)
     of_memory = np.abs(np.log(reserved[rows] / runs.memory_bytes[rows]))
-    share = np.log(demand[possible] / cluster.memory_bytes)
-    ran = runs.ran[possible]
-
-    def unlikely(x: Floats) -> float:
-        """Negative logarithm of the likelihood of what ran and what did not."""
-        fits = ndtr((x[0] - share) / np.exp(x[1]))
-        fits = LAPSE + (1 - 2 * LAPSE) * fits
-        return float(-np.sum(np.where(ran, np.log(fits), np.log(1 - fits))))
-
-    limit = minimize(unlikely, np.array([0.0, np.log(0.1)]), method="Nelder-Mead").x
+    consistent = runs.consistent()
+    # Slow for another reason than memory: says nothing of it.
+    other = runs.ran & ~consistent & (reserved < NEAR_LIMIT * cluster.memory_bytes)
+    known = possible & ~other
+    room = _limit(demand[known] / cluster.memory_bytes, (runs.ran & consistent)[known])
+    ends = {
+        squeeze: _limit(
+            (fixed + squeeze * activations)[possible] / cluster.memory_bytes, runs.ran[possible]
+        )
+        for squeeze in SQUEEZES
+    }
+    squeeze = max(SQUEEZES, key=lambda share: ends[share][1])
     return Spread(
         time=float(base),
         time_per_doubling=float(slope),
         memory=float(np.nanquantile(of_memory, LEVEL)),
-        limit=float(np.exp(limit[0])),
-        limit_spread=float(max(np.exp(limit[1]), 0.01)),
+        room=room[0],
+        end=ends[squeeze][0],
+        squeeze=squeeze,
     )
+
+
+def _limit(shares: Floats, passed: Bools) -> tuple[Limit, float]:
+    """The limit under which these shares of memory passed or failed most likely, and the logarithm
+    of that likelihood."""
+
+    def unlikely(x: Floats) -> float:
+        likely = ndtr((x[0] - np.log(shares)) / np.exp(x[1]))
+        likely = LAPSE + (1 - 2 * LAPSE) * likely
+        return float(-np.sum(np.where(passed, np.log(likely), np.log(1 - likely))))
+
+    found = minimize(unlikely, np.array([-0.1, np.log(0.1)]), method="Nelder-Mead")
+    share, spread = np.exp(found.x)
+    return Limit(float(share), float(max(spread, 0.01))), -float(found.fun)

@@ -8,12 +8,28 @@ from pathlib import Path
 import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from scipy.special import ndtr
 
 from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
 from harness.planner.layouts import Floats
 from harness.spec.errors import UsageError, first_error
 
 DEFAULT = Path(__file__).with_name("calibration.yaml")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of memory that is not sharp."""
+
+    share: float
+    """Of the device's memory, at which half of all runs pass it."""
+    spread: float
+    """Standard deviation of the logarithm of that share."""
+
+    def passed(self, demand: Floats, memory_bytes: float) -> Floats:
+        """Probability that the demand, in bytes, stays below the limit."""
+        result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / self.spread)
+        return result
 
 
 @dataclass(frozen=True)
@@ -26,10 +42,13 @@ class Spread:
     """By how much it grows with each doubling of the nodes."""
     memory: float
     """Half-width of the 80 % interval of the logarithm of peak memory."""
-    limit: float
-    """Demand, as a share of the device's memory, that fits as often as not."""
-    limit_spread: float
-    """Standard deviation of the logarithm of that limit."""
+    room: Limit
+    """For what the allocator would reserve: beyond it, it frees and asks again in every micro-batch,
+    which takes many times as long."""
+    end: Limit
+    """For what is left when it has freed all it can: beyond it, the run fails."""
+    squeeze: float
+    """Share of the activations' bytes that is left then."""
     outside: float = 0.05
     """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
     no calibration measures beyond its own range."""

@@ -72,6 +72,11 @@ class TimeConstants:
         0.3, 0.0, 1.0, 0.2, "1",
         "share by which that grows with each doubling of the nodes that the tensor axis spans",
     )
+    gathered_passes: float = _constant(
+        10.0, 0.0, 60.0, 10.0, "1",
+        "times that a layer's tensor parallelism reads or writes its gathered inputs and outputs in"
+        " the device's memory (2 bytes for each token and element of the hidden size)",
+    )
     tensor_exposed: float = _constant(
         0.8, 0.2, 1.0, 0.2, "1", "share of tensor-parallel communication that no compute hides"
     )
@@ -85,9 +90,9 @@ class TimeConstants:
     update_passes: float = _constant(
         40.0, 20.0, 120.0, 12.0, "bytes", "read and written for each parameter that a rank updates"
     )
-    straggler: float = _constant(
-        0.01, 0.0, 0.05, 0.008, "1",
-        "share by which each doubling of the nodes slows a step (the slowest of more devices)",
+    step_latency: float = _constant(
+        0.03, 0.0, 0.2, 0.02, "s",
+        "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
     )
 
 

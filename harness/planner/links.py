@@ -55,9 +55,9 @@ class Links:
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
         share = c.network_bandwidth * on_node / per_node
         reduce = np.where(
-            data_nodes > 1, cluster.reduce.at(nodes) * share, cluster.reduce.at(one)
+            data_nodes > 1, cluster.reduce.at(data_nodes) * share, cluster.reduce.at(one)
         )
-        gather = np.where(data_nodes > 1, cluster.gather.at(nodes) * share, inside)
+        gather = np.where(data_nodes > 1, cluster.gather.at(data_nodes) * share, inside)
         neighbour = np.where(nodes > 1, cluster.reduce.at(np.minimum(nodes, 2)) / per_node, inside)
         return cls(nodes, tensor_nodes, tensor, reduce, gather, neighbour)
 
@@ -82,6 +82,8 @@ class Links:
         hidden = tokens * shape.hidden * ELEMENT_BYTES
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
         seconds = collectives * hidden * (tensor - 1) / tensor / self.tensor * c.tensor_exposed
+        copied = c.gathered_passes * hidden / question.cluster.memory_bytes_per_second
+        seconds = seconds + np.where(tensor > 1, copied, 0.0)
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
         # hidden behind the attention of the part before (ring attention, arXiv 2310.01889).
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor
@@ -117,6 +119,7 @@ class Links:
         backward = 2 / 3 * micro_batch_seconds
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
+        once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
         each = np.maximum(0.0, each - c.data_overlap * micro_batch_seconds)
         shard = np.where(zero >= 1, ranks, 1.0)

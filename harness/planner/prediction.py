@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
 
 from harness.planner.calibration import Calibration
-from harness.planner.layouts import Floats, Layouts
+from harness.planner.layouts import Bools, Floats, Layouts
 from harness.planner.memory import Memory, memory
 from harness.planner.question import Question
 from harness.planner.stages import empty_stages
 from harness.planner.steptime import StepTime, step_time
+
+
+REFUSED_BELOW = 0.25
+"""Layouts that are less likely to run are said not to run: fewer false alarms than at one half."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,17 @@ class Predictions:
     memory_half_width: Floats
     """Of the 80 % interval of the logarithm of the reserved bytes."""
     fits: Floats
-    """Probability to run: that memory suffices, and 0 for a pipeline with an empty stage."""
+    """Probability to run at full speed: that memory suffices without freeing, and 0 for a pipeline
+    with an empty stage."""
+    runs: Floats
+    """Probability to run at all, perhaps many times slower than predicted."""
     beyond: Floats
     """Doublings outside of what the calibration has seen; 0 inside."""
+
+    @property
+    def refused(self) -> Bools:
+        """Whether the layout is said not to run."""
+        return self.runs < REFUSED_BELOW
 
     @property
     def score(self) -> Floats:
@@ -58,10 +69,11 @@ def predict(
         shown = memory(
             shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead, True
         )
-    room = np.log(spread.limit * cluster.memory_bytes / needed.demand)
-    fits = ndtr(room / spread.limit_spread)
+    least = needed.states + needed.working + spread.squeeze * needed.activations
+    runs = spread.end.passed(least, cluster.memory_bytes)
+    fits = np.minimum(runs, spread.room.passed(needed.demand, cluster.memory_bytes))
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
-    runs = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
+    filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
     wider = spread.outside * beyond
@@ -72,6 +84,7 @@ def predict(
         seconds=time.total,
         half_width=spread.time + spread.time_per_doubling * np.log2(nodes) + wider,
         memory_half_width=spread.memory + wider,
-        fits=np.where(runs, fits, 0.0),
+        fits=np.where(filled, fits, 0.0),
+        runs=np.where(filled, runs, 0.0),
         beyond=beyond,
     )

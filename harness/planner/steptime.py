@@ -174,16 +174,15 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
     shard = np.where(layouts.zero >= 1, layouts.data * layouts.context, 1)
     updated = np.where(layouts.offload >= 1, 0.0, largest / shard)
     update = updated * c.update_passes / cluster.memory_bytes_per_second
-    slow = 1 + c.straggler * np.log2(links.nodes)
     share = steps / layouts.pipeline
     device = np.maximum(layer.launch, layer.compute + layer.communication)
     return StepTime(
-        compute=slow * share * work,
-        tensor=slow * share * wire,
-        data=slow * data,
-        bubble=slow * (pipe - steps * mean),
-        launch=slow * share * waits,
-        offload=slow * offload,
-        update=slow * update,
+        compute=share * work,
+        tensor=share * wire,
+        data=data,
+        bubble=(pipe - steps * mean),
+        launch=share * waits,
+        offload=offload,
+        update=update,
         ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
     )
