@@ -182,6 +182,7 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     consistent = runs.consistent()
     # Slow for another reason than memory: says nothing of it.
     other = runs.ran & ~consistent & (reserved < NEAR_LIMIT * cluster.memory_bytes)
+    possible &= ~runs.refuted
     known = possible & ~other
     room = _limit(demand[known] / cluster.memory_bytes, (runs.ran & consistent)[known])
     ends = {

@@ -72,16 +72,15 @@ class TimeConstants:
         0.3, 0.0, 1.0, 0.2, "1",
         "share by which that grows with each doubling of the nodes that the tensor axis spans",
     )
-    gathered_passes: float = _constant(
-        10.0, 0.0, 60.0, 10.0, "1",
-        "times that a layer's tensor parallelism reads or writes its gathered inputs and outputs in"
-        " the device's memory (2 bytes for each token and element of the hidden size)",
-    )
     tensor_exposed: float = _constant(
         0.8, 0.2, 1.0, 0.2, "1", "share of tensor-parallel communication that no compute hides"
     )
     network_bandwidth: float = _constant(
-        0.8, 0.2, 1.3, 0.2, "1", "share of the measured bandwidth between nodes that training gets"
+        1.0, 0.3, 3.0, 0.4, "1",
+        "bandwidth between nodes for the large messages of the data axis, as a share of the curve's",
+    )
+    tensor_network: float = _constant(
+        1.0, 0.3, 2.0, 0.3, "1", "the same for the tensor axis where it spans nodes"
     )
     data_overlap: float = _constant(
         0.5, 0.0, 1.0, 0.25, "1",
@@ -91,7 +90,7 @@ class TimeConstants:
         40.0, 20.0, 120.0, 12.0, "bytes", "read and written for each parameter that a rank updates"
     )
     step_latency: float = _constant(
-        0.03, 0.0, 0.2, 0.02, "s",
+        0.03, 0.0, 0.2, 0.015, "s",
         "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
     )
 

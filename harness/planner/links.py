@@ -48,7 +48,7 @@ class Links:
         tensor_nodes = np.maximum(one, -(-layouts.tensor // per_node))
         inside, outside = cluster.gather.at(one), cluster.gather.at(tensor_nodes)
         tensor = np.where(
-            tensor_nodes > 1, np.minimum(inside, outside * c.network_bandwidth), inside
+            tensor_nodes > 1, np.minimum(inside, outside * c.tensor_network), inside
         )
         ranks = layouts.data * layouts.context
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
@@ -82,8 +82,6 @@ class Links:
         hidden = tokens * shape.hidden * ELEMENT_BYTES
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
         seconds = collectives * hidden * (tensor - 1) / tensor / self.tensor * c.tensor_exposed
-        copied = c.gathered_passes * hidden / question.cluster.memory_bytes_per_second
-        seconds = seconds + np.where(tensor > 1, copied, 0.0)
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
         # hidden behind the attention of the part before (ring attention, arXiv 2310.01889).
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor

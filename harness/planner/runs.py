@@ -47,6 +47,14 @@ class Runs:
     def model_column(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
         return np.array(self.models)
 
+    @property
+    def refuted(self) -> Bools:
+        """Rows that failed although the same layout of the same model ran in another row: what
+        failed there was not for want of memory."""
+        keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
+        could = {key for key, ran in zip(keys, self.ran) if ran}
+        return np.array([key in could for key in keys]) & ~self.ran
+
     def take(self, rows: Bools) -> Runs:
         """The rows where the mask is true."""
         return Runs(
