@@ -49,7 +49,7 @@ class Spread:
     """For what is left when it has freed all it can: beyond it, the run fails."""
     squeeze: float
     """Share of the activations' bytes that is left then."""
-    outside: float = 0.05
+    outside: float = 0.02
     """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
     no calibration measures beyond its own range."""
 
