@@ -53,11 +53,17 @@ class Links:
         ranks = layouts.data * layouts.context
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
-        share = c.network_bandwidth * on_node / per_node
-        reduce = np.where(
-            data_nodes > 1, cluster.reduce.at(data_nodes) * share, cluster.reduce.at(one)
+        share = np.where(data_nodes > 1, on_node / per_node, 1.0)
+        # Nothing between nodes is faster than inside of them.
+        reduce, gather = (
+            share
+            * np.where(
+                data_nodes > 1,
+                np.minimum(curve.at(one), curve.at(data_nodes) * c.network_bandwidth),
+                curve.at(one),
+            )
+            for curve in (cluster.reduce, cluster.gather)
         )
-        gather = np.where(data_nodes > 1, cluster.gather.at(data_nodes) * share, inside)
         neighbour = np.where(nodes > 1, cluster.reduce.at(np.minimum(nodes, 2)) / per_node, inside)
         return cls(nodes, tensor_nodes, tensor, reduce, gather, neighbour)
 

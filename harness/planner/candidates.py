@@ -1,0 +1,113 @@
+"""All layouts that a question allows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from harness.planner.layouts import Layouts
+from harness.planner.question import Question
+from harness.spec.errors import UsageError
+
+MOST_TENSOR_NODES = 4
+"""Nodes that the tensor axis may span."""
+LEAST_TOKENS = 1024
+"""Tokens of a sequence that each device of the context axis keeps at least."""
+MOST_MICRO_BATCH = 64
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in rising order."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _axes(question: Question) -> list[tuple[int, int, int, int]]:
+    """Data, pipeline, tensor and context: products of the devices that the model allows."""
+    shape, devices = question.shape, question.devices
+    most = question.cluster.per_node * MOST_TENSOR_NODES
+    result = []
+    for tensor in divisors(devices):
+        if tensor > most or shape.heads % tensor or shape.feed_forward % tensor:
+            continue
+        if shape.kv_heads % tensor and tensor % shape.kv_heads:
+            continue
+        for pipeline in divisors(devices // tensor):
+            if pipeline > shape.layers + 1:
+                continue
+            for context in divisors(devices // tensor // pipeline):
+                if question.sequence_length % context:
+                    continue
+                if context > 1 and question.sequence_length // context < LEAST_TOKENS:
+                    continue
+                data = devices // tensor // pipeline // context
+                if question.global_batch % data == 0:
+                    result.append((data, pipeline, tensor, context))
+    return result
+
+
+def _sharding(
+    data: int, pipeline: int, context: int, offload: bool
+) -> list[tuple[int, int]]:
+    """Pairs of ZeRO's stage and offload that libraries offer: stages 2 and 3 shard gradients with
+    every micro-batch, which no pipeline allows (DeepSpeed refuses it); offloaded parameters need
+    stage 3, or a single device."""
+    shards = data * context
+    stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
+    pairs = [(zero, 0) for zero in stages]
+    if offload and pipeline == 1:
+        pairs += [(zero, 1) for zero in stages if zero or shards == 1]
+        pairs += [(zero, level) for zero in stages for level in (2, 3) if zero == 3 or shards == 1]
+    return pairs
+
+
+def enumerate_layouts(question: Question, offload: bool = True) -> Layouts:
+    """Every layout whose sizes divide (see `_axes`), with micro-batches of powers of two, each kind
+    of recomputation, ZeRO's stages, offload and interleaved chunks where they apply.
+
+    Raises UsageError with the nearest batch that divides where there is none.
+    """
+    shape = question.shape
+    columns: list[tuple[int, ...]] = []
+    for data, pipeline, tensor, context in _axes(question):
+        per_rank = question.global_batch // data
+        sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO_BATCH]
+        sizes = [size for size in sizes if size & (size - 1) == 0]
+        experts = [
+            expert for expert in divisors(data) if shape.experts > 1 and shape.experts % expert == 0
+        ] or [1]
+        chunks = [1]
+        if pipeline > 1:
+            chunks += [c for c in (2, 4) if shape.layers % (pipeline * c) == 0]
+        for expert, (zero, off), size, again, chunk in itertools.product(
+            experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
+        ):
+            steps = per_rank // size
+            if chunk > 1 and steps % pipeline:
+                continue
+            columns.append(
+                (data, pipeline, tensor, context, expert, zero, size, steps, again, off, chunk)
+            )
+    if not columns:
+        raise UsageError(_nothing(question))
+    return Layouts(*np.array(columns, np.int64).T)
+
+
+def _nothing(question: Question) -> str:
+    batch, devices = question.global_batch, question.devices
+    per_node = question.cluster.per_node
+    shape = question.shape
+    splits = [
+        tensor * pipeline
+        for tensor in divisors(devices)
+        if tensor <= per_node and shape.heads % tensor == 0
+        for pipeline in divisors(devices // tensor)
+        if pipeline <= shape.layers
+    ]
+    least = devices // max(splits)
+    nearest = max(least, round(batch / least) * least)
+    return (
+        f"a batch of {batch} sequences does not divide over {devices} devices in any layout of"
+        f" {shape.name}; the nearest that does is {nearest}"
+    )
