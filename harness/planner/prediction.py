@@ -36,6 +36,8 @@ class Predictions:
     with an empty stage."""
     runs: Floats
     """Probability to run at all, perhaps many times slower than predicted."""
+    filled: Bools
+    """Whether every stage of the pipeline has something to do."""
     beyond: Floats
     """Doublings outside of what the calibration has seen; 0 inside."""
 
@@ -86,5 +88,6 @@ def predict(
         memory_half_width=spread.memory + wider,
         fits=np.where(filled, fits, 0.0),
         runs=np.where(filled, runs, 0.0),
+        filled=filled,
         beyond=beyond,
     )

@@ -28,7 +28,14 @@ class Stage:
 
 @functools.lru_cache(maxsize=4096)
 def stages(shape: ModelShape, pipeline: int) -> tuple[Stage, ...]:
-    """The stages of a pipeline, balanced by cost; a stage without modules has nothing to do.
+    """The kinds of stages of a pipeline."""
+    return tuple(stage for stage, _ in numbered_stages(shape, pipeline))
+
+
+@functools.lru_cache(maxsize=4096)
+def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[Stage, list[int]], ...]:
+    """The kinds of stages of a pipeline, balanced by cost, and the numbers of each; a stage without
+    modules has nothing to do.
 
     Layers and head are dealt out in order; a stage is full once the cost so far passes its share
     of the total, cost being the parameters that a token passes through (nanotron,
@@ -49,7 +56,7 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[Stage, ...]:
     for number, layers in enumerate(counts):
         kinds.setdefault((layers, number == 0, number == head_stage), []).append(number)
     return tuple(
-        Stage(layers, embedding, has_head, numbers[0], len(numbers))
+        (Stage(layers, embedding, has_head, numbers[0], len(numbers)), numbers)
         for (layers, embedding, has_head), numbers in kinds.items()
     )
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.planner.constants import TimeConstants
-from harness.planner.layouts import Floats, Layouts
+from harness.planner.layouts import Floats, Ints, Layouts
 from harness.planner.links import Links
 from harness.planner.memory import stage_parameters
 from harness.planner.question import Question
-from harness.planner.stages import stages
+from harness.planner.stages import Stage, numbered_stages, stages
 
 SHARPNESS = 6.0
 """Of the smooth maximum of device and processor; at equal times the sum is 12 % longer."""
@@ -61,6 +61,18 @@ class _Layer:
     """The processor's, of a layer, undisturbed."""
     stalled: Floats
     """The same with the waits that a pipeline between nodes adds."""
+
+    def of_stage(self, stage: Stage, rows: Ints) -> tuple[Floats, Floats]:
+        """Seconds that a stage computes, and that it communicates within itself."""
+        computed = stage.layers * self.compute[rows] + stage.head * self.head[rows]
+        return computed, stage.layers * self.communication[rows]
+
+    def occupied(self, stage: Stage, rows: Ints, device: Floats) -> Floats:
+        """Seconds that a stage takes, where its device needs `device`: the processor launches at
+        the same time, and the slower of both counts."""
+        processor = (stage.layers + 0.5 * stage.head) * self.stalled[rows]
+        result: Floats = (device**SHARPNESS + processor**SHARPNESS) ** (1 / SHARPNESS)
+        return result
 
 
 def product(
@@ -153,12 +165,10 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
         rows = np.flatnonzero(layouts.pipeline == pipeline)
         part = layouts.take(rows)
         for stage in stages(shape, int(pipeline)):
-            computed = stage.layers * layer.compute[rows] + stage.head * layer.head[rows]
-            sent = stage.layers * layer.communication[rows]
+            computed, sent = layer.of_stage(stage, rows)
             sent = sent + (between[rows] if pipeline > 1 else 0.0)
             device = computed + sent
-            processor = (stage.layers + 0.5 * stage.head) * layer.stalled[rows]
-            time = (device**SHARPNESS + processor**SHARPNESS) ** (1 / SHARPNESS)
+            time = layer.occupied(stage, rows, device)
             work[rows] += stage.count * computed
             wire[rows] += stage.count * sent
             waits[rows] += stage.count * (time - device)
@@ -186,3 +196,19 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
         update=update,
         ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
     )
+
+
+def stage_seconds(question: Question, layouts: Layouts, c: TimeConstants) -> Floats:
+    """Seconds of a micro-batch, forward and backward, in each stage of layouts whose pipelines are
+    equally long (shape [layouts, stages])."""
+    links = Links.of(question.cluster, layouts, c)
+    layer = _layer(question, layouts, links, c)
+    between = links.between_stages(question, layouts)
+    length = int(layouts.pipeline[0])
+    result = np.zeros((len(layouts), length))
+    rows = np.arange(len(layouts))
+    for stage, numbers in numbered_stages(question.shape, length):
+        computed, sent = layer.of_stage(stage, rows)
+        time = layer.occupied(stage, rows, computed + sent + between)
+        result[:, numbers] = time[:, None]
+    return result

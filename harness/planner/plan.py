@@ -1,0 +1,246 @@
+"""Answers a question: ranks the layouts, drops what cannot run, and says why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.planner.calibration import Calibration
+from harness.planner.candidates import enumerate_layouts
+from harness.planner.layouts import Floats, Ints, Layout, Layouts
+from harness.planner.prediction import Predictions, predict
+from harness.planner.question import Question
+from harness.planner.schedule import one_forward_one_backward
+from harness.planner.steptime import stage_seconds
+from harness.spec.errors import UsageError
+
+GOALS = ("throughput", "memory", "cost")
+REFINED = 256
+"""Layouts, best first, whose pipelines are simulated."""
+MOST_STAGES, MOST_SIMULATED = 64, 128
+"""Stages, and micro-batches, of a simulated pipeline; further micro-batches each take as long as
+the slowest stage."""
+SURE = 0.9
+"""Probability to fit from which a layout counts as fitting, where memory is the goal."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step."""
+
+    compute: float
+    tensor: float
+    data: float
+    bubble: float
+    launch: float
+    offload: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and what is predicted of it. Each `low` and `high` bound an 80 % interval."""
+
+    layout: Layout
+    strategy: str
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    tokens_per_second: float
+    """Of all devices together."""
+    parts: Parts
+    states_bytes: float
+    activations_bytes: float
+    working_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
+    reserved_low: float
+    reserved_high: float
+    fits: float
+    """Probability to run at full speed."""
+    doublings_beyond: float
+    """How far outside of the calibrated range the question is; 0 inside."""
+    price: float | None = None
+    """Of a billion tokens, in the unit of the price given; None without a price."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer."""
+
+    question: Question
+    goal: str
+    candidates: tuple[Candidate, ...]
+    """Best first."""
+    considered: int
+    dropped: dict[str, int]
+    """Layouts that cannot run, by the reason."""
+
+
+def strategy_of(layout: Layout) -> str:
+    """The name by which people know a layout."""
+    words = []
+    shards = layout.data * layout.context
+    if shards > 1:
+        words.append(("DDP", "ZeRO-1", "ZeRO-2", "FSDP / ZeRO-3")[layout.zero])
+    for axis, name in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context")):
+        if getattr(layout, axis) > 1:
+            words.append(name)
+    if layout.offload:
+        words.append("offload")
+    return " + ".join(words) or "single device"
+
+
+def plan(
+    question: Question,
+    calibration: Calibration,
+    goal: str = "throughput",
+    top: int = 10,
+    price_per_hour: float | None = None,
+    layouts: Layouts | None = None,
+) -> Plan:
+    """Ranks all layouts of a question.
+
+    `price_per_hour` is of one device. Raises UsageError where no layout divides or none fits; the
+    sentence says what is missing and the nearest question that has an answer.
+    """
+    if goal not in GOALS:
+        raise UsageError(f"goal {goal!r} is not known; known are {', '.join(GOALS)}")
+    if layouts is None:
+        layouts = enumerate_layouts(question)
+    result = predict(question, layouts, calibration)
+    refused = result.refused
+    if refused.all():
+        raise UsageError(_nothing_fits(question, result, calibration))
+    rows = np.flatnonzero(~refused)
+    order = rows[np.argsort(-result.score[rows], kind="stable")]
+    seconds = _refined(question, result, order[:REFINED], calibration)
+    if goal == "memory":
+        kept = order[result.fits[order] >= SURE]
+        kept = kept if len(kept) else order
+        ranked = kept[np.argsort(result.memory.demand[kept], kind="stable")]
+    else:
+        # On given devices, cost and energy follow from the time alone.
+        ranked = order[np.argsort(-(result.fits / seconds)[order], kind="stable")]
+    return Plan(
+        question,
+        goal,
+        tuple(
+            _candidate(question, result, int(row), float(seconds[row]), price_per_hour)
+            for row in ranked[:top]
+        ),
+        len(layouts),
+        _reasons(result, np.flatnonzero(refused)),
+    )
+
+
+def _refined(
+    question: Question, result: Predictions, rows: Ints, calibration: Calibration
+) -> Floats:
+    """The seconds of all layouts, those of the first few by a simulation of their schedule."""
+    seconds = result.seconds.copy()
+    layouts = result.layouts
+    simulated = [
+        row
+        for row in rows
+        if 1 < layouts.pipeline[row] <= MOST_STAGES and layouts.chunks[row] == 1
+    ]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row in simulated:
+        stages = int(layouts.pipeline[row])
+        count = min(int(layouts.accumulation[row]), 2 * stages, MOST_SIMULATED)
+        groups.setdefault((stages, count), []).append(int(row))
+    for (_, count), members in groups.items():
+        part = np.array(members)
+        chosen = layouts.take(part)
+        times = stage_seconds(question, chosen, calibration.time)
+        first = one_forward_one_backward(times / 3, times * 2 / 3, count)
+        rest = (chosen.accumulation - count) * times.max(axis=1)
+        closed = times.sum(axis=1) + (chosen.accumulation - 1) * times.max(axis=1)
+        seconds[part] += first + rest - closed
+    return seconds
+
+
+def _candidate(
+    question: Question,
+    result: Predictions,
+    row: int,
+    seconds: float,
+    price_per_hour: float | None,
+) -> Candidate:
+    layout, time, memory = result.layouts[row], result.time, result.memory
+    wide = float(np.exp(result.half_width[row]))
+    wide_memory = float(np.exp(result.memory_half_width[row]))
+    reserved = float(memory.reserved[row])
+    rate = question.tokens / seconds
+    price = None
+    if price_per_hour is not None:
+        price = price_per_hour * question.devices / 3600 / rate * 1e9
+    return Candidate(
+        layout=layout,
+        strategy=strategy_of(layout),
+        seconds=seconds,
+        seconds_low=seconds / wide,
+        seconds_high=seconds * wide,
+        tokens_per_second=rate,
+        parts=Parts(
+            compute=float(time.compute[row]),
+            tensor=float(time.tensor[row]),
+            data=float(time.data[row]),
+            # The simulation changes nothing but the waiting.
+            bubble=float(time.bubble[row] + seconds - result.seconds[row]),
+            launch=float(time.launch[row]),
+            offload=float(time.offload[row]),
+            update=float(time.update[row]),
+        ),
+        states_bytes=float(memory.states[row]),
+        activations_bytes=float(memory.activations[row]),
+        working_bytes=float(memory.working[row]),
+        allocated_bytes=float(memory.allocated[row]),
+        reserved_bytes=reserved,
+        reserved_low=reserved / wide_memory,
+        reserved_high=min(reserved * wide_memory, question.cluster.memory_bytes),
+        fits=float(result.fits[row]),
+        doublings_beyond=float(result.beyond[row]),
+        price=price,
+    )
+
+
+def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
+    """How many layouts cannot run for which reason."""
+    reasons = Counter(
+        "a pipeline with an empty stage" if result.filled[row] == 0 else "memory" for row in rows
+    )
+    return dict(reasons.most_common())
+
+
+def _nothing_fits(question: Question, result: Predictions, calibration: Calibration) -> str:
+    """What is missing where no layout fits, and the fewest devices on which one does."""
+    filled = np.flatnonzero(result.filled)
+    least = float(np.min(result.memory.allocated[filled])) if len(filled) else float("nan")
+    cluster = question.cluster
+    words = (
+        f"{question.shape.name} with {question.sequence_length} tokens in a sequence fits"
+        f" {question.devices} x {cluster.device} in none of {len(result.layouts)} layouts: the least"
+        f" memory that one needs is {least / 1e9:.1f} GB on a device, which has"
+        f" {cluster.memory_bytes / 1e9:.1f} GB"
+    )
+    devices = question.devices
+    while devices < 2**16:
+        devices = devices * 2 if devices < cluster.per_node else devices + cluster.per_node * max(
+            1, devices // cluster.per_node
+        )
+        if devices > cluster.per_node and devices % cluster.per_node:
+            devices = cluster.per_node
+        wider = Question(
+            question.shape, cluster, question.sequence_length, question.global_batch, devices
+        )
+        try:
+            layouts = enumerate_layouts(wider)
+        except UsageError:
+            continue
+        if not predict(wider, layouts, calibration).refused.all():
+            return f"{words}; it fits {devices} of them"
+    return f"{words}; give a shorter sequence or a device with more memory"

@@ -1,0 +1,109 @@
+"""Says in words why a layout was chosen."""
+
+from __future__ import annotations
+
+from harness.planner.memory import model_states
+from harness.planner.plan import Candidate, Plan
+
+PART_WORDS = {
+    "compute": "computing",
+    "tensor": "exposed communication of tensor, context and expert parallelism",
+    "data": "exposed communication of gradients and parameters",
+    "bubble": "waiting in the pipeline",
+    "launch": "waiting for the processor to launch work",
+    "offload": "moving what is offloaded",
+    "update": "the optimizer's update",
+}
+
+
+def explanation(plan: Plan) -> list[str]:
+    """Sentences about the best layout, most important first."""
+    best = plan.candidates[0]
+    sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
+    if len(plan.candidates) > 1:
+        sentences.append(_next(best, plan.candidates[1]))
+    if best.doublings_beyond > 0:
+        sentences.append(
+            f"The question lies {best.doublings_beyond:.1f} doublings outside of what the"
+            " calibration has measured, so the intervals are wider and rest on an assumption."
+        )
+    if plan.goal == "cost":
+        sentences.append(
+            "On a given number of devices the cheapest layout is the fastest; compare the price of"
+            " a billion tokens over several numbers of devices."
+        )
+    return [sentence for sentence in sentences if sentence]
+
+
+def _place(plan: Plan) -> str:
+    question, layout = plan.question, plan.candidates[0].layout
+    if question.devices == 1:
+        return "One device: nothing is communicated; only memory decides."
+    if question.nodes == 1:
+        return (
+            "One node: all devices share fast links, so tensor parallelism is affordable where"
+            " memory asks for it."
+        )
+    inside, outside = (
+        float(question.cluster.reduce.bytes_per_second[0]),
+        float(question.cluster.reduce.bytes_per_second[-1]),
+    )
+    speed = "slow" if outside < inside / 4 else "fast"
+    inner = layout.tensor <= question.cluster.per_node
+    kept = "stays inside of a node" if inner else "spans nodes"
+    tensor = f"tensor parallelism {kept}, " if layout.tensor > 1 else ""
+    return (
+        f"{question.nodes} nodes over {speed} links ({outside / 1e9:.0f} GB/s against"
+        f" {inside / 1e9:.0f} GB/s inside): {tensor}the data axis, which communicates once a step"
+        f"{'' if layout.zero < 2 else ' or a micro-batch'}, crosses nodes."
+    )
+
+
+def _why_not_whole(plan: Plan) -> str:
+    """Whether the whole model, or a layer, fits a device."""
+    question = plan.question
+    shape, limit = question.shape, question.cluster.memory_bytes
+    whole, layer = (
+        float(model_states(float(count), 1, 0)) for count in (shape.parameters, shape.layer_parameters)
+    )
+    if layer > limit:
+        return (
+            f"A single layer's states ({layer / 1e9:.0f} GB) exceed a device"
+            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, cuts a layer."
+        )
+    if whole > limit:
+        return (
+            f"The model's states ({whole / 1e9:.0f} GB) exceed a device ({limit / 1e9:.0f} GB), so"
+            " they are cut by tensor or pipeline parallelism, sharded, or offloaded."
+        )
+    return (
+        f"The model's states ({whole / 1e9:.0f} GB) fit a device ({limit / 1e9:.0f} GB) before"
+        " activations."
+    )
+
+
+def _time(best: Candidate) -> str:
+    parts = {name: getattr(best.parts, name) for name in PART_WORDS}
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    listed = [
+        f"{value / best.seconds:.0%} {PART_WORDS[name]}"
+        for name, value in shares
+        if value / best.seconds >= 0.01
+    ]
+    return f"Its step of {best.seconds:.3g} s is {', '.join(listed)}."
+
+
+def _memory(plan: Plan, best: Candidate) -> str:
+    limit = plan.question.cluster.memory_bytes
+    return (
+        f"The fullest device reserves {best.reserved_bytes / 1e9:.1f} of {limit / 1e9:.1f} GB"
+        f" (states {best.states_bytes / 1e9:.1f}, activations {best.activations_bytes / 1e9:.1f});"
+        f" it fits with a probability of {best.fits:.0%}."
+    )
+
+
+def _next(best: Candidate, other: Candidate) -> str:
+    ratio = other.seconds / best.seconds
+    apart = other.seconds_low > best.seconds_high
+    verdict = "is slower" if apart else "cannot be told apart from it before it is measured"
+    return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}."
