@@ -87,7 +87,7 @@ def _fit(
 
     def constants(x: Floats) -> TimeConstants | MemoryConstants:
         values = np.clip(prior + x * spread, prior + low * spread, prior + high * spread)
-        return kind(**dict(zip(bounds, values.tolist())))
+        return kind(**dict(zip(bounds, values.tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
         errors = np.log(predict_all(constants(x)) / measured)
@@ -127,7 +127,7 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
     def reserved(constants: TimeConstants | MemoryConstants) -> Floats:
         assert isinstance(constants, MemoryConstants)
         result = np.zeros(len(ran))
-        for (group, layouts), share in zip(asked, ahead):
+        for (group, layouts), share in zip(asked, ahead, strict=True):
             shape = group.question.shape
             result[group.rows] = memory(
                 shape, ran.sequence_length, cluster, layouts, constants, share, True
@@ -149,7 +149,11 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         int(ran.layouts.pipeline.max()),
     )
     first = Calibration(
-        source, time, memory_constants, Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0), within
+        source,
+        time,
+        memory_constants,
+        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0),
+        within,
     )
     return replace(first, spread=_spread(runs, cluster, first))
 

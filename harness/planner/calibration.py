@@ -1,4 +1,4 @@
-"""A calibration: the fitted constants, how far they can be trusted, and what they were fitted to."""
+"""A calibration: fitted constants, how far to trust them, and what they were fitted to."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Spread:
     memory: float
     """Half-width of the 80 % interval of the logarithm of peak memory."""
     room: Limit
-    """For what the allocator would reserve: beyond it, it frees and asks again in every micro-batch,
-    which takes many times as long."""
+    """For what the allocator would reserve: beyond it, it frees and asks again in every
+    micro-batch, which takes many times as long."""
     end: Limit
     """For what is left when it has freed all it can: beyond it, the run fails."""
     squeeze: float
     """Share of the activations' bytes that is left then."""
-    outside: float = 0.02
+    outside: float = 0.025
     """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
     no calibration measures beyond its own range."""
 
@@ -124,4 +124,3 @@ def require_within_bounds(constants: TimeConstants | MemoryConstants, where: str
                 f"{where}: {name} is {value:g} {bounds.unit}, outside of its bounds"
                 f" {bounds.low:g} to {bounds.high:g}"
             )
-

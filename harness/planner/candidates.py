@@ -47,9 +47,7 @@ def _axes(question: Question) -> list[tuple[int, int, int, int]]:
     return result
 
 
-def _sharding(
-    data: int, pipeline: int, context: int, offload: bool
-) -> list[tuple[int, int]]:
+def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
     """Pairs of ZeRO's stage and offload that libraries offer: stages 2 and 3 shard gradients with
     every micro-batch, which no pipeline allows (DeepSpeed refuses it); offloaded parameters need
     stage 3, or a single device."""
@@ -84,7 +82,8 @@ def enumerate_layouts(question: Question, offload: bool = True) -> Layouts:
             experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
         ):
             steps = per_rank // size
-            if chunk > 1 and steps % pipeline:
+            # A sequence is only cut where a micro-batch of one sequence is not small enough.
+            if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
                 continue
             columns.append(
                 (data, pipeline, tensor, context, expert, zero, size, steps, again, off, chunk)

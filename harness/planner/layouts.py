@@ -64,7 +64,9 @@ class Layout:
         if self.recompute:
             words.append(f"{RECOMPUTE[self.recompute]} recomputation")
         if self.offload:
-            words.append(f"offload of {('', 'optimizer', 'parameters', 'all to disk')[self.offload]}")
+            words.append(
+                f"offload of {('', 'optimizer', 'parameters', 'all to disk')[self.offload]}"
+            )
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks a stage")
         return ", ".join(words)
@@ -105,9 +107,7 @@ class Layouts:
 
     def take(self, rows: Ints | Bools) -> Layouts:
         """The layouts of these row numbers, or where a mask is true."""
-        return Layouts(
-            **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
-        )
+        return Layouts(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
 
     @property
     def devices(self) -> Ints:

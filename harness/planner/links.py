@@ -47,9 +47,7 @@ class Links:
         nodes = np.maximum(one, -(-layouts.devices // per_node))
         tensor_nodes = np.maximum(one, -(-layouts.tensor // per_node))
         inside, outside = cluster.gather.at(one), cluster.gather.at(tensor_nodes)
-        tensor = np.where(
-            tensor_nodes > 1, np.minimum(inside, outside * c.tensor_network), inside
-        )
+        tensor = np.where(tensor_nodes > 1, np.minimum(inside, outside * c.tensor_network), inside)
         ranks = layouts.data * layouts.context
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
@@ -110,10 +108,10 @@ class Links:
     ) -> tuple[Floats, Floats]:
         """Exposed seconds of gradients and sharded parameters, and of what is offloaded.
 
-        Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that for
-        an all-reduce (Patarasuk and Yuan, 2009). Stages 0 and 1 of ZeRO reduce fp32 gradients once a
-        step, stage 1 then gathers bf16 parameters; stages 2 and 3 scatter gradients with every
-        micro-batch; stage 3 gathers parameters in every forward and backward pass.
+        Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
+        for an all-reduce (Patarasuk and Yuan, 2009). Stages 0 and 1 of ZeRO reduce fp32 gradients
+        once a step, stage 1 then gathers bf16 parameters; stages 2 and 3 scatter gradients with
+        every micro-batch; stage 3 gathers parameters in every forward and backward pass.
         """
         cluster = question.cluster
         ranks = (layouts.data * layouts.context).astype(float)

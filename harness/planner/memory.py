@@ -14,8 +14,8 @@ from harness.planner.shape import ModelShape
 from harness.planner.stages import Stage, stages
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
-"""Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two moments
-of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
+"""Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two
+moments of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
 ACCUMULATED_BYTES = 4.0
 """Of a gradient that is accumulated in fp32 instead."""
 GIGA = 1e9
@@ -78,8 +78,10 @@ def _states(parameters: Floats, layouts: Layouts) -> Floats:
     shard = np.where(layouts.zero >= 1, ranks, 1.0)
     states = states - np.where(layouts.offload >= 1, OPTIMIZER_BYTES * parameters / shard, 0.0)
     shard = np.where(layouts.zero >= 3, ranks, 1.0)
-    kept: Floats = states - np.where(layouts.offload >= 2, PARAMETER_BYTES * parameters / shard, 0.0)
-    return kept
+    # With the parameters their gradients leave, layer by layer (ZeRO-Infinity, arXiv 2104.07857).
+    moved = (PARAMETER_BYTES + ACCUMULATED_BYTES) * parameters / shard
+    kept: Floats = states - np.where(layouts.offload >= 2, moved, 0.0)
+    return np.maximum(kept, 0.0)
 
 
 def in_flight(layouts: Layouts, stage: Stage) -> Floats:
@@ -104,9 +106,7 @@ def _layer_activations(
     whole = tokens * ((hidden + feed * c.layer_feed) / tensor + shape.hidden * gathered)
     kept = tokens * ((0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + shape.hidden * gathered)
     inputs = tokens * 2.0 * shape.hidden / tensor
-    layer = np.where(
-        layouts.recompute == 2, inputs, np.where(layouts.recompute == 1, kept, whole)
-    )
+    layer = np.where(layouts.recompute == 2, inputs, np.where(layouts.recompute == 1, kept, whole))
     return layer, np.where(layouts.recompute > 0, whole - layer, 0.0)
 
 
@@ -155,7 +155,12 @@ def memory(
             work = np.where(unsharded, gathered, 0.0) + bucket + c.overhead * GIGA
             demand = states + kept * c.fragmentation + work
             most = demand > columns["demand"][rows]
-            for name, value in (("states", states), ("act", kept), ("work", work), ("demand", demand)):
+            for name, value in (
+                ("states", states),
+                ("act", kept),
+                ("work", work),
+                ("demand", demand),
+            ):
                 columns[name][rows] = np.where(most, value, columns[name][rows])
     demand = columns["demand"]
     return Memory(

@@ -143,9 +143,7 @@ def _refined(
     seconds = result.seconds.copy()
     layouts = result.layouts
     simulated = [
-        row
-        for row in rows
-        if 1 < layouts.pipeline[row] <= MOST_STAGES and layouts.chunks[row] == 1
+        row for row in rows if 1 < layouts.pipeline[row] <= MOST_STAGES and layouts.chunks[row] == 1
     ]
     groups: dict[tuple[int, int], list[int]] = {}
     for row in simulated:
@@ -223,14 +221,16 @@ def _nothing_fits(question: Question, result: Predictions, calibration: Calibrat
     cluster = question.cluster
     words = (
         f"{question.shape.name} with {question.sequence_length} tokens in a sequence fits"
-        f" {question.devices} x {cluster.device} in none of {len(result.layouts)} layouts: the least"
-        f" memory that one needs is {least / 1e9:.1f} GB on a device, which has"
+        f" {question.devices} x {cluster.device} in none of {len(result.layouts)} layouts: the"
+        f" least memory that one needs is {least / 1e9:.1f} GB on a device, which has"
         f" {cluster.memory_bytes / 1e9:.1f} GB"
     )
     devices = question.devices
     while devices < 2**16:
-        devices = devices * 2 if devices < cluster.per_node else devices + cluster.per_node * max(
-            1, devices // cluster.per_node
+        devices = (
+            devices * 2
+            if devices < cluster.per_node
+            else devices + cluster.per_node * max(1, devices // cluster.per_node)
         )
         if devices > cluster.per_node and devices % cluster.per_node:
             devices = cluster.per_node

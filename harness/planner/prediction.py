@@ -13,7 +13,6 @@ from harness.planner.question import Question
 from harness.planner.stages import empty_stages
 from harness.planner.steptime import StepTime, step_time
 
-
 REFUSED_BELOW = 0.15
 """Layouts that are less likely to run are said not to run: fewer false alarms than at one half."""
 

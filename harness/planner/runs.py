@@ -52,7 +52,7 @@ class Runs:
         """Rows that failed although the same layout of the same model ran in another row: what
         failed there was not for want of memory."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
-        could = {key for key, ran in zip(keys, self.ran) if ran}
+        could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
 
     def take(self, rows: Bools) -> Runs:
@@ -91,9 +91,7 @@ class Runs:
         return result
 
 
-def read_runs(
-    file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
-) -> Runs:
+def read_runs(file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096) -> Runs:
     """The runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
 
     Rows whose data axis, micro-batch and accumulation do not multiply to the global batch are left

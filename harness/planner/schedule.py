@@ -11,9 +11,9 @@ def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: i
     """Seconds that a step takes under 1F1B (PipeDream-2BW, arXiv 2006.09503), shape [layouts].
 
     `forward` and `backward` are seconds of a micro-batch in each stage, shape [layouts, stages].
-    Stage s runs `stages - s - 1` forwards first (fewer if there are not so many micro-batches), then
-    a forward and a backward by turns, then the backwards that are left. A micro-batch is sent on
-    without delay.
+    Stage s runs `stages - s - 1` forwards first (fewer if there are not so many micro-batches),
+    then a forward and a backward by turns, then the backwards that are left. A micro-batch is sent
+    on without delay.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)

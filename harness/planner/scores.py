@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.stats import spearmanr
 
-from harness.planner.calibrate import calibrate, groups
+from harness.planner.calibrate import calibrate, groups, predicted
+from harness.planner.calibration import Calibration
 from harness.planner.cluster import Cluster
 from harness.planner.layouts import Bools, Floats, Ints, Layout
-from harness.planner.prediction import REFUSED_BELOW, predict
+from harness.planner.prediction import REFUSED_BELOW
 from harness.planner.runs import Runs
 
 FEW = 20
@@ -62,26 +64,87 @@ class Scores:
     memory_covered: float
 
 
+@dataclass(frozen=True)
+class PartErrors:
+    """Median errors of some rows, as shares; NaN where none is measured."""
+
+    part: str
+    rows: int
+    time: float
+    """Of consistent rows."""
+    time_all: float
+    memory: float
+
+
+def errors_by(runs: Runs, held: Held, parts: Mapping[str, Bools]) -> list[PartErrors]:
+    """The errors of each part of the rows."""
+    ran, consistent = runs.ran, runs.consistent() & runs.ran
+    time = np.abs(held.seconds / runs.seconds - 1)
+    of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
+
+    def median(values: Floats) -> float:
+        return float(np.median(values)) if len(values) else float("nan")
+
+    return [
+        PartErrors(
+            name,
+            int((part & ran).sum()),
+            median(time[part & consistent]),
+            median(time[part & ran]),
+            median(of_memory[part & ran]),
+        )
+        for name, part in parts.items()
+    ]
+
+
+def noise_of_twins(runs: Runs) -> dict[str, float]:
+    """Standard deviation of a row's log time by nodes, from twins that differ in ZeRO's stage (0 or
+    1) alone, which hardly changes the time: their median distance over 0.954 (the median of the
+    distance of two normal values of unit deviation). NaN with fewer than three twins."""
+    kept = np.flatnonzero(runs.ran & runs.consistent())
+    seconds: dict[tuple[str, Layout], float] = {}
+    distances: dict[str, list[float]] = {}
+    for row in kept:
+        layout = runs.layouts[int(row)]
+        plain = replace(layout, zero=0)
+        twin = seconds.get((runs.models[row], plain))
+        if layout.zero == 0:
+            seconds[runs.models[row], plain] = float(runs.seconds[row])
+        elif twin:
+            distance = abs(float(np.log(runs.seconds[row] / twin)))
+            distances.setdefault(f"{runs.nodes[row]} nodes", []).append(distance)
+    return {
+        name: float(np.median(values)) / 0.954 if len(values) > 2 else float("nan")
+        for name, values in sorted(distances.items())
+    }
+
+
+def predict_with(runs: Runs, cluster: Cluster, calibration: Calibration) -> Held:
+    """Predicts all rows by a given calibration."""
+    return _predicted(runs, cluster, [(np.ones(len(runs), bool), calibration)])
+
+
 def hold_out(runs: Runs, cluster: Cluster, parts: list[Bools]) -> Held:
     """Predicts each part of the rows by a calibration of all others."""
+    return _predicted(
+        runs,
+        cluster,
+        ((part, calibrate(runs.take(~part), cluster, "held out")) for part in parts),
+    )
+
+
+def _predicted(runs: Runs, cluster: Cluster, parts: Iterable[tuple[Bools, Calibration]]) -> Held:
     columns = {name: np.full(len(runs), np.nan) for name in Held.__dataclass_fields__}
-    for part in parts:
-        calibration = calibrate(runs.take(~part), cluster, "held out")
-        inside = runs.take(part)
-        places = np.flatnonzero(part)
-        for group in groups(inside, cluster):
-            layouts = inside.layouts.take(group.rows)
-            result = predict(group.question, layouts, calibration, True)
+    for part, calibration in parts:
+        inside, places = runs.take(part), np.flatnonzero(part)
+        for group, result in predicted(inside, cluster, calibration):
             rows = places[group.rows]
-            for name, values in (
-                ("seconds", result.seconds),
-                ("half_width", result.half_width),
-                ("memory_bytes", result.memory.reserved),
-                ("memory_half_width", result.memory_half_width),
-                ("fits", result.fits),
-                ("runs", result.runs),
-            ):
-                columns[name][rows] = values
+            columns["seconds"][rows] = result.seconds
+            columns["half_width"][rows] = result.half_width
+            columns["memory_bytes"][rows] = result.memory.reserved
+            columns["memory_half_width"][rows] = result.memory_half_width
+            columns["fits"][rows] = result.fits
+            columns["runs"][rows] = result.runs
     return Held(**columns)
 
 

@@ -158,7 +158,9 @@ def _from_sizes(text: str) -> ModelShape:
         if name not in _SIZES:
             raise UsageError(f"model size {name!r} is not known; known are {', '.join(_SIZES)}")
         if not re.fullmatch(r"\d+", value):
-            raise UsageError(f"model size {name}={value!r} is not a whole number; give it as digits")
+            raise UsageError(
+                f"model size {name}={value!r} is not a whole number; give it as digits"
+            )
         values[name] = int(value)
     if missing := [name for name in ("layers", "hidden") if not values.get(name)]:
         raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from harness.planner.shape import ModelShape
 
-
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. Above 1 in nanotron's source; measured
 step times of 32 layers in 16 stages need this rounding, other layouts do not depend on it."""

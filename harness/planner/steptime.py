@@ -120,7 +120,12 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
         )
     )
     attention = (
-        2.0 * tokens * question.sequence_length * shape.heads * padded_head(shape.head_size) / tensor
+        2.0
+        * tokens
+        * question.sequence_length
+        * shape.heads
+        * padded_head(shape.head_size)
+        / tensor
     ) / (peak * c.attention_efficiency)
     passes = 2.0 * tokens * (h + f * shape.experts_per_token) / tensor / memory_rate
     again = np.choose(

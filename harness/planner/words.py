@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from harness.planner.memory import model_states
 from harness.planner.plan import Candidate, Plan
 
@@ -44,10 +46,7 @@ def _place(plan: Plan) -> str:
             "One node: all devices share fast links, so tensor parallelism is affordable where"
             " memory asks for it."
         )
-    inside, outside = (
-        float(question.cluster.reduce.bytes_per_second[0]),
-        float(question.cluster.reduce.bytes_per_second[-1]),
-    )
+    inside, outside = question.cluster.reduce.at(np.array([1, question.nodes])).tolist()
     speed = "slow" if outside < inside / 4 else "fast"
     inner = layout.tensor <= question.cluster.per_node
     kept = "stays inside of a node" if inner else "spans nodes"
@@ -64,12 +63,13 @@ def _why_not_whole(plan: Plan) -> str:
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
     whole, layer = (
-        float(model_states(float(count), 1, 0)) for count in (shape.parameters, shape.layer_parameters)
+        float(model_states(float(count), 1, 0))
+        for count in (shape.parameters, shape.layer_parameters)
     )
     if layer > limit:
         return (
             f"A single layer's states ({layer / 1e9:.0f} GB) exceed a device"
-            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, cuts a layer."
+            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, cuts it."
         )
     if whole > limit:
         return (

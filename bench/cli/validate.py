@@ -1,0 +1,181 @@
+"""bench validate, bench calibrate: the planner's predictions beside measured runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bench.cli.options import JsonObject
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from harness.planner.scores import PartErrors, Scores
+
+DataFile = Annotated[
+    Path,
+    typer.Option(
+        "--data",
+        envvar="BENCH_PLANNER_DATA",
+        help="Measured runs: a CSV file with the columns of the Ultra-Scale Playbook's.",
+    ),
+]
+ModelShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="The shape of a model in the file, such as 1B=layers=16,hidden=2048; may be repeated.",
+    ),
+]
+DeviceName = Annotated[str, typer.Option("--device", help="The device that was measured.")]
+PerNode = Annotated[int, typer.Option("--per-node", help="Devices of each node.")]
+LinkText = Annotated[str, typer.Option("--link", help="Its links, as of bench plan.")]
+SequenceLength = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+
+
+def validate(
+    data: DataFile,
+    model: ModelShapes = None,
+    device: DeviceName = "h100-80gb",
+    per_node: PerNode = 8,
+    link: LinkText = "playbook-h100",
+    seq: SequenceLength = 4096,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            help="Constants to predict with; without it each model, and each number of nodes, is"
+            " predicted from all others.",
+        ),
+    ] = None,
+    json_output: JsonObject = False,
+) -> None:
+    """Holds predictions against measured runs and scores them."""
+    from rich.console import Console
+
+    from harness.planner import scores
+    from harness.planner.calibration import load
+    from harness.planner.cluster import cluster_of
+    from harness.planner.runs import read_runs
+
+    runs = read_runs(data, _shapes(model), seq)
+    cluster = cluster_of(device, per_node, link)
+    by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)
+    if calibration:
+        held = {"given constants": scores.predict_with(runs, cluster, load(calibration))}
+    else:
+        held = {
+            f"each {name} predicted from all others": scores.hold_out(
+                runs, cluster, list(parts.values())
+            )
+            for name, parts in (("model", by_model), ("number of nodes", by_nodes))
+            if len(parts) > 1
+        }
+    scored = {name: scores.score(runs, cluster, part) for name, part in held.items()}
+    errors = {
+        name: scores.errors_by(runs, part, {**by_model, **by_nodes}) for name, part in held.items()
+    }
+    noise = scores.noise_of_twins(runs)
+    if json_output:
+        document = {
+            "scores": {name: dataclasses.asdict(value) for name, value in scored.items()},
+            "errors": {
+                name: [dataclasses.asdict(part) for part in parts] for name, parts in errors.items()
+            },
+            "noise": noise,
+        }
+        print(json.dumps(_without_nan(document)))
+        return
+    console = Console()
+    for name in held:
+        console.print(_scores(name, scored[name]))
+        console.print(_errors(name, errors[name]))
+    listed = ", ".join(f"{value:.1%} on {nodes}" for nodes, value in noise.items())
+    console.print(f"noise of a row, from twins that differ in ZeRO's stage: {listed}")
+
+
+def calibrate(
+    data: DataFile,
+    out: Annotated[Path, typer.Option("--out", help="File that the constants are written to.")],
+    model: ModelShapes = None,
+    device: DeviceName = "h100-80gb",
+    per_node: PerNode = 8,
+    link: LinkText = "playbook-h100",
+    seq: SequenceLength = 4096,
+) -> None:
+    """Fits the planner's constants to measured runs, within their physical bounds."""
+    from harness.planner.calibrate import calibrate as fit
+    from harness.planner.cluster import cluster_of
+    from harness.planner.runs import read_runs
+    from harness.spec.errors import UsageError
+
+    runs = read_runs(data, _shapes(model), seq)
+    source = f"{int(runs.ran.sum())} measured runs of {data.name} on {device}, links {link}"
+    fitted = fit(runs, cluster_of(device, per_node, link), source)
+    try:
+        fitted.save(out)
+    except OSError as error:
+        raise UsageError(f"--out: cannot write {str(out)!r}: {error.strerror}") from None
+    print(f"wrote {out}")
+
+
+def _shapes(models: Sequence[str] | None) -> dict[str, str]:
+    """The shapes of the models in a file by their names."""
+    from harness.planner.runs import MODELS
+    from harness.spec.errors import UsageError
+
+    shapes = dict(MODELS)
+    for text in models or []:
+        name, _, shape = text.partition("=")
+        if not shape:
+            raise UsageError(f"--model {text!r}: write NAME=SHAPE, such as 1B=llama-1b")
+        shapes[name] = shape
+    return shapes
+
+
+def _without_nan(value: object) -> object:
+    """The same with null for what is not known."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _scores(name: str, scores: Scores) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: {scores.rows} measured rows", title_justify="left")
+    table.add_column("score")
+    table.add_column("value", justify="right")
+    for field in dataclasses.fields(scores):
+        value = getattr(scores, field.name)
+        shown = f"{value:.2%}" if isinstance(value, float) else str(value)
+        if field.name == "rank_correlation":
+            shown = f"{value:.3f}"
+        table.add_row(field.name.replace("_", " "), shown)
+    return table
+
+
+def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: median errors", title_justify="left")
+    table.add_column("part")
+    for column in ("rows", "time, consistent rows", "time, all rows", "memory"):
+        table.add_column(column, justify="right")
+    for part in parts:
+        table.add_row(
+            part.part,
+            str(part.rows),
+            f"{part.time:.1%}",
+            f"{part.time_all:.1%}",
+            f"{part.memory:.1%}",
+        )
+    return table
