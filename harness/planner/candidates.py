@@ -8,6 +8,7 @@ import numpy as np
 
 from harness.planner.layouts import Layouts
 from harness.planner.question import Question
+from harness.planner.stages import empty_stages
 from harness.spec.errors import UsageError
 
 MOST_TENSOR_NODES = 4
@@ -34,7 +35,7 @@ def _axes(question: Question) -> list[tuple[int, int, int, int]]:
         if shape.kv_heads % tensor and tensor % shape.kv_heads:
             continue
         for pipeline in divisors(devices // tensor):
-            if pipeline > shape.layers + 1:
+            if pipeline > shape.layers + 1 or empty_stages(shape, pipeline):
                 continue
             for context in divisors(devices // tensor // pipeline):
                 if question.sequence_length % context:
@@ -42,8 +43,7 @@ def _axes(question: Question) -> list[tuple[int, int, int, int]]:
                 if context > 1 and question.sequence_length // context < LEAST_TOKENS:
                     continue
                 data = devices // tensor // pipeline // context
-                if question.global_batch % data == 0:
-                    result.append((data, pipeline, tensor, context))
+                result.append((data, pipeline, tensor, context))
     return result
 
 
@@ -68,7 +68,10 @@ def enumerate_layouts(question: Question, offload: bool = True) -> Layouts:
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
-    for data, pipeline, tensor, context in _axes(question):
+    axes = _axes(question)
+    for data, pipeline, tensor, context in axes:
+        if question.global_batch % data:
+            continue
         per_rank = question.global_batch // data
         sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO_BATCH]
         sizes = [size for size in sizes if size & (size - 1) == 0]
@@ -89,24 +92,15 @@ def enumerate_layouts(question: Question, offload: bool = True) -> Layouts:
                 (data, pipeline, tensor, context, expert, zero, size, steps, again, off, chunk)
             )
     if not columns:
-        raise UsageError(_nothing(question))
+        raise UsageError(_nothing(question, min(data for data, *_ in axes)))
     return Layouts(*np.array(columns, np.int64).T)
 
 
-def _nothing(question: Question) -> str:
-    batch, devices = question.global_batch, question.devices
-    per_node = question.cluster.per_node
-    shape = question.shape
-    splits = [
-        tensor * pipeline
-        for tensor in divisors(devices)
-        if tensor <= per_node and shape.heads % tensor == 0
-        for pipeline in divisors(devices // tensor)
-        if pipeline <= shape.layers
-    ]
-    least = devices // max(splits)
+def _nothing(question: Question, least: int) -> str:
+    """What would divide, where `least` is the smallest data axis that the model allows."""
+    batch = question.global_batch
     nearest = max(least, round(batch / least) * least)
     return (
-        f"a batch of {batch} sequences does not divide over {devices} devices in any layout of"
-        f" {shape.name}; the nearest that does is {nearest}"
+        f"a batch of {batch} sequences does not divide over {question.devices} devices in any"
+        f" layout of {question.shape.name}; the nearest that does is {nearest}"
     )

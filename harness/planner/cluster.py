@@ -70,6 +70,10 @@ class Cluster:
     """Between a device and its host's memory, each direction."""
     disk_bytes_per_second: float = 3e9
     """Of a node's disks, all its devices together."""
+    host_memory_bytes: float = 2e12
+    """Of a node, for what is offloaded."""
+    disk_bytes: float = 30e12
+    """Of a node."""
 
 
 @dataclass(frozen=True)

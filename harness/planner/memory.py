@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.planner.cluster import Cluster
 from harness.planner.constants import MemoryConstants
-from harness.planner.layouts import Floats, Layouts
+from harness.planner.layouts import Bools, Floats, Layouts
 from harness.planner.shape import ModelShape
 from harness.planner.stages import Stage, stages
 
@@ -82,6 +82,20 @@ def _states(parameters: Floats, layouts: Layouts) -> Floats:
     moved = (PARAMETER_BYTES + ACCUMULATED_BYTES) * parameters / shard
     kept: Floats = states - np.where(layouts.offload >= 2, moved, 0.0)
     return np.maximum(kept, 0.0)
+
+
+def offload_fits(cluster: Cluster, layouts: Layouts, parameters: Floats) -> Bools:
+    """Whether a node's memory, or its disks, hold what its devices offload (`parameters`: of the
+    largest stage before sharding, shape [layouts])."""
+    ranks = (layouts.data * layouts.context).astype(float)
+    owned = parameters / np.where(layouts.zero >= 1, ranks, 1.0)
+    each = owned * np.where(
+        layouts.offload >= 2, OPTIMIZER_BYTES + PARAMETER_BYTES + ACCUMULATED_BYTES, OPTIMIZER_BYTES
+    )
+    node = each * np.minimum(layouts.devices, cluster.per_node)
+    room = np.where(layouts.offload == 3, cluster.disk_bytes, cluster.host_memory_bytes)
+    result: Bools = (layouts.offload == 0) | (node <= room)
+    return result
 
 
 def in_flight(layouts: Layouts, stage: Stage) -> Floats:

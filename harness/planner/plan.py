@@ -209,7 +209,7 @@ def _candidate(
 def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
     """How many layouts cannot run for which reason."""
     reasons = Counter(
-        "a pipeline with an empty stage" if result.filled[row] == 0 else "memory" for row in rows
+        "an empty stage of the pipeline" if result.filled[row] == 0 else "memory" for row in rows
     )
     return dict(reasons.most_common())
 

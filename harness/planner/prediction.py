@@ -8,7 +8,7 @@ import numpy as np
 
 from harness.planner.calibration import Calibration
 from harness.planner.layouts import Bools, Floats, Layouts
-from harness.planner.memory import Memory, memory
+from harness.planner.memory import Memory, memory, offload_fits
 from harness.planner.question import Question
 from harness.planner.stages import empty_stages
 from harness.planner.steptime import StepTime, step_time
@@ -75,6 +75,7 @@ def predict(
     fits = np.minimum(runs, spread.room.passed(needed.demand, cluster.memory_bytes))
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
+    stored = offload_fits(cluster, layouts, time.parameters)
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
     wider = spread.outside * beyond
@@ -85,8 +86,8 @@ def predict(
         seconds=time.total,
         half_width=spread.time + spread.time_per_doubling * np.log2(nodes) + wider,
         memory_half_width=spread.memory + wider,
-        fits=np.where(filled, fits, 0.0),
-        runs=np.where(filled, runs, 0.0),
+        fits=np.where(filled & stored, fits, 0.0),
+        runs=np.where(filled & stored, runs, 0.0),
         filled=filled,
         beyond=beyond,
     )

@@ -32,6 +32,8 @@ class StepTime:
     """The device waits for its processor to launch work."""
     offload: Floats
     update: Floats
+    parameters: Floats
+    """Of the largest stage on one rank, before ZeRO shards them."""
     ahead: Floats
     """How far the processor runs ahead of the device, 0 to 1; see `memory`."""
 
@@ -176,7 +178,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
             time = layer.occupied(stage, rows, device)
             work[rows] += stage.count * computed
             wire[rows] += stage.count * sent
-            waits[rows] += stage.count * (time - device)
+            waits[rows] += stage.count * np.maximum(0.0, time - device)
             fill[rows] += stage.count * time
             slowest[rows] = np.maximum(slowest[rows], time)
             largest[rows] = np.maximum(largest[rows], stage_parameters(shape, part, stage))
@@ -199,6 +201,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
         launch=share * waits,
         offload=offload,
         update=update,
+        parameters=largest,
         ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
     )
 

@@ -1,0 +1,168 @@
+"""Calibration and scores: on runs made from known constants, and on published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.planner.calibrate import calibrate, predicted
+from harness.planner.calibration import load
+from harness.planner.candidates import enumerate_layouts
+from harness.planner.cluster import cluster_of
+from harness.planner.constants import bounds_of
+from harness.planner.layouts import Layout, Layouts, joined
+from harness.planner.question import Question
+from harness.planner.runs import COLUMNS, Runs, read_runs
+from harness.planner.scores import (
+    Held,
+    hold_out,
+    noise_of_twins,
+    parts_by_model,
+    parts_by_nodes,
+    score,
+)
+from harness.planner.shape import ModelShape, named_shapes
+from harness.spec.errors import UsageError
+
+DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))
+CLUSTER = cluster_of("h100-80gb", 8, "playbook-h100")
+SHAPES = {name: named_shapes()[f"playbook-{name}"] for name in ("3b", "8b")}
+
+
+def made(noise: float = 0.02, outliers: int = 0) -> Runs:
+    """Runs of the default calibration's world, with noise; some take five times as long."""
+    draw = np.random.default_rng(1)
+    parts, models, nodes = [], [], []
+    for name, shape in SHAPES.items():
+        for count in (1, 4):
+            asked = Question(shape, CLUSTER, 4096, 256, 8 * count)
+            some = enumerate_layouts(asked, offload=False)
+            some = some.take((some.recompute == 0) & (some.chunks == 1) & (some.context == 1))
+            some = some.take((some.zero <= 1) & (some.tensor <= 8))
+            parts.append(some)
+            models += [name] * len(some)
+            nodes += [count] * len(some)
+    layouts = joined(parts)
+    empty = np.full(len(layouts), 1.0)
+    runs = Runs(tuple(models), SHAPES, np.array(nodes), layouts, 4096, empty, empty)
+    seconds, memory = np.zeros((2, len(runs)))
+    for group, result in predicted(runs, CLUSTER, load()):
+        seconds[group.rows] = np.where(result.fits > 0.5, result.seconds, np.nan)
+        memory[group.rows] = np.where(result.fits > 0.5, result.memory.reserved, np.nan)
+    seconds = seconds * np.exp(noise * draw.standard_normal(len(runs)))
+    ran = np.flatnonzero(np.isfinite(seconds))
+    seconds[draw.choice(ran, outliers, replace=False)] *= 5
+    return dataclasses.replace(runs, seconds=seconds, memory_bytes=memory)
+
+
+def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> None:
+    runs = made(outliers=15)
+    assert runs.ran.sum() > 100
+    fitted = calibrate(runs, CLUSTER, "made")
+    clean = made(noise=0.0)
+    errors = []
+    for group, result in predicted(clean, CLUSTER, fitted):
+        rows = clean.ran[group.rows]
+        errors.append(np.abs(result.seconds / clean.seconds[group.rows] - 1)[rows])
+    assert np.median(np.concatenate(errors)) < 0.02
+    for constants in (fitted.time, fitted.memory):
+        for name, bounds in bounds_of(type(constants)).items():
+            assert bounds.low <= getattr(constants, name) <= bounds.high, name
+
+
+def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
+    load().save(tmp_path / "calibration.yaml")
+    assert load(tmp_path / "calibration.yaml") == load()
+
+
+def rows(seconds: list[float], **columns: list[int]) -> Runs:
+    count = len(seconds)
+    layouts = Layouts.of(
+        [Layout(**{name: values[row] for name, values in columns.items()}) for row in range(count)]
+    )
+    shape = ModelShape("x", 8, 1024, 8, 4096, 32000)
+    return Runs(
+        ("x",) * count,
+        {"x": shape},
+        np.ones(count, np.int64),
+        layouts,
+        4096,
+        np.array(seconds),
+        np.where(np.isfinite(seconds), 1e9, np.nan),
+    )
+
+
+def test_a_row_is_inconsistent_where_more_work_took_less_than_half_its_time() -> None:
+    # The second is split more often and has smaller micro-batches, and is three times as fast.
+    runs = rows(
+        [9.0, 3.0, 5.0, np.nan], micro_batch=[2, 1, 4, 4], accumulation=[4, 8, 2, 2], tensor=[2] * 4
+    )
+    assert runs.consistent().tolist() == [False, True, True, True]
+
+
+def test_a_failure_is_refuted_by_the_same_layout_that_ran() -> None:
+    runs = rows([1.0, np.nan, np.nan], micro_batch=[1, 1, 2])
+    assert runs.refuted.tolist() == [False, True, False]
+
+
+def test_scores_by_hand() -> None:
+    runs = rows([1.0, 2.0, 4.0, np.nan], data=[8, 4, 2, 1], tensor=[1, 2, 4, 8])
+    held = Held(
+        seconds=np.array([1.1, 1.0, 4.0, 0.5]),
+        half_width=np.full(4, 0.2),
+        memory_bytes=np.full(4, 1.1e9),
+        memory_half_width=np.full(4, 0.05),
+        fits=np.ones(4),
+        runs=np.array([1.0, 1.0, 0.0, 1.0]),
+    )
+    scored = score(runs, CLUSTER, held)
+    assert (scored.rows, scored.consistent_rows) == (3, 3)
+    assert scored.time_error == pytest.approx(0.1)
+    assert scored.near_error == pytest.approx(0.3)  # of 10 % and 50 %
+    assert scored.memory_error == pytest.approx(0.1)
+    assert scored.pick_loss == 1.0  # the failed one was predicted fastest
+    assert scored.top_three_loss == 0.0
+    assert scored.failures_foreseen == 0.0
+    assert scored.false_alarms == pytest.approx(1 / 3)
+    assert scored.covered == pytest.approx(2 / 3)
+    assert scored.memory_covered == 0.0
+
+
+def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text("model,Nodes\n3B,1\n")
+    with pytest.raises(UsageError, match="lacks the column 'MBS'"):
+        read_runs(file)
+    file.write_text(",".join(COLUMNS) + "\n9B,1,1,1,8,8,1,1,0,1000,10\n")
+    with pytest.raises(UsageError, match="model '9B' has no shape"):
+        read_runs(file)
+    file.write_text(",".join(COLUMNS) + "\n3B,1,1,1,8,8,1,1,0,1000,10\n")
+    runs = read_runs(file)
+    assert runs.seconds.tolist() == [8 * 4096 / 1000]
+    with pytest.raises(UsageError, match="1 measured runs are too few"):
+        calibrate(runs, CLUSTER, "few")
+
+
+@pytest.mark.skipif(
+    not DATA.is_file(), reason="BENCH_PLANNER_DATA does not name the playbook's table of runs"
+)
+def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
+    runs = read_runs(DATA)
+    for parts in (parts_by_model(runs), parts_by_nodes(runs)):
+        scored = score(runs, CLUSTER, hold_out(runs, CLUSTER, list(parts.values())))
+        assert scored.time_error <= 0.05
+        assert scored.time_error_all <= 0.07
+        assert scored.near_error <= 0.04
+        assert scored.memory_error <= 0.045
+        assert scored.rank_correlation >= 0.95
+        assert 0.75 <= scored.covered <= 0.90
+        # Not yet within 2 % and 0.5 %, 93 % and 1.5 % (see docs/planner.md): kept from growing.
+        assert scored.pick_loss <= 0.045
+        assert scored.top_three_loss <= 0.03
+        assert scored.failures_foreseen >= 0.90
+        assert scored.false_alarms <= 0.03
+    assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())
