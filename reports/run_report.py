@@ -108,7 +108,7 @@ def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:
     """The tables of some of their runs."""
-    names = ("runs", "trials", "steps", "explained")
+    names = ("runs", "trials", "steps", "explained", "conclusions")
     frames = {name: getattr(results, name) for name in names}
     kept = {
         name: frame[frame["run_id"].isin(run_ids)] if "run_id" in frame else frame

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bench.cli.options import BaselineCell, JsonAtEnd, ResultsAddedTo
-from harness.record.status import NOT_LAUNCHED
-
-if TYPE_CHECKING:
-    from harness.analysis.baseline import Choice
-    from harness.record.plan import Plan
-    from harness.record.store import Store
 
 
 def run(
@@ -174,6 +169,7 @@ def run(
     from harness.run.runner import Runner
     from harness.spec.errors import UsageError
 
+    begun_at = time.monotonic()
     if with_parent:  # the run goes on in another job: this process must not outlive its own
         from harness.host.process import die_with_parent
 
@@ -238,98 +234,7 @@ def run(
     ):
         runner = Runner(store, plan, launcher, share=part)
         finished = runner.run(progress) and (not explain or runner.explain(progress))
-    raise typer.Exit(
-        _end(
-            store,
-            plan,
-            finished,
-            report and (not share or runner.all_recorded),
-            baseline,
-            json_output,
-        )
-    )
+    from bench.cli.run_end import Ended, Shown, conclude
 
-
-def _end(
-    store: Store,
-    plan: Plan,
-    finished: bool,
-    report: bool,
-    baseline: Choice | None,
-    json_output: bool,
-) -> int:
-    """Shows the ranking and the paths, writes the report; returns the exit code."""
-    from rich.markup import escape
-
-    from bench.cli import terminal
-    from harness.analysis.answer import answer, what_more_would_buy
-    from harness.analysis.precision import precision, too_wide
-    from harness.analysis.summary import cell_results
-    from reports.groups import find_groups, headline
-
-    console = terminal.console(quiet=json_output)
-    store.gather(plan.run_id)
-    loaded = store.load([plan.run_id], steps=False)
-    if loaded.trials.empty:
-        console.print("nothing was recorded")
-        return 0 if finished else 130
-    results = cell_results(loaded.trials, baseline)
-    terminal.ranking(console, results)
-    wide = (
-        too_wide(loaded.trials, plan.precision) if finished and plan.precision is not None else {}
-    )
-    wide = {cell: share for cell, share in wide.items() if cell not in plan.once}
-    if plan.precision is not None and wide:
-        names = {cell.cell_id: cell.cell_name for cell in results}
-        shares = ", ".join(f"{names[cell]} ({share:.1%})" for cell, share in wide.items())
-        console.print(
-            f"[yellow]interval wider than {plan.precision:.2%}[/yellow]: {escape(shares)}; the time"
-            " budget is spent",
-            highlight=False,
-        )
-    page = None
-    if report:
-        from reports import write_report
-
-        path = Path("reports") / "html" / f"{plan.run_id}.html"
-        page = write_report(loaded, path, "python -m bench report --out FILE", baseline)
-    fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
-    leading = headline(find_groups(results)) if plan.search is None else None
-    advised = answer(leading.rows) if leading else None
-    if leading and advised:
-        terminal.advice(console, advised, leading.full_title)
-    if plan.until_answered and (more := what_more_would_buy(results)):
-        console.print(f"{more} (--time-budget)", highlight=False)
-    known = precision(results)
-    if known:
-        console.print(known.sentence, highlight=False)
-    terminal.paths(console, store, plan, page, finished)
-    if json_output:
-        columns = [
-            "cell_id",
-            "cell_name",
-            "status",
-            "reason",
-            "samples_per_second",
-            "peak_memory_bytes",
-            "parity_verdict",
-        ]
-        records = [{name: getattr(cell, name) for name in columns} for cell in results]
-        print(
-            json.dumps(
-                {
-                    "run_id": plan.run_id,
-                    "results": str(store.folder),
-                    "report": page and str(page),
-                    "precision": known and dataclasses.asdict(known),
-                    "answer": [
-                        {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
-                        for a in (advised.advice if advised else ())
-                    ],
-                    "cells": records,
-                }
-            )
-        )
-    if not finished:
-        return 130
-    return 0 if fine else 1
+    ended = Ended(finished, time.monotonic() - begun_at, not share or runner.all_recorded)
+    raise typer.Exit(conclude(store, plan, ended, baseline, Shown(report, json_output)))

@@ -85,7 +85,7 @@ def _check(table: str, file: Path) -> None:
         raise DamagedFile("it has no rows")
     if table == "runs":
         _check_plan(rows.column("plan")[0].as_py())
-    elif table != "explained":
+    elif table in ("trials", "steps"):
         columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
         if {TrialKey(*key).stem for key in zip(*columns, strict=True)} != {file.stem}:
             raise DamagedFile("it has the rows of another trial than its name says")

@@ -1,5 +1,5 @@
-"""The parquet schema: four tables, one row per run, per trial, per step of a rank, per launch that
-explains a cell.
+"""The parquet schema: five tables, one row per run, per trial, per step of a rank, per launch that
+explains a cell, per end of a run.
 
 A column says since which version the schema has it. What the first versions were made for:
   1  first version.
@@ -13,7 +13,7 @@ A column says since which version the schema has it. What the first versions wer
      state around each trial, what held them back in the timed steps, memory by NVML and of the
      host; cores of each rank; noise of the reference.
   8  the control that runs between the steps, and work that a step leaves behind.
-  9  recomputation of blocks, and the operations that it adds.
+  9  recomputation of blocks, and the operations that it adds; table conclusions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from harness.record.conclusion import ConclusionRecord
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
 from harness.record.step import StepRecord
@@ -35,6 +36,7 @@ TABLES: dict[str, type[Record]] = {
     "trials": TrialRecord,
     "steps": StepRecord,
     "explained": ProfileRecord,
+    "conclusions": ConclusionRecord,
 }
 VERSION = max(column.since for table in TABLES.values() for column in table.columns())
 """The version of a file whose tables have all columns of today."""

@@ -4,6 +4,7 @@ results/runs/RUN.parquet                        one row, written before the firs
 results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
 results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
 results/explained/RUN/CELL-aATTEMPT.parquet     one row, of a launch that explains a cell
+results/conclusions/RUN/N.parquet                one row, of the N-th end of the run
 results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, only to be read faster
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.record.conclusion import ConclusionRecord
 from harness.record.files import (
     DamagedFile,
     frame_of,
@@ -68,6 +70,7 @@ class Results:
     trials: pd.DataFrame
     steps: pd.DataFrame
     explained: pd.DataFrame = field(default_factory=lambda: read_frame("explained", []))
+    conclusions: pd.DataFrame = field(default_factory=lambda: read_frame("conclusions", []))
 
 
 class Store:
@@ -109,6 +112,11 @@ class Store:
         folder = self.folder / "explained" / profile.run_id
         file = folder / f"{profile.cell_id}-a{profile.attempt}.parquet"
         return self._write("explained", file, [profile])
+
+    def write_conclusion(self, conclusion: ConclusionRecord) -> Path:
+        folder = self.folder / "conclusions" / conclusion.run_id
+        number = len(list(folder.glob("*.parquet"))) + 1
+        return self._write("conclusions", folder / f"{number}.parquet", [conclusion])
 
     def run_ids(self) -> list[str]:
         """All runs, oldest first; without those whose file is not complete, and the last of them
@@ -158,17 +166,19 @@ class Store:
         if not wanted:
             raise DamagedRun(f"the files of these runs in {str(self.folder)!r} are damaged")
         trials = self._frame("trials", wanted)
-        explained = [
-            path
-            for r in wanted
-            for path in sorted((self.folder / "explained" / r).glob("*.parquet"))
-        ]
-        return Results(
-            runs,
-            trials,
-            self._frame("steps", wanted if steps else []),
-            read_frame("explained", explained),
+        explained, conclusions = (
+            read_frame(
+                table,
+                [
+                    file
+                    for r in wanted
+                    for file in sorted((self.folder / table / r).glob("*.parquet"))
+                ],
+            )
+            for table in ("explained", "conclusions")
         )
+        steps_frame = self._frame("steps", wanted if steps else [])
+        return Results(runs, trials, steps_frame, explained, conclusions)
 
     def gather(self, run_id: str) -> None:
         """Copies a run's rows into one file per table: thousands of small files take long to read.

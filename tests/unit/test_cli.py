@@ -16,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import COMMANDS, app, main
+from harness.record.conclusion import ConclusionRecord
+from harness.store import load
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = str(ROOT / "tests" / "golden" / "v2")
@@ -230,6 +232,9 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranked by throughput" in done.stdout
     assert "exact" in done.stdout
+    [conclusion] = ConclusionRecord.from_frame(load(tmp_path / "results").conclusions)
+    assert (conclusion.trials, conclusion.wall_seconds > 0) == (3, True)
+    assert conclusion.advice is not None
     page = next((tmp_path / "reports" / "html").glob("*.html"))
     assert page.name in done.stdout
     again = here("report", "--json", "--out", str(tmp_path / "again.html"), folder=tmp_path)
