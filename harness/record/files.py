@@ -86,8 +86,8 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
             version = _version(file, content.schema_arrow)
-            if lacking := _lacking(table, content.schema_arrow, version):
-                raise DamagedFile(f"it is no file of table {table}: column {lacking} is missing")
+            if problem := _mismatch(table, content.schema_arrow, version):
+                raise DamagedFile(f"it is no file of table {table}: {problem}")
             rows = content.read(columns=schema.names)
         present = set(rows.column_names)
         cast = [
@@ -115,13 +115,17 @@ def _version(file: Path, schema: pa.Schema) -> int | None:
     return int(text)
 
 
-def _lacking(table: str, schema: pa.Schema, version: int | None) -> str:
-    """A column that every file of this version has and this one does not; empty: none. Copies of
-    several files have all columns of the version that made them."""
-    known = 1 if version is None else version
+def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
+    """In what a file's columns are not those of its version; empty: in nothing. Copies of several
+    files have all columns of the version that made them."""
+    known, types = 1 if version is None else version, arrow_schema(table)
     for column in TABLES[table].columns():
-        if column.since <= known and not column.nullable and column.name not in schema.names:
-            return column.name
+        if column.since > known:
+            continue
+        if column.name not in schema.names:
+            return f"column {column.name} is missing"
+        if schema.field(column.name).type != types.field(column.name).type:
+            return f"column {column.name} is {schema.field(column.name).type}"
     return ""
 
 

@@ -166,5 +166,6 @@ def test_a_column_that_an_old_file_lacks_is_null(tmp_path: Path) -> None:
 
     store = filled(tmp_path)
     file = next((tmp_path / "trials").rglob("*.parquet"))
-    pq.write_table(pq.ParquetFile(file).read().drop_columns(["mfu"]), file)
-    assert store.load().trials["mfu"].isna().all()
+    rows = pq.ParquetFile(file).read().drop_columns(["hardware_flops_per_step"])
+    pq.write_table(rows.replace_schema_metadata({VERSION_KEY: "8"}), file)
+    assert store.load().trials["hardware_flops_per_step"].isna().all()
