@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.summary import cells
 from harness.record.run import RunRecord
-from harness.record.schema import TABLES, VERSION, arrow_schema
+from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
