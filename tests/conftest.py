@@ -179,6 +179,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def left_in(folder: str | Path) -> list[str]:
+    """What is in a folder for temporary files, without the caches that libraries keep there."""
+    caches = ("torchinductor_", "torch_extensions")
+    return sorted(name for name in os.listdir(folder) if not name.startswith(caches))
+
+
 def runs(process: psutil.Process) -> bool:
     """Not ended: what a killed run leaves is handed to this process, which has no reason to wait
     for it."""

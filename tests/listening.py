@@ -35,18 +35,18 @@ def listeners(process: int | str = "self") -> dict[str, str]:
     return found
 
 
-def own_networks(processes: list[psutil.Process]) -> list[int]:
-    """A process in each network namespace of these processes that is not this one's, and in which
-    there is loopback alone."""
+def other_networks(processes: list[psutil.Process]) -> dict[int, bool]:
+    """A process in each network namespace of these processes that is not this one's, and whether
+    there is loopback alone in it."""
     found = {}
     for process in processes:
         with contextlib.suppress(OSError):
             network = os.readlink(f"/proc/{process.pid}/ns/net")
             devices = Path(f"/proc/{process.pid}/net/dev").read_text().splitlines()[2:]
-            if [device.split(":")[0].strip() for device in devices] == ["lo"]:
-                found[network] = process.pid
+            alone = [device.split(":")[0].strip() for device in devices] == ["lo"]
+            found[network] = (process.pid, alone)
     found.pop(os.readlink("/proc/self/ns/net"), None)
-    return list(found.values())
+    return dict(found.values())
 
 
 def owned_by(processes: list[psutil.Process]) -> set[str]:
@@ -73,6 +73,8 @@ class Watched:
         self.inside: list[str] = []
         """Loopback addresses, and any in a network that has nothing but loopback."""
         self.outside: list[str] = []
+        self.elsewhere: set[str] = set()
+        """In networks of emulated nodes."""
 
 
 @contextlib.contextmanager
@@ -84,8 +86,12 @@ def watched() -> Iterator[Watched]:
         while not over.wait(0.005):
             own = psutil.Process()
             below = own.children(recursive=True)
-            for process in own_networks(below):
-                seen.inside += listeners(process).values()
+            for process, alone in other_networks(below).items():
+                addresses = listeners(process).values()
+                if alone:
+                    seen.inside += addresses
+                else:
+                    seen.elsewhere |= set(addresses)
             new = {inode: a for inode, a in listeners().items() if inode not in before}
             mine = owned_by([own, *below]) if new else set()
             for inode in mine & new.keys():

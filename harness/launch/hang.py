@@ -31,6 +31,8 @@ TIMES_LONGEST = 10
 LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
 """Of a core: more is work."""
+_BYTES_LIKE_A_SECOND = 1e8
+"""Bytes read or written that are as much work as a second of a core."""
 _PY_SPY_SECONDS = 10
 
 
@@ -106,8 +108,9 @@ class Silence:
                 with contextlib.suppress(psutil.Error, AttributeError):
                     times, io = each.cpu_times(), each.io_counters()
                     seconds += times.user + times.system
-                    size += io.read_chars + io.write_chars
-        before, self._work[pid] = self._work.get(pid), seconds + size / 1e8
+                    # System calls, and what page faults of mapped files read from a disk.
+                    size += io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
+        before, self._work[pid] = self._work.get(pid), seconds + size / _BYTES_LIKE_A_SECOND
         return before is not None and self._work[pid] - before > _BUSY_SHARE * passed
 
 

@@ -19,6 +19,7 @@ import psutil
 from harness.host.scratch import PREFIX
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
+from tests.conftest import left_in
 from tests.faults.kinds import KINDS, Place
 
 HANG_SECONDS = "1"
@@ -66,7 +67,7 @@ class Campaign:
 
     def end(self) -> None:
         """After the last fault: nothing is left of the runs that were killed."""
-        left = os.listdir(self.place.temporary)
+        left = left_in(self.place.temporary)
         assert len(left) <= 2, f"only the last killed run may have left its folders: {left}"
 
     def _processes(self) -> set[int]:

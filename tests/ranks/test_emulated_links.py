@@ -27,6 +27,7 @@ from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.spec.link import Link
 from tests.conftest import runs
+from tests.listening import is_loopback, watched
 from tests.ranks.conftest import Silent, cell
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -120,6 +121,18 @@ def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
     explained = found.explained.set_index("cell_name")
     assert set(explained["status"]) == {"ok"}
     assert all(min(sent) > 0 for sent in explained["sent_bytes"])
+
+
+def test_over_nodes_everything_listens_on_the_chosen_interface(
+    run_cells: Callable[..., Results],
+) -> None:
+    with watched() as seen:
+        trials = run_cells(*(over("none", of) for of in ("ddp", "horovod", "parameter_server")))
+    assert set(trials.trials["status"]) == {"ok"}
+    assert seen.outside == []
+    assert {"10.97.0.1", "10.97.0.2"} <= seen.elsewhere
+    others = seen.elsewhere - {"10.97.0.1", "10.97.0.2"}
+    assert [address for address in others if not is_loopback(address)] == []
 
 
 MODEL = {

@@ -18,6 +18,7 @@ import pytest
 from bench.cli.run import run
 from harness.record.store import Store
 from tests.commands import ask
+from tests.conftest import left_in
 
 MATRIX = """
 trials: 2
@@ -106,7 +107,7 @@ def test_kill_and_resume(
             words = ["--matrix", str(matrix), "--resume"]
         assert code == (0 if count is None else -signal.SIGKILL)
     with temporary as folder:
-        assert os.listdir(folder) == [], "the last run removes what the killed ones left"
+        assert left_in(folder) == [], "the last run removes what the killed ones left"
     assert "ranked by throughput" in said.read_text()
     code, shown = ask(run, *command(tmp_path, *words)[4:])
     assert code == 0

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from harness.record.store import Store
+from tests.conftest import left_in
 from tests.ranks.test_resume import command
 
 SECRET = "pl4nted-8f2c1d"
@@ -34,7 +35,7 @@ def test_a_planted_secret_is_nowhere(tmp_path: Path) -> None:
         done = subprocess.run(
             words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
         )
-        left = os.listdir(temporary)
+        left = left_in(temporary)
     assert left == []
     results = Store(tmp_path / "results").load()
     trial = results.trials.iloc[0]
