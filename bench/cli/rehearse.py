@@ -138,10 +138,12 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
         blocks = ", ".join(map(str, fullest.rehearsed_blocks))
         how = f"extrapolated from {blocks} blocks" if len(fullest.rehearsed_blocks) > 1 else "whole"
         seconds = sum(rank.seconds for rank in rehearsal.ranks)
+        late = fullest.backend_buffer_bytes
+        more = f"; up to {_size(late)} more where gloo's threads free late" if late else ""
         console.print(
             escape(
                 f"{rehearsal.cell.name}: fullest in the {fullest.peak_phase} pass, at"
-                f" {fullest.peak_block}; model {how}; {terminal.duration(seconds)}"
+                f" {fullest.peak_block}{more}; model {how}; {terminal.duration(seconds)}"
             )
         )
     console.print(

@@ -61,6 +61,9 @@ class RankMemory:
     setup_peak_bytes: int
     kept_bytes: int
     """Between two steps."""
+    backend_buffer_bytes: int
+    """The largest buffer that gloo holds while a collective runs. It is part of the peak where it
+    coincides with it; a thread of gloo that frees it late, under load, can add it to the peak."""
     rehearsed_blocks: tuple[int, ...]
     """Blocks of the models that were rehearsed: the cell's own, or those of shallow models from
     which the cell's was extrapolated."""
@@ -146,6 +149,7 @@ def _memory(
         peak_block=where.block,
         setup_peak_bytes=sum(at_setup.values()),
         kept_bytes=peaks.kept,
+        backend_buffer_bytes=peaks.largest_buffer,
         rehearsed_blocks=peaks.depths or (peaks.blocks,),
         seconds=time.perf_counter() - began,
     )

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.planner.rehearse_world import fake_batch, launcher_variables
+from harness.planner.rehearse_world import fake_batch, globals_put_back, launcher_variables
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import Job
@@ -120,7 +120,10 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
     job = Job(cell, workload, layout, torch.device("cpu"), rank, scratch, local_processes=world)
     os.environ |= launcher_variables(job)
     _count_in_all_threads()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        globals_put_back(strategy.requires),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         step = strategy.setup(job)
         with record_function(_STEPS):
             for index in range(STEPS):

@@ -102,6 +102,8 @@ class Ledger(TorchDispatchMode):
         self.total = 0
         self.peaks: dict[Place, PlacePeak] = {}
         self.place = Place(-1, "set-up")
+        self.largest_buffer = 0
+        """Bytes of the largest of the backend's own buffers during the steps."""
         self.updating = 0
         self.blocks: dict[int, tuple[int, int]] = {}
         """Identity of a block -> number of its model, number of the block in it."""
@@ -160,8 +162,10 @@ class Ledger(TorchDispatchMode):
         self._grow(size - before.nbytes)
 
     def _briefly(self, nbytes: int, operator: str) -> None:
-        """Memory that is there for the time of one call only."""
+        """Memory of the backend that is there for the time of one call only."""
         if nbytes:
+            if self.place.step >= 0:
+                self.largest_buffer = max(self.largest_buffer, nbytes)
             self.live[-1] = Allocation(nbytes, "buffers", operator)
             self._grow(nbytes)
             self._settle()

@@ -60,6 +60,8 @@ class RankPeaks:
     """What is in memory at the peak of each part of the set-up and of each step."""
     kept: int
     """Bytes in memory between steps."""
+    largest_buffer: int = 0
+    """Bytes of the largest of the backend's own buffers."""
     depths: tuple[int, ...] = ()
     """Blocks of the models from which this was extrapolated; empty: the whole model was
     rehearsed."""
@@ -97,7 +99,7 @@ def rehearse_rank(
             split = peak.split()
             if sum(split.values()) > sum(places.get(where, {}).values()):
                 places[where] = split
-    return RankPeaks(rank, workload.blocks, places, kept)
+    return RankPeaks(rank, workload.blocks, places, kept, ledger.largest_buffer)
 
 
 def _from_ends(place: Place, blocks: int) -> Iterator[Where]:

@@ -1,8 +1,8 @@
 """One rank of a world of any size, on tensors without data: what a strategy sets up and does in a
 step.
 
-It is the rank that rehearsals take (see harness/planner/rehearse_world.py, which lists what is
-substituted), on tensors of type `cpu`, or of the type that the environment variable
+It is the rank that rehearsals take (see harness/planner/rehearse_substitutes.py, which lists what
+is substituted), on tensors of type `cpu`, or of the type that the environment variable
 BENCH_FAKE_DEVICE names: `cuda` needs what tests/gpu/fake_cuda.py prepares. Substituted are further:
 
 - threads of DataParallel on CPUs, which run one after the other in the thread with the fake mode;
@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from harness.planner.rehearse_world import (
+from harness.planner.rehearse_substitutes import (
     CompletedWork,
     KeptMode,
     Patch,
     Substitution,
-    fake_batch,
-    fake_rank,
     put,
     swap_if_changed,
 )
+from harness.planner.rehearse_world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.strategies import _data_parallel, _parameter_server
 from harness.strategy.base import Strategy

@@ -1,0 +1,297 @@
+"""What is replaced in torch and other libraries while a strategy runs on tensors without data.
+
+SUBSTITUTIONS is the whole list, beside the process group `fake` (see
+harness/planner/rehearse_world.py). Nothing is replaced in the strategies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import _flat_param as flat_parameters
+from torch.distributed.pipelining import stage as pipelining
+from torch.nn.parallel import distributed as ddp
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from harness.strategy.job import Job
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Patch = contextlib.AbstractContextManager[object]
+Function = Callable[..., Any]
+
+put = mock.patch.object
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A part of torch that cannot run without data or without other ranks, and its replacement."""
+
+    what: str
+    instead: str
+    patches: Callable[[Job], Iterable[Patch]]
+
+
+class KeptMode(FakeTensorMode):
+    """A fake mode that its tensors keep when they are copied, and that knows which of them are
+    answers of `all()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.true = WeakTensorKeyDictionary()
+
+    def __deepcopy__(self, memo: object) -> KeptMode:
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result: object = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is torch.ops.aten.all.default:
+            self.true[result] = True
+        return result
+
+
+def values(job: Job) -> Iterator[Patch]:
+    """Answers to questions about values and addresses: (fake mode, operator, arguments) ->
+    result."""
+    aten = torch.ops.aten
+
+    def item(mode: KeptMode, func: object, tensor: Tensor) -> float:
+        return 0.0 if tensor.is_floating_point() else int(tensor in mode.true)
+
+    def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
+
+    def pin(mode: object, func: object, tensor: Tensor, device: object = None) -> Tensor:
+        return tensor.clone()
+
+    def pinned(mode: object, func: object, tensor: Tensor, device: object = None) -> bool:
+        return tensor.device.type == "cpu"
+
+    answers: dict[object, Function] = {
+        aten._local_scalar_dense.default: item,
+        aten.nonzero.default: nonzero,
+    }
+    if job.cell.device == "cuda":
+        answers |= {aten._pin_memory.default: pin, aten.is_pinned.default: pinned}
+    yield mock.patch.dict(fake_impls.op_implementations_dict, answers)
+
+
+_SWAP = torch.utils.swap_tensors
+
+
+def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
+    """Fake parameters would be exchanged also for themselves; weak references to them do not matter
+    here."""
+    none = SimpleNamespace(getweakrefs=lambda tensor: ())
+    if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
+        with put(torch.utils, "weakref", none):
+            _SWAP(parameter, moved)  # type: ignore[no-untyped-call]
+
+
+def moved_modules(job: Job) -> Iterator[Patch]:
+    yield put(torch.utils, "swap_tensors", swap_if_changed)
+
+
+def data_in_masks(job: Job) -> Iterator[Patch]:
+    from transformers.utils import import_utils
+
+    yield put(import_utils, "is_fake_tensor", lambda tensor: False)
+
+
+def files(job: Job) -> Iterator[Patch]:
+    yield put(torch, "save", lambda what, file: Path(file).write_bytes(b""))
+
+
+def saved_weights(job: Job) -> Iterator[Patch]:
+    from harness.workloads import workload
+
+    yield put(workload, "has_weights", lambda path: False)
+
+
+class CompletedWork:
+    """A call that has come to its end, with this result."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.future.set_result([tensor])
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self.future
+
+    def wait(self) -> bool:
+        return True
+
+
+def asynchronous_all_reduce(job: Job) -> Iterator[Patch]:
+    all_reduce: Function = dist.all_reduce
+
+    def completed(
+        tensor: Tensor, *args: object, async_op: bool = False, **more: object
+    ) -> CompletedWork | None:
+        all_reduce(tensor, *args, **more)
+        return CompletedWork(tensor) if async_op else None
+
+    yield put(dist, "all_reduce", completed)
+
+
+def _outside(function: Function) -> Function:
+    """The function with the values of its tensors."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def meshes(job: Job) -> Iterator[Patch]:
+    yield put(device_mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh))
+    mesh = device_mesh.DeviceMesh
+    for name in ("__init__", "__getitem__", "get_group", "get_local_rank"):
+        yield put(mesh, name, _outside(getattr(mesh, name)))
+    yield put(mesh, "_concatenate", staticmethod(_outside(mesh._concatenate)))
+
+
+class _BucketsOnce:
+    """DDP's reducer but for the second arrangement of its buckets."""
+
+    def __init__(self, reducer: Any) -> None:
+        self.reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.reducer, name)
+
+
+def ddp_reducer(job: Job) -> Iterator[Patch]:
+    model: Any = ddp.DistributedDataParallel
+    init, lazy_init = model._ddp_init_helper, model._lazy_init
+
+    def init_once(self: Any, *args: object) -> None:
+        init(self, *args)
+        self.reducer = _BucketsOnce(self.reducer)
+
+    def all_reduce_in_python(self: Any) -> None:
+        # Before the first forward: the strategy has registered a hook by then, or wants none.
+        if not self._comm_hooks:
+            self.register_comm_hook(self.process_group, allreduce_hook)
+        lazy_init(self)
+
+    yield put(ddp, "_verify_param_shape_across_processes", lambda *_: None)
+    yield put(model, "_ddp_init_helper", init_once)
+    yield put(model, "_lazy_init", all_reduce_in_python)
+
+
+def flat_parameter_memory(job: Job) -> Iterator[Patch]:
+    def allocated(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().size() > 0
+
+    yield put(flat_parameters, "_data_ptr_allocated", allocated)
+
+
+def neighbouring_stages(job: Job) -> Iterator[Patch]:
+    stage = pipelining.PipelineStage
+    yield put(stage, "_send_meta", lambda stage, meta, peer: None)
+    yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
+
+
+def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
+    """What the stage before says of its hidden states, or the one behind of their gradients."""
+    samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
+    shape = torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
+    before = peer < stage.stage_index
+    kinds: Any = pipelining
+    meta = kinds._TensorMeta(
+        shape=shape,
+        stride=(shape[1] * shape[2], shape[2], 1),
+        dtype=torch.float32,
+        requires_grad=before,
+    )
+    return (kinds._StageForwardMeta if before else kinds._StageBackwardMeta)((meta,))
+
+
+def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
+    name = "assert_ints_same_as_other_ranks"
+    if "deepspeed" in sys.modules:
+        for module in ("partitioned_param_coordinator", "parameter_offload"):
+            zero = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+            if hasattr(zero, name):
+                yield put(zero, name, lambda numbers: None)
+
+
+SUBSTITUTIONS = (
+    Substitution(
+        "values of tensors",
+        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory that shall be"
+        " pinned is",
+        values,
+    ),
+    Substitution(
+        "`torch.utils.swap_tensors` when a module is moved",
+        "only parameters whose device or dtype changes are exchanged",
+        moved_modules,
+    ),
+    Substitution(
+        "transformers' question whether a tensor has data",
+        "yes: it would make attention masks that a training with data does not need",
+        data_in_masks,
+    ),
+    Substitution("`torch.save`", "writes an empty file", files),
+    Substitution("saved weights of a model", "weights drawn from its config", saved_weights),
+    Substitution(
+        "`torch.distributed.all_reduce` with `async_op`",
+        "the collective of the process group `fake`, which returns at once; its future has the"
+        " tensor itself",
+        asynchronous_all_reduce,
+    ),
+    Substitution(
+        "`DeviceMesh`", "made and read on real tensors: the ranks in it are needed", meshes
+    ),
+    Substitution(
+        "DDP's reducer, which is C++",
+        "the comparison of shapes between ranks and the second arrangement of buckets are left"
+        " out; the all-reduce of a bucket is torch's `allreduce_hook`, in Python",
+        ddp_reducer,
+    ),
+    Substitution(
+        "FSDP1's question whether a tensor has memory",
+        "answered by the size of its storage instead of its address",
+        flat_parameter_memory,
+    ),
+    Substitution(
+        "a pipeline's exchange of shapes between stages",
+        "what the neighbour would send is worked out from batch, sequence and hidden size",
+        neighbouring_stages,
+    ),
+    Substitution(
+        "DeepSpeed's check that all ranks run the modules in one order",
+        "left out",
+        same_order_on_all_ranks,
+    ),
+)
+"""All that is replaced in torch, beside the process group: `fake` stands in for gloo. Nothing is
+replaced in the strategies."""

@@ -1,0 +1,33 @@
+"""Rehearsed peaks against those of real ranks, by torch's own allocator: one launch for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.planner.rehearse import rehearse
+from harness.planner.rehearse_measured import measure
+from tests.ranks.conftest import cell
+
+WITHIN = [
+    (cell("ddp", 2, workload="llama-micro"), 0.001),
+    (cell("zero_redundancy", 2, workload="llama-micro"), 0.001),
+    (cell("fsdp1", 2, workload="llama-micro"), 0.03),
+    (cell("fsdp2", 2, workload="llama-micro"), 0.03),
+    (cell("tensor", 2, workload="llama-micro"), 0.03),
+    (cell("pipeline", 2, workload="llama-micro", micro_batches=4), 0.03),
+]
+"""Cells, and the largest deviation from what is measured."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rehearsed_peaks_are_those_of_real_ranks() -> None:
+    launched = measure([one for one, _ in WITHIN])
+    for (one, deviation), ranks in zip(WITHIN, launched, strict=True):
+        rehearsed = rehearse(one).ranks
+        for expected, real in zip(rehearsed, ranks, strict=True):
+            assert expected.rank == real.rank
+            # Under the load of others, a thread of gloo may free its buffer late.
+            late = expected.peak_bytes + expected.backend_buffer_bytes
+            assert expected.peak_bytes <= (1 + deviation) * real.peak_bytes, one.name
+            assert late >= (1 - deviation) * real.peak_bytes, one.name
+            assert expected.kept_bytes == pytest.approx(real.kept_bytes, rel=deviation)

@@ -1,0 +1,170 @@
+"""Rehearsals: what is added up, what is extrapolated, and what a mistake is answered with.
+
+Whether the figures are those of real ranks is tests/ranks/test_rehearse.py's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from bench.cli import app
+from harness.planner.rehearse import default_ranks, rehearse
+from harness.planner.rehearse_depth import DEPTHS, at_depth, with_blocks
+from harness.planner.rehearse_memory import KINDS, Ledger, Place
+from harness.planner.rehearse_rank import RankPeaks, Where
+from harness.planner.rehearse_substitutes import SUBSTITUTIONS, KeptMode
+from harness.planner.rehearse_world import fake_rank
+from harness.spec.errors import Refused, UsageError
+from harness.spec.training import Layout
+from harness.strategy.job import Job
+from harness.strategy.registry import make_strategy
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
+from tests.ranks.conftest import cell
+
+ROOT = Path(__file__).parents[2]
+
+# Libraries use what torch will no longer have; this is not about them.
+quiet = pytest.mark.filterwarnings("ignore")
+
+
+def test_a_ledger_adds_up_what_is_made_freed_and_resized() -> None:
+    ledger = Ledger()
+    with KeptMode(), ledger.recording():
+        first = torch.zeros(100)
+        view = first[:10].view(2, 5)
+        assert ledger.total == 400, "a view has no memory of its own"
+        ledger.begin_step(0)
+        kept = first + 1
+        between = kept * 2
+        last = between + 1
+        assert ledger.total == 1600
+        del between, view
+        last.untyped_storage().resize_(0)
+        assert ledger.total == 800
+        last.untyped_storage().resize_(200)
+        assert ledger.total == 1000
+        ledger.mark(first, "parameters")
+    peak = ledger.peaks[Place(0, "forward")]
+    assert peak.nbytes == 1600
+    split = peak.split()
+    assert (split["parameters"], split["activations"]) == (400, 1200)
+    assert sum(split.values()) == peak.nbytes
+    assert ledger.peaks[Place(-1, "set-up")].nbytes == 400
+
+
+def test_a_collective_counts_with_the_backends_own_buffer() -> None:
+    one = cell("ddp", 4, workload="llama-nano")
+    strategy = make_strategy(one)
+    workload = make_workload(one.workload)
+    job = Job(one, workload, Layout(data=4), torch.device("cpu"), 3, Path())
+    ledger = Ledger()
+    with fake_rank(strategy, job), ledger.recording():
+        part, whole = torch.zeros(100), torch.zeros(400)
+        ledger.begin_step(0)
+        dist.all_reduce(whole)
+        assert ledger.peaks[Place(0, "forward")].nbytes == 2000, "an all-reduce works in place"
+        dist.all_gather_single(whole, part)
+    peak = ledger.peaks[Place(0, "forward")]
+    assert peak.nbytes == 2000 + 1600
+    assert peak.split()["buffers"] == 3600
+    assert ledger.total == 2000
+
+
+@quiet
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero_redundancy"])
+def test_shallow_models_give_the_peak_of_the_deep_one(strategy: str) -> None:
+    one = cell(strategy, 64, workload="llama-64x13", global_batch=64, sequence_length=32)
+    fast, whole = (rehearse(one, whole=whole).fullest for whole in (False, True))
+    assert whole.rehearsed_blocks == (13,)
+    assert fast.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert fast.kept_bytes == pytest.approx(whole.kept_bytes, rel=1e-3)
+    assert fast.setup_peak_bytes == pytest.approx(whole.setup_peak_bytes, rel=1e-3)
+    # Whole parameters that are dealt out to 64 ranks do not grow evenly, which is noticed.
+    assert fast.rehearsed_blocks == ((13,) if strategy == "zero_redundancy" else DEPTHS)
+
+
+@quiet
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> None:
+    one = cell(strategy, 1 if strategy == "single" else 4, workload="llama-micro")
+    facts = model_facts(make_workload(one.workload), one.sequence_length)
+    rehearsal = rehearse(one, ranks=[0])
+    formula = make_strategy(one).states(one, Layout(data=one.devices), facts)
+    assert formula is not None
+    expected = formula.total - formula.gradients  # which are cleared after the update
+    assert rehearsal.fullest.kept_bytes == pytest.approx(expected, rel=0.01)
+    assert rehearsal.fullest.at_peak.optimizer == pytest.approx(formula.optimizer, rel=0.01)
+
+
+def test_an_uneven_growth_is_not_extrapolated() -> None:
+    where = Where(1, "backward", 0, "block -1")
+
+    def peaks(nbytes: int, depth: int) -> RankPeaks:
+        return RankPeaks(
+            0, depth, {where: dict.fromkeys(KINDS, 0) | {"activations": nbytes}}, nbytes
+        )
+
+    even = at_depth([peaks(100 + 10 * d, d) for d in DEPTHS], 32)
+    assert even is not None
+    assert sum(even.peak()[1].values()) == 100 + 10 * 32
+    assert even.kept == 100 + 10 * 32
+    assert (
+        at_depth([peaks(size, d) for size, d in zip((130, 140, 151), DEPTHS, strict=True)], 32)
+        is None
+    )
+
+
+def test_only_a_config_of_the_suite_has_another_depth() -> None:
+    deeper = with_blocks(make_workload("gpt2-nano"), 7)
+    assert deeper is not None
+    assert (deeper.blocks, deeper.hf_config().n_layer) == (7, 7)
+    assert with_blocks(make_workload("resnet-micro"), 7) is None
+    assert with_blocks(make_workload("llama-nano+lora"), 7) is None
+
+
+def test_ranks_of_a_large_world_are_the_first_of_each_stage() -> None:
+    assert default_ranks(Layout(data=2, tensor=2)) == [0, 1, 2, 3]
+    assert default_ranks(Layout(data=8, pipeline=4, tensor=2)) == [0, 2, 4, 6]
+    assert default_ranks(Layout(data=64)) == [0]
+
+
+def test_every_substitution_is_in_the_document() -> None:
+    text = " ".join((ROOT / "docs" / "rehearse.md").read_text().split())
+    for substitution in SUBSTITUTIONS:
+        assert f"| {substitution.what} | {substitution.instead} |" in text
+
+
+def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
+    for one, error, words in (
+        (cell("data_parallel", 2), Refused, "without torch.distributed"),
+        (cell("parameter_server", 2), Refused, "measure it instead"),
+        (cell("ddp", 2, device="cuda"), Refused, "CPU kernels"),
+        (cell("ddp", 64, global_batch=8), Refused, "use a multiple of 64"),
+    ):
+        with pytest.raises(error, match=words):
+            rehearse(one)
+    with pytest.raises(UsageError, match="ranks 0 to 1"):
+        rehearse(cell("ddp", 2), ranks=[2])
+
+
+@quiet
+def test_the_command_shows_a_table_or_json() -> None:
+    words = ["rehearse", "ddp", "ddp:gradient_as_bucket_view=true", "--workload", "llama-nano"]
+    done = CliRunner().invoke(app, [*words, "--rank", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    plain, viewed = json.loads(done.stdout)
+    assert [rank["rank"] for rank in plain["ranks"]] == [1]
+    assert sum(plain["ranks"][0]["at_peak"].values()) == plain["peak_bytes"]
+    gradients = 4 * model_facts(make_workload("llama-nano"), 64).parameters
+    saved = plain["ranks"][0]["kept_bytes"] - viewed["ranks"][0]["kept_bytes"]
+    assert saved in (0, pytest.approx(gradients, rel=0.01))
+    shown = CliRunner().invoke(app, [*words, "--rank", "0"])
+    assert "between steps" in shown.stdout
+    assert "model whole" in shown.stdout
