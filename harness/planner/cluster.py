@@ -17,6 +17,9 @@ from harness.planner.layouts import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
+TERA = 1e12
+USUAL_SHARE = 0.8
+"""Of its peak that a device's best product reaches where nobody has measured it."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth over one direction of a node's own links: 436 and 250 of 450 GB/s were measured on
 H100 nodes (Ultra-Scale Playbook), 230 to 240 of 300 GB/s is common for all-reduce on A100 nodes."""
@@ -56,7 +59,9 @@ class Cluster:
 
     device: str
     flops_per_second: float
-    """Dense peak in the precision of the products."""
+    """Dense peak in bf16, or in fp16 where the device has no bf16."""
+    reached_flops_per_second: float
+    """Of the device's best matrix product, measured."""
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
@@ -91,10 +96,18 @@ class MeasuredLinks:
 
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
-    """The measured curves by name, from links.yaml."""
-    text = Path(__file__).with_name("links.yaml").read_text(encoding="utf-8")
+    """The measured curves by name, from hardware.yaml."""
+    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}
+
+
+@functools.cache
+def _reached() -> dict[str, float]:
+    """TFLOP/s of each device's best matrix product, from hardware.yaml."""
+    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
+    table = TypeAdapter(dict[str, float])
+    return table.validate_python(yaml.safe_load(text)["best_products"])
 
 
 def device_named(name: str) -> GpuModel:
@@ -109,9 +122,9 @@ def device_named(name: str) -> GpuModel:
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """The cluster of a device's name, devices per node, and a text for its links.
 
-    The text is a name of links.yaml, or the link inside a node (`nvlink`, `pcie` or a rate of each
-    device and direction, such as `450gbyte`), a comma, and the rate of each device to other nodes
-    (`400gbit`). Raises UsageError for anything else.
+    The text is a name of hardware.yaml, or the link inside a node (`nvlink`, `pcie` or a rate of
+    each device and direction, such as `450gbyte`), a comma, and the rate of each device to other
+    nodes (`400gbit`). Raises UsageError for anything else.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -123,6 +136,7 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     return Cluster(
         device=device,
         flops_per_second=peak,
+        reached_flops_per_second=_reached().get(device, USUAL_SHARE * peak / TERA) * TERA,
         memory_bytes=float(model.memory_bytes),
         memory_bytes_per_second=model.memory_bytes_per_second,
         per_node=per_node,

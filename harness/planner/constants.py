@@ -33,21 +33,23 @@ class TimeConstants:
     """Of the step time."""
 
     matmul_efficiency: float = _constant(
-        0.65,
-        0.4,
-        0.95,
+        0.8,
+        0.5,
+        1.0,
         0.08,
         "1",
-        "share of the data sheet's dense peak that large matrix products reach",
+        "share of what the device's best matrix product reaches that large products of a training"
+        " reach",
     )
     matmul_half_size: float = _constant(
-        400.0,
-        100.0,
-        3000.0,
-        300.0,
-        "elements",
-        "a product of M x K by K x N takes 1 + this x (1/M + 1/N + 1/K) times its time at peak:"
-        " reading the operands (peak over bandwidth) and unfilled tiles",
+        1.5,
+        0.3,
+        6.0,
+        0.7,
+        "1",
+        "a product of M x K by K x N takes 1 + this x ridge x (1/M + 1/N + 1/K) times as long as a"
+        " large one: operands are read, and tiles are unfilled; ridge is the device's operations"
+        " for each byte of its memory's bandwidth",
     )
     attention_efficiency: float = _constant(
         0.45, 0.15, 0.8, 0.1, "1", "share of the dense peak that fused attention reaches"

@@ -38,7 +38,8 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[Stage, list
 
     Layers and head are dealt out in order; a stage is full once the cost so far passes its share
     of the total, cost being the parameters that a token passes through (nanotron,
-    `build_model` and `get_block_compute_costs`).
+    `build_model` and `get_block_compute_costs`). Equal numbers of layers are taken instead where
+    they divide and the slowest stage is faster so (Megatron-LM).
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters
@@ -51,6 +52,12 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[Stage, list
         if place < pipeline - 1 and cost * pipeline > FULL * total * (place + 1):
             place += 1
     head_stage = place
+    slowest = max(
+        count * layer + (head if stage == head_stage else 0) for stage, count in enumerate(counts)
+    )
+    equal = shape.layers // pipeline
+    if shape.layers % pipeline == 0 and equal * layer + head < slowest:
+        counts, head_stage = [equal] * pipeline, pipeline - 1
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for number, layers in enumerate(counts):
         kinds.setdefault((layers, number == 0, number == head_stage), []).append(number)

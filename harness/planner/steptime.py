@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.planner.cluster import Cluster
 from harness.planner.constants import TimeConstants
 from harness.planner.layouts import Floats, Ints, Layouts
 from harness.planner.links import Links
@@ -78,20 +79,18 @@ class _Layer:
 
 
 def product(
-    m: Floats | float,
-    k: Floats | float,
-    n: Floats | float,
-    flops_per_second: float,
-    c: TimeConstants,
+    m: Floats | float, k: Floats | float, n: Floats | float, cluster: Cluster, c: TimeConstants
 ) -> Floats:
     """Seconds of a product of M x K by K x N on one device.
 
-    2MKN operations at the efficiency of large products, longer for small ones: the bytes of the
-    operands over the operations are 1/M + 1/N + 1/K (roofline, Williams and others, CACM 2009), and
-    unfilled tiles grow alike.
+    2MKN operations at the rate of large products, longer for small ones: bytes of the operands over
+    operations are 1/M + 1/N + 1/K (roofline, Williams and others, CACM 2009), and unfilled tiles
+    grow alike.
     """
-    small = 1 + c.matmul_half_size * (1 / m + 1 / k + 1 / n)
-    result: Floats = 2.0 * m * k * n / (flops_per_second * c.matmul_efficiency) * small
+    ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
+    small = 1 + c.matmul_half_size * ridge * (1 / m + 1 / k + 1 / n)
+    rate = cluster.reached_flops_per_second * c.matmul_efficiency
+    result: Floats = 2.0 * m * k * n / rate * small
     return result
 
 
@@ -112,13 +111,13 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
     # Tokens of one expert's product; the products of all experts of a rank together are `routed`.
     per_expert = np.maximum(1.0, routed / shape.experts)
     forward = (
-        product(tokens, h, (queries + 2 * keys) / tensor, peak, c)
-        + product(tokens, queries / tensor, h, peak, c)
+        product(tokens, h, (queries + 2 * keys) / tensor, cluster, c)
+        + product(tokens, queries / tensor, h, cluster, c)
         + routed
         / per_expert
         * (
-            product(per_expert, h, (2 if shape.gated else 1) * f / tensor, peak, c)
-            + product(per_expert, f / tensor, h, peak, c)
+            product(per_expert, h, (2 if shape.gated else 1) * f / tensor, cluster, c)
+            + product(per_expert, f / tensor, h, cluster, c)
         )
     )
     attention = (
@@ -137,7 +136,7 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
     # Backward multiplies twice as often as forward; attention's backward costs 2.5 forwards
     # (FlashAttention-2, arXiv 2307.08691, section 3).
     compute = 3 * forward + 3.5 * attention + c.elementwise_passes * passes + again
-    head = 3 * product(tokens, h, v / tensor, peak, c)
+    head = 3 * product(tokens, h, v / tensor, cluster, c)
     head = head + c.logit_bytes * tokens * v / tensor / memory_rate
     launch = c.launch_layer + np.where(tensor > 1, c.launch_tensor, 0.0)
     launch = launch * np.where(layouts.recompute == 2, 4 / 3, 1.0)
