@@ -56,7 +56,10 @@ def plan(
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Predicts step time and memory of every layout of a training, and says which to choose."""
+    """Predicts step time and memory of every layout of a training, and says which to choose.
+
+    Example: python -m bench plan --model llama-8b --devices 64 --batch 1024
+    """
     from rich.console import Console
     from rich.markup import escape
 

@@ -56,7 +56,10 @@ def validate(
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Holds predictions against measured runs and scores them."""
+    """Holds predictions against measured runs and scores them.
+
+    Example: python -m bench validate --data RUNS.csv
+    """
     from rich.console import Console
 
     from harness.planner import scores
@@ -109,7 +112,10 @@ def calibrate(
     link: LinkText = "playbook-h100",
     seq: SequenceLength = 4096,
 ) -> None:
-    """Fits the planner's constants to measured runs, within their physical bounds."""
+    """Fits the planner's constants to measured runs, within their physical bounds.
+
+    Example: python -m bench calibrate --data RUNS.csv --out MY.yaml
+    """
     from harness.planner.calibrate import calibrate as fit
     from harness.planner.cluster import cluster_of
     from harness.planner.runs import read_runs
