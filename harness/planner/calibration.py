@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr
 
 from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
-from harness.planner.layouts import Floats
+from harness.planner.layouts import Floats, Ints
 from harness.spec.errors import UsageError, first_error
 
 DEFAULT = Path(__file__).with_name("calibration.yaml")
@@ -63,7 +63,7 @@ class Range:
     tensor: int
     pipeline: int
 
-    def beyond(self, parameters: float, nodes: Floats, tensor: Floats, pipeline: Floats) -> Floats:
+    def beyond(self, parameters: float, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
         """Doublings outside of the range, over all its sides (shape of the arrays); 0 inside."""
         low, high = self.parameters
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))

@@ -45,12 +45,10 @@ class Curve:
         which never rises."""
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
-        inside = np.interp(asked, x, y)
-        if len(x) < 2:
-            return np.exp2(inside)
         last = min(3, len(x))
-        slope = min(0.0, float(np.polyfit(x[-last:], y[-last:], 1)[0]))
-        return np.exp2(inside + slope * np.maximum(0.0, asked - x[-1]))
+        slope = min(0.0, float(np.polyfit(x[-last:], y[-last:], 1)[0])) if last > 1 else 0.0
+        result: Floats = np.exp2(np.interp(asked, x, y) + slope * np.maximum(0.0, asked - x[-1]))
+        return result
 
 
 @dataclass(frozen=True)

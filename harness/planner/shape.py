@@ -146,9 +146,7 @@ def parse_shape(text: str) -> ModelShape:
     )
 
 
-_SIZES = {
-    field.name: field.type for field in dataclasses.fields(ModelShape) if field.name != "name"
-}
+_SIZES = [field.name for field in dataclasses.fields(ModelShape) if field.name != "name"]
 
 
 def _from_sizes(text: str) -> ModelShape:
@@ -172,8 +170,21 @@ def _from_sizes(text: str) -> ModelShape:
         "feed_forward": -(-8 * hidden // 3 // 256) * 256,
         "vocabulary": 128256,
     }
-    flags = {name: bool(values.pop(name)) for name in ("gated", "tied") if name in values}
-    return ModelShape(name=text, **(defaults | values), **flags)
+    sizes = defaults | values
+    return ModelShape(
+        name=text,
+        layers=sizes["layers"],
+        hidden=hidden,
+        heads=heads,
+        feed_forward=sizes["feed_forward"],
+        vocabulary=sizes["vocabulary"],
+        kv_heads=sizes.get("kv_heads", 0),
+        head_size=sizes.get("head_size", 0),
+        gated=bool(sizes.get("gated", 1)),
+        tied=bool(sizes.get("tied", 0)),
+        experts=sizes.get("experts", 1),
+        experts_per_token=sizes.get("experts_per_token", 1),
+    )
 
 
 def from_config(path: Path) -> ModelShape:

@@ -90,8 +90,7 @@ def product(
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
     small = 1 + c.matmul_half_size * ridge * (1 / m + 1 / k + 1 / n)
     rate = cluster.reached_flops_per_second * c.matmul_efficiency
-    result: Floats = 2.0 * m * k * n / rate * small
-    return result
+    return np.asarray(2.0 * m * k * n / rate * small)
 
 
 def padded_head(size: int) -> int:
