@@ -10,7 +10,7 @@ import numpy as np
 from harness.planner.cluster import Cluster
 from harness.planner.constants import MemoryConstants
 from harness.planner.layouts import Bools, Floats, Layouts
-from harness.planner.shape import ModelShape
+from harness.planner.shape import ModelShape, padded_head
 from harness.planner.stages import Stage, stages
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
@@ -116,7 +116,9 @@ def _layer_activations(
     tensor = layouts.tensor.astype(float)
     gathered = np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token
-    hidden = shape.hidden * c.layer_hidden
+    # Queries, keys, values and the output of attention are kept as wide as its kernel pads them.
+    padded = (shape.heads + shape.kv_heads) * (padded_head(shape.head_size) - shape.head_size)
+    hidden = shape.hidden * c.layer_hidden + 2 * PARAMETER_BYTES * padded
     whole = tokens * ((hidden + feed * c.layer_feed) / tensor + shape.hidden * gathered)
     kept = tokens * ((0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + shape.hidden * gathered)
     inputs = tokens * 2.0 * shape.hidden / tensor

@@ -120,6 +120,12 @@ class ModelShape:
         return 6.0 * (passed + self.embedding_parameters) + attention
 
 
+def padded_head(size: int) -> int:
+    """The head size that fused attention computes with: the next of 32, 64, 128, 256 and so on
+    (FlashAttention's kernels; a head of 96 costs as much as one of 128)."""
+    return max(32, 1 << (size - 1).bit_length())
+
+
 @functools.cache
 def named_shapes() -> dict[str, ModelShape]:
     """The models that are known by name, from models.yaml."""

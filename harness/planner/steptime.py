@@ -12,6 +12,7 @@ from harness.planner.layouts import Floats, Ints, Layouts
 from harness.planner.links import Links
 from harness.planner.memory import stage_parameters
 from harness.planner.question import Question
+from harness.planner.shape import padded_head
 from harness.planner.stages import Stage, numbered_stages, stages
 
 SHARPNESS = 6.0
@@ -91,12 +92,6 @@ def product(
     small = 1 + c.matmul_half_size * ridge * (1 / m + 1 / k + 1 / n)
     rate = cluster.reached_flops_per_second * c.matmul_efficiency
     return np.asarray(2.0 * m * k * n / rate * small)
-
-
-def padded_head(size: int) -> int:
-    """The head size that fused attention computes with: the next of 32, 64, 128, 256 and so on
-    (FlashAttention's kernels; a head of 96 costs as much as one of 128)."""
-    return max(32, 1 << (size - 1).bit_length())
 
 
 def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants) -> _Layer:
