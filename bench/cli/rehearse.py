@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.rehearse import Rehearsal
-    from harness.planner.rehearse_measured import AllocatedMemory
+    from harness.planner.rehearsal.measured import AllocatedMemory
+    from harness.planner.rehearsal.rehearse import Rehearsal
     from harness.spec.cell import Cell
 
 
@@ -72,9 +72,9 @@ def rehearse(
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]
     """
-    from harness.planner import rehearse as planner
-    from harness.planner.rehearse_measured import measure
-    from harness.planner.rehearse_world import quiet
+    from harness.planner.rehearsal import rehearse as planner
+    from harness.planner.rehearsal.measured import measure
+    from harness.planner.rehearsal.world import quiet
     from harness.spec.errors import Refused, Unavailable, UsageError
 
     common = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.planner.rehearse import rehearse
-from harness.planner.rehearse_measured import measure
+from harness.planner.rehearsal.measured import measure
+from harness.planner.rehearsal.rehearse import rehearse
 from tests.ranks.conftest import cell
 
 WITHIN = [

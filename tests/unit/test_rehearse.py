@@ -14,12 +14,12 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from bench.cli import app
-from harness.planner.rehearse import default_ranks, rehearse
-from harness.planner.rehearse_depth import DEPTHS, at_depth, with_blocks
-from harness.planner.rehearse_memory import KINDS, Ledger, Place
-from harness.planner.rehearse_rank import RankPeaks, Where
-from harness.planner.rehearse_substitutes import SUBSTITUTIONS, KeptMode
-from harness.planner.rehearse_world import fake_rank
+from harness.planner.rehearsal.depth import DEPTHS, at_depth, with_blocks
+from harness.planner.rehearsal.memory import KINDS, Ledger, Place
+from harness.planner.rehearsal.rank import RankPeaks, Where
+from harness.planner.rehearsal.rehearse import default_ranks, rehearse
+from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode
+from harness.planner.rehearsal.world import fake_rank
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Layout
 from harness.strategy.job import Job

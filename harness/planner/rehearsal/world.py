@@ -3,7 +3,7 @@ step, in one process and in almost no memory.
 
 The strategy's own code and torch's run as they are, on fake tensors: they have shape, dtype and
 device, and no values (torch's FakeTensorMode). What cannot run so is replaced, see
-harness/planner/rehearse_substitutes.py.
+harness/planner/rehearsal/substitutes.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.planner.rehearse_substitutes import SUBSTITUTIONS, KeptMode, Substitution
+from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode, Substitution
 from harness.spec.training import Batch
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.measure.collectives import collective_call
 from harness.measure.states import local_part, retained
-from harness.planner.rehearse_backend import backend_bytes
+from harness.planner.rehearsal.backend import backend_bytes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

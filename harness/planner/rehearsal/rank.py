@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from harness.planner.rehearse_memory import Kind, Ledger, Phase, Place
-from harness.planner.rehearse_world import fake_batch, fake_rank
+from harness.planner.rehearsal.memory import Kind, Ledger, Phase, Place
+from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.strategy.job import Job, Recompute
 from harness.workloads import Workload
+from harness.workloads.recompute import recompute_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +32,8 @@ class RehearsedJob(Job):
 
     ledger: Ledger | None = None
 
-    def model(self) -> nn.Module:
-        built = super().model()
+    def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
+        built = super().model(recompute)
         if self.ledger is not None:
             self.ledger.note_model(built, self.workload.block_path)
         return built

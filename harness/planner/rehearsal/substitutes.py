@@ -1,7 +1,7 @@
 """What is replaced in torch and other libraries while a strategy runs on tensors without data.
 
 SUBSTITUTIONS is the whole list, beside the process group `fake` (see
-harness/planner/rehearse_world.py). Nothing is replaced in the strategies.
+harness/planner/rehearsal/world.py). Nothing is replaced in the strategies.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from harness.planner.rehearse_memory import KINDS, Kind
-from harness.planner.rehearse_rank import RankPeaks, Where
+from harness.planner.rehearsal.memory import KINDS, Kind
+from harness.planner.rehearsal.rank import RankPeaks, Where
 from harness.workloads import Workload
 
 DEPTHS = (3, 4, 5)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from harness.planner.rehearse_depth import DEPTHS, at_depth, with_blocks
-from harness.planner.rehearse_rank import RankPeaks, rehearse_rank
+from harness.planner.rehearsal.depth import DEPTHS, at_depth, with_blocks
+from harness.planner.rehearsal.rank import RankPeaks, rehearse_rank
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout

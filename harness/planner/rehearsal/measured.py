@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.planner.rehearse_world import fake_batch, globals_put_back, launcher_variables
+from harness.planner.rehearsal.world import fake_batch, globals_put_back, launcher_variables
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import Job
