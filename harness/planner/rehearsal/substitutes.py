@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import _flat_param as flat_parameters
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining import stage as pipelining
 from torch.nn.parallel import distributed as ddp
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -156,6 +157,27 @@ def asynchronous_all_reduce(job: Job) -> Iterator[Patch]:
     yield put(dist, "all_reduce", completed)
 
 
+@dataclass(frozen=True)
+class SentWork:
+    """Messages under way: they keep their tensors until nobody knows of them any more."""
+
+    work: dist.Work
+    tensors: Sequence[Tensor]
+
+    def wait(self) -> bool:
+        return bool(self.work.wait())
+
+
+def messages(job: Job) -> Iterator[Patch]:
+    send: Function = schedules._batch_p2p
+
+    def kept(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[SentWork]:
+        tensors = [operation.tensor for operation in operations]
+        return [SentWork(work, tensors) for work in send(operations, desc)]
+
+    yield put(schedules, "_batch_p2p", kept)
+
+
 def _outside(function: Function) -> Function:
     """The function with the values of its tensors."""
 
@@ -267,6 +289,11 @@ SUBSTITUTIONS = (
         "the collective of the process group `fake`, which returns at once; its future has the"
         " tensor itself",
         asynchronous_all_reduce,
+    ),
+    Substitution(
+        "a pipeline's messages",
+        "the same, but a message keeps its tensor as long as it can be waited for, as gloo's do",
+        messages,
     ),
     Substitution(
         "`DeviceMesh`", "made and read on real tensors: the ranks in it are needed", meshes

@@ -84,7 +84,8 @@ def fake_batch(job: Job, step: int) -> Batch:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of libraries about what torch will no longer have."""
-    with warnings.catch_warnings():
+    """Without the warnings of libraries about what torch will no longer have; what they print goes
+    to stderr."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
