@@ -50,4 +50,4 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
         if difference > _UNEVEN * peak and sum(splits[where].values()) > 0.9 * peak:
             return None
     kept = last.kept + steps * (last.kept - before.kept)
-    return RankPeaks(last.rank, blocks, splits, kept, last.largest_buffer, DEPTHS)
+    return RankPeaks(last.rank, blocks, splits, kept, last.largest_buffer, depths=DEPTHS)

@@ -15,7 +15,7 @@ from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.job import Job, Recompute
+from harness.strategy.job import Job, Recompute, TrainState
 from harness.workloads import Workload
 from harness.workloads.recompute import recompute_blocks
 
@@ -63,6 +63,9 @@ class RankPeaks:
     """Bytes in memory between steps."""
     largest_buffer: int = 0
     """Bytes of the largest of the backend's own buffers."""
+    dealt_out: bool = False
+    """Whether its optimizer has only some of the parameters that its model trains: with another
+    number of blocks it would have others."""
     depths: tuple[int, ...] = ()
     """Blocks of the models from which this was extrapolated; empty: the whole model was
     rehearsed."""
@@ -100,7 +103,13 @@ def rehearse_rank(
             split = peak.split()
             if sum(split.values()) > sum(places.get(where, {}).values()):
                 places[where] = split
-    return RankPeaks(rank, workload.blocks, places, kept, ledger.largest_buffer)
+    dealt_out = _is_dealt_out(job.train_state)
+    return RankPeaks(rank, workload.blocks, places, kept, ledger.largest_buffer, dealt_out)
+
+
+def _is_dealt_out(train_state: TrainState) -> bool:
+    updated = sum(len(group["params"]) for o in train_state.optimizers for group in o.param_groups)
+    return updated < sum(p.requires_grad for p in train_state.model.parameters())
 
 
 def _from_ends(place: Place, blocks: int) -> Iterator[Where]:

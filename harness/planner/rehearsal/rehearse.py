@@ -160,10 +160,17 @@ def _from_shallow(
 ) -> RankPeaks | None:
     """The peaks extrapolated from shallow models; None where they cannot be, or need not be.
 
-    A pipeline's rank has a part of the blocks only, and is rehearsed as it is.
+    A pipeline's rank has a part of the blocks only, and a rank to which whole parameters are dealt
+    out has others at each depth: these are rehearsed as they are.
     """
-    shallow = [with_blocks(workload, depth) for depth in DEPTHS]
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None
-    peaks = [rehearse_rank(cell, strategy, layout, w, rank) for w in shallow if w is not None]
-    return at_depth(peaks, workload.blocks) if len(peaks) == len(DEPTHS) else None
+    peaks: list[RankPeaks] = []
+    for depth in DEPTHS:
+        shallow = with_blocks(workload, depth)
+        if shallow is None:
+            return None
+        peaks.append(rehearse_rank(cell, strategy, layout, shallow, rank))
+        if peaks[-1].dealt_out:
+            return None
+    return at_depth(peaks, workload.blocks)
