@@ -10,7 +10,7 @@ import numpy as np
 from harness.planner.calibration import Calibration
 from harness.planner.candidates import enumerate_layouts
 from harness.planner.layouts import Floats, Ints, Layout, Layouts
-from harness.planner.prediction import Predictions, predict
+from harness.planner.prediction import Predictions, predict, ranked
 from harness.planner.question import Question
 from harness.planner.schedule import one_forward_one_backward
 from harness.planner.steptime import stage_seconds
@@ -120,16 +120,16 @@ def plan(
     if goal == "memory":
         kept = order[result.fits[order] >= SURE]
         kept = kept if len(kept) else order
-        ranked = kept[np.argsort(result.memory.demand[kept], kind="stable")]
+        best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
     else:
         # On given devices, cost and energy follow from the time alone.
-        ranked = order[np.argsort(-(result.fits / seconds)[order], kind="stable")]
+        best = order[ranked(seconds[order], result.fits[order], result.memory.demand[order])]
     return Plan(
         question,
         goal,
         tuple(
             _candidate(question, result, int(row), float(seconds[row]), price_per_hour)
-            for row in ranked[:top]
+            for row in best[:top]
         ),
         len(layouts),
         _reasons(result, np.flatnonzero(refused)),

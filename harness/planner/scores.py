@@ -12,7 +12,7 @@ from harness.planner.calibrate import calibrate, groups, predicted
 from harness.planner.calibration import Calibration
 from harness.planner.cluster import Cluster
 from harness.planner.layouts import Bools, Floats, Ints, Layout
-from harness.planner.prediction import REFUSED_BELOW
+from harness.planner.prediction import REFUSED_BELOW, ranked
 from harness.planner.runs import Runs
 
 FEW = 20
@@ -204,7 +204,7 @@ def _losses(runs: Runs, held: Held, rows: Ints) -> list[float]:
     one that failed. A layout that was measured several times counts once, by its best run."""
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[Layout, float] = {}
-    for row in rows[np.argsort(-(held.fits / held.seconds)[rows], kind="stable")]:
+    for row in rows[ranked(held.seconds[rows], held.fits[rows], held.memory_bytes[rows])]:
         loss = 1 - best / runs.seconds[row] if runs.ran[row] else 1.0
         layout = runs.layouts[int(row)]
         losses[layout] = min(losses.get(layout, 1.0), loss)
