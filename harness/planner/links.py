@@ -103,6 +103,7 @@ class Links:
         question: Question,
         layouts: Layouts,
         parameters: Floats,
+        owned: Floats,
         micro_batch_seconds: Floats,
         c: TimeConstants,
     ) -> tuple[Floats, Floats]:
@@ -126,14 +127,12 @@ class Links:
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
         each = np.maximum(0.0, each - c.data_overlap * micro_batch_seconds)
-        shard = np.where(zero >= 1, ranks, 1.0)
-        owned = parameters / shard
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients out, parameters back; the host reads and writes states at its memory's rate,
         # taken as that of the bus.
         moved = owned * (ACCUMULATED_BYTES + PARAMETER_BYTES + 2 * OPTIMIZER_BYTES) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
-        fetched = 2 * steps * PARAMETER_BYTES * parameters / np.where(zero >= 3, ranks, 1.0) / host
+        fetched = 2 * steps * PARAMETER_BYTES * np.where(zero >= 3, owned, parameters) / host
         offload = offload + np.where(layouts.offload >= 2, fetched, 0.0)
         on_node = np.minimum(layouts.devices, cluster.per_node)
         swapped = owned * 2 * OPTIMIZER_BYTES * on_node / disk

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.planner.cluster import Cluster
 from harness.planner.constants import MemoryConstants
-from harness.planner.layouts import Bools, Floats, Layouts
+from harness.planner.layouts import Bools, Floats, Ints, Layouts
 from harness.planner.shape import ModelShape, padded_head
 from harness.planner.stages import Stage, stages
 
@@ -58,37 +58,42 @@ def model_states(
 
 def stage_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
     """Parameters on one rank of a stage before ZeRO shards them (shape [layouts])."""
+    return _parameters(shape, stage, layouts.expert) / layouts.tensor
+
+
+def owned_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
+    """Parameters that one rank of a stage updates (shape [layouts]).
+
+    From ZeRO's stage 1 on the data axis shares them. Experts are shared by the ranks that hold the
+    same ones, which is the same as all experts over the whole axis.
+    """
+    ranks = layouts.data * layouts.context
+    whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
+    return np.where(layouts.zero >= 1, whole / ranks, stage_parameters(shape, layouts, stage))
+
+
+def _parameters(shape: ModelShape, stage: Stage, expert_ranks: Ints) -> Floats:
+    """Parameters of a stage with the experts of one of so many ranks."""
     experts = shape.experts * shape.expert_parameters
-    layer = shape.layer_parameters - experts + experts / layouts.expert
+    layer = shape.layer_parameters - experts + experts / expert_ranks
     ends = float(stage.embedding) + float(stage.head and not (shape.tied and stage.embedding))
-    total: Floats = (stage.layers * layer + ends * shape.embedding_parameters) / layouts.tensor
-    return total
+    return np.asarray(stage.layers * layer + ends * shape.embedding_parameters)
 
 
-def _states(parameters: Floats, layouts: Layouts) -> Floats:
-    """Model states on the device with gradients accumulated in fp32, less what is offloaded."""
-    ranks = layouts.data * layouts.context.astype(float)
-    states = np.zeros(len(layouts))
-    for zero in range(4):
-        states = np.where(
-            layouts.zero == zero,
-            model_states(parameters, ranks, zero, ACCUMULATED_BYTES),
-            states,
-        )
-    shard = np.where(layouts.zero >= 1, ranks, 1.0)
-    states = states - np.where(layouts.offload >= 1, OPTIMIZER_BYTES * parameters / shard, 0.0)
-    shard = np.where(layouts.zero >= 3, ranks, 1.0)
-    # With the parameters their gradients leave, layer by layer (ZeRO-Infinity, arXiv 2104.07857).
-    moved = (PARAMETER_BYTES + ACCUMULATED_BYTES) * parameters / shard
-    kept: Floats = states - np.where(layouts.offload >= 2, moved, 0.0)
-    return np.maximum(kept, 0.0)
+def _states(held: Floats, owned: Floats, layouts: Layouts) -> Floats:
+    """Model states on the device, gradients accumulated in fp32, less what is offloaded (as
+    `model_states`; with offloaded parameters their gradients leave, layer by layer: ZeRO-Infinity,
+    arXiv 2104.07857)."""
+    parameters = PARAMETER_BYTES * np.where(layouts.zero >= 3, owned, held)
+    gradients = ACCUMULATED_BYTES * np.where(layouts.zero >= 2, owned, held)
+    on_device = np.where(layouts.offload >= 2, 0.0, parameters + gradients)
+    result: Floats = on_device + np.where(layouts.offload >= 1, 0.0, OPTIMIZER_BYTES * owned)
+    return result
 
 
-def offload_fits(cluster: Cluster, layouts: Layouts, parameters: Floats) -> Bools:
-    """Whether a node's memory, or its disks, hold what its devices offload (`parameters`: of the
-    largest stage before sharding, shape [layouts])."""
-    ranks = (layouts.data * layouts.context).astype(float)
-    owned = parameters / np.where(layouts.zero >= 1, ranks, 1.0)
+def offload_fits(cluster: Cluster, layouts: Layouts, owned: Floats) -> Bools:
+    """Whether a node's memory, or its disks, hold what its devices offload (`owned`: parameters
+    that a rank of the largest stage updates, shape [layouts])."""
     each = owned * np.where(
         layouts.offload >= 2, OPTIMIZER_BYTES + PARAMETER_BYTES + ACCUMULATED_BYTES, OPTIMIZER_BYTES
     )
@@ -154,7 +159,7 @@ def memory(
             if first_stage_only and stage.first:
                 continue
             parameters = stage_parameters(shape, part, stage)
-            states = _states(parameters, part)
+            states = _states(parameters, owned_parameters(shape, part, stage), part)
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
             inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)

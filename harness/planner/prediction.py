@@ -88,7 +88,7 @@ def predict(
     fits = np.minimum(runs, spread.room.passed(needed.demand, cluster.memory_bytes))
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
-    stored = offload_fits(cluster, layouts, time.parameters)
+    stored = offload_fits(cluster, layouts, time.owned)
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
     wider = spread.outside * beyond

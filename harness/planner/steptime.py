@@ -10,7 +10,7 @@ from harness.planner.cluster import Cluster
 from harness.planner.constants import TimeConstants
 from harness.planner.layouts import Floats, Ints, Layouts
 from harness.planner.links import Links
-from harness.planner.memory import stage_parameters
+from harness.planner.memory import owned_parameters, stage_parameters
 from harness.planner.question import Question
 from harness.planner.shape import padded_head
 from harness.planner.stages import Stage, numbered_stages, stages
@@ -34,8 +34,8 @@ class StepTime:
     """The device waits for its processor to launch work."""
     offload: Floats
     update: Floats
-    parameters: Floats
-    """Of the largest stage on one rank, before ZeRO shards them."""
+    owned: Floats
+    """Parameters that one rank of the largest stage updates."""
     ahead: Floats
     """How far the processor runs ahead of the device, 0 to 1; see `memory`."""
 
@@ -159,7 +159,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
     layer = _layer(question, layouts, links, c)
     count = len(layouts)
     work, wire, waits = np.zeros(count), np.zeros(count), np.zeros(count)
-    fill, slowest, largest = np.zeros(count), np.zeros(count), np.zeros(count)
+    fill, slowest, largest, owned = np.zeros((4, count))
     between = links.between_stages(question, layouts)
     for pipeline in np.unique(layouts.pipeline):
         rows = np.flatnonzero(layouts.pipeline == pipeline)
@@ -175,14 +175,14 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
             fill[rows] += stage.count * time
             slowest[rows] = np.maximum(slowest[rows], time)
             largest[rows] = np.maximum(largest[rows], stage_parameters(shape, part, stage))
+            owned[rows] = np.maximum(owned[rows], owned_parameters(shape, part, stage))
     steps = layouts.accumulation
     mean = fill / layouts.pipeline
     # What the last micro-batch waits for: all stages once, or a share of them when interleaved.
     ends = np.where(layouts.chunks > 1, mean + (fill - mean) / layouts.chunks, fill)
     pipe = ends + (steps - 1) * slowest
-    data, offload = links.data_axis(question, layouts, largest, slowest, c)
-    shard = np.where(layouts.zero >= 1, layouts.data * layouts.context, 1)
-    updated = np.where(layouts.offload >= 1, 0.0, largest / shard)
+    data, offload = links.data_axis(question, layouts, largest, owned, slowest, c)
+    updated = np.where(layouts.offload >= 1, 0.0, owned)
     update = updated * c.update_passes / cluster.memory_bytes_per_second
     share = steps / layouts.pipeline
     device = np.maximum(layer.launch, layer.compute + layer.communication)
@@ -194,7 +194,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
         launch=share * waits,
         offload=offload,
         update=update,
-        parameters=largest,
+        owned=owned,
         ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
     )
 

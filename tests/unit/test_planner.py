@@ -149,6 +149,15 @@ def test_each_stage_of_zero_keeps_no_more(parameters: float, ranks: int) -> None
     assert states == sorted(states, reverse=True)
 
 
+def test_experts_are_sharded_among_the_ranks_that_hold_them() -> None:
+    asked = question("mixtral-8x7b", 16, 16)
+    both = Layouts.of([Layout(data=16, zero=3), Layout(data=16, zero=3, expert=8)])
+    states = predict(asked, both, CALIBRATION).memory.states
+    parameters = asked.shape.parameters
+    # ZeRO's gradients are accumulated in fp32: 2 + 4 + 12 bytes.
+    assert states.tolist() == pytest.approx([18 * parameters / 16] * 2, rel=1e-6)
+
+
 @often
 @given(layouts, st.sampled_from([2, 4, 16]))
 def test_intervals_never_narrow_away_from_the_data(layout: Layout, factor: int) -> None:
