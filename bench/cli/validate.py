@@ -50,8 +50,8 @@ def validate(
         Path | None,
         typer.Option(
             "--calibration",
-            help="Constants to predict with; without it each model, and each number of nodes, is"
-            " predicted from all others.",
+            help="Constants to predict with, or default for those that come with the suite; without"
+            " it each model, and each number of nodes, is predicted from all others.",
         ),
     ] = None,
     json_output: JsonObject = False,
@@ -63,15 +63,17 @@ def validate(
     from rich.console import Console
 
     from harness.planner import scores
-    from harness.planner.calibration import load
+    from harness.planner.calibration import DEFAULT, load
     from harness.planner.cluster import cluster_of
     from harness.planner.runs import read_runs
+    from harness.spec.errors import UsageError
 
     runs = read_runs(data, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)
     if calibration:
-        held = {"given constants": scores.predict_with(runs, cluster, load(calibration))}
+        file = DEFAULT if str(calibration) == "default" else calibration
+        held = {"given constants": scores.predict_with(runs, cluster, load(file))}
     else:
         held = {
             f"each {name} predicted from all others": scores.hold_out(
@@ -80,6 +82,11 @@ def validate(
             for name, parts in (("model", by_model), ("number of nodes", by_nodes))
             if len(parts) > 1
         }
+    if not held:
+        raise UsageError(
+            f"{str(data)!r} has runs of one model on one number of nodes, which nothing can predict"
+            " from others; give --calibration default"
+        )
     scored = {name: scores.score(runs, cluster, part) for name, part in held.items()}
     errors = {
         name: scores.errors_by(runs, part, {**by_model, **by_nodes}) for name, part in held.items()

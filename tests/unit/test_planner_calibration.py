@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from bench.cli import main
 from harness.planner.calibrate import calibrate, predicted
 from harness.planner.calibration import load
 from harness.planner.candidates import enumerate_layouts
@@ -77,6 +81,44 @@ def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> Non
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     load().save(tmp_path / "calibration.yaml")
     assert load(tmp_path / "calibration.yaml") == load()
+
+
+def test_the_commands_calibrate_and_validate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, data, out = made(), tmp_path / "runs.csv", tmp_path / "mine.yaml"
+    axes = runs.layouts
+    table = {
+        "model": [name.upper() for name in runs.models],
+        "Nodes": runs.nodes,
+        "MBS": axes.micro_batch,
+        "GradAcc": axes.accumulation,
+        "GBS": axes.global_batch,
+        "DP": axes.data,
+        "PP": axes.pipeline,
+        "TP": axes.tensor,
+        "ZeRO": axes.zero,
+        "tok_s": 256 * 4096 / runs.seconds,
+        "gpu_mem_gb": runs.memory_bytes / 1e9,
+    }
+    pd.DataFrame(table).to_csv(data, index=False)
+
+    def bench(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+
+    bench("calibrate", "--data", str(data), "--out", str(out))
+    bench("validate", "--data", str(data), "--calibration", str(out), "--json")
+    text = capsys.readouterr().out
+    document = json.loads(text[text.index("{") :])
+    scored = document["scores"]["given constants"]
+    assert scored["rows"] == runs.ran.sum()
+    assert scored["time_error"] < 0.03
+    assert scored["memory_error"] < 0.02
+    bench("validate", "--data", str(data), "--calibration", "default")
+    assert "given constants: median errors" in capsys.readouterr().out
 
 
 def rows(seconds: list[float], **columns: list[int]) -> Runs:
