@@ -58,6 +58,7 @@ class Candidate:
     reserved_bytes: float
     reserved_low: float
     reserved_high: float
+    """May exceed the device's memory: then it may not fit."""
     fits: float
     """Probability to run at full speed."""
     doublings_beyond: float
@@ -199,7 +200,7 @@ def _candidate(
         allocated_bytes=float(memory.allocated[row]),
         reserved_bytes=reserved,
         reserved_low=reserved / wide_memory,
-        reserved_high=min(reserved * wide_memory, question.cluster.memory_bytes),
+        reserved_high=reserved * wide_memory,
         fits=float(result.fits[row]),
         doublings_beyond=float(result.beyond[row]),
         price=price,

@@ -33,6 +33,13 @@ class Question:
                 f" do are {lower} and {lower + per_node}"
             )
 
+        if self.nodes > 1 and len(self.cluster.reduce.nodes) == 1:
+            raise UsageError(
+                f"{self.devices} devices are {self.nodes} nodes of {per_node}, and link"
+                f" {self.cluster.links!r} says nothing of the links between nodes; add their rate,"
+                " such as nvlink,400gbit"
+            )
+
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.cluster.per_node)

@@ -257,6 +257,8 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--device", "h100"], "nearest are h100-80gb"),
         (["--model", "gpt2", "--devices", "12"], "the nearest numbers that do are 8 and 16"),
         (["--model", "gpt2", "--link", "fast"], "link 'fast' is not understood"),
+        (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "add their rate"),
+        (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink of its own"),
         (["--model", "gpt2", "--batch", "0"], "global batch is 0"),
         (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost"),
         (["--model", "gpt2", "--calibration", "/nowhere"], "cannot read calibration"),
