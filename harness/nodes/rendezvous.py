@@ -57,8 +57,18 @@ class Rendezvous:
                     f"{str(file)!r} must belong to this user, and nobody else may read it: whoever"
                     " can decides what this node runs"
                 )
-            content = json.load(source)
-        return cls(content["machine"], tuple(content["addresses"]), content["port"], content["key"])
+            try:
+                content = json.load(source)
+                found = cls(
+                    content["machine"],
+                    tuple(content["addresses"]),
+                    int(content["port"]),
+                    content["key"],
+                )
+                bytes.fromhex(found.key)
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{str(file)!r} was not written by a coordinator") from None
+        return found
 
 
 def new_key() -> str:

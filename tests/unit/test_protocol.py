@@ -245,6 +245,15 @@ def test_an_agent_obeys_no_file_that_others_may_have_written(tmp_path: Path) -> 
         reach_coordinator(file, 1)
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"machine": 1}', "null"])
+def test_a_file_that_no_coordinator_wrote_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "rendezvous"
+    file.write_text(content)
+    file.chmod(0o600)
+    with pytest.raises(UsageError, match="was not written by a coordinator"):
+        reach_coordinator(file, 1)
+
+
 def test_the_default_route_names_the_interface(tmp_path: Path) -> None:
     table = tmp_path / "route"
     head = "Iface\tDestination\tGateway\tFlags\tRefCnt\n"
