@@ -18,6 +18,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "pipeline", "micro_batches": 4},
     "zero3": {"strategy": "deepspeed", "options": {"stage": 3}},
     "trainer": {"strategy": "trainer"},
+    "fairscale": {"strategy": "fairscale_oss"},
 }
 
 
