@@ -53,9 +53,9 @@ class Layout:
     def text(self) -> str:
         """For people: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
         axes = [
-            f"{name} {value}"
-            for name in ("data", "pipeline", "tensor", "context", "expert")
-            if (value := getattr(self, name)) > 1
+            f"{field.name} {value}"
+            for field in dataclasses.fields(self)[:5]  # the axes come first
+            if (value := getattr(self, field.name)) > 1
         ]
         words = [" x ".join(axes) or "one device"]
         if self.zero:

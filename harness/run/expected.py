@@ -150,7 +150,9 @@ def trial_seconds(
         else min(cores, cell.devices * cell.threads_per_device)
     )
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
-    flops = facts.flops_per_sample * cell.global_batch + strategy.recomputed_flops(cell, workload)
+    # Counting what recomputation adds takes seconds; full recomputation is a second forward.
+    again = 1 / 3 if cell.recompute == "full" else 0.0
+    flops = facts.flops_per_sample * cell.global_batch * (1 + again)
     computed = flops / (busy * rate)
     sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(known, gpu)
     moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second

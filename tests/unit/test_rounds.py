@@ -254,7 +254,7 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_how_long_rounds_are_added(tmp_path: Path) -> None:
     matrix = tmp_path / "m.yaml"
-    matrix.write_text("time_budget_minutes: 3\ncells: [{strategy: single}]\n")
+    matrix.write_text("time_budget_minutes: 3\ncells: [{strategy: single, workload: llama-nano}]\n")
 
     def planned(**options: Any) -> Plan:
         return kept_or_new_plan(Store(tmp_path), PlanOptions(str(matrix), **options), False)[0]
