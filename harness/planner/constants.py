@@ -18,12 +18,14 @@ class Bounds:
     """Standard deviation of that belief."""
     unit: str
     meaning: str
+    source: str
+    """Of prior and bounds."""
 
 
 def _constant(
-    prior: float, low: float, high: float, spread: float, unit: str, meaning: str
+    prior: float, low: float, high: float, spread: float, unit: str, meaning: str, source: str
 ) -> float:
-    bounds = Bounds(low, high, prior, spread, unit, meaning)
+    bounds = Bounds(low, high, prior, spread, unit, meaning, source)
     value: float = field(default=prior, metadata={"bounds": bounds})
     return value
 
@@ -40,6 +42,7 @@ class TimeConstants:
         "1",
         "share of what the device's best matrix product reaches that large products of a training"
         " reach",
+        "searches for the best product choose its sizes; a training cannot (hardware.yaml)",
     )
     matmul_half_size: float = _constant(
         1.5,
@@ -50,9 +53,16 @@ class TimeConstants:
         "a product of M x K by K x N takes 1 + this x ridge x (1/M + 1/N + 1/K) times as long as a"
         " large one: operands are read, and tiles are unfilled; ridge is the device's operations"
         " for each byte of its memory's bandwidth",
+        "roofline: 1 reads the operands once (Williams and others, CACM 2009)",
     )
     attention_efficiency: float = _constant(
-        0.45, 0.15, 0.8, 0.1, "1", "share of the dense peak that fused attention reaches"
+        0.45,
+        0.15,
+        0.8,
+        0.1,
+        "1",
+        "share of the dense peak that fused attention reaches",
+        "FlashAttention-2, arXiv 2307.08691, figures 4 to 7; lower at short sequences",
     )
     elementwise_passes: float = _constant(
         30.0,
@@ -62,9 +72,16 @@ class TimeConstants:
         "1",
         "times that forward and backward of a layer read or write its activations of 2 bytes"
         " (hidden + feed-forward size for each token) outside of matrix products",
+        "count of the reads and writes of unfused norms, rotations, activations, residuals",
     )
     logit_bytes: float = _constant(
-        30.0, 4.0, 90.0, 12.0, "bytes", "read and written per logit by the head's cast and the loss"
+        30.0,
+        4.0,
+        90.0,
+        12.0,
+        "bytes",
+        "read and written per logit by the head's cast and the loss",
+        "count: bf16 logits to fp32, softmax, loss and gradient",
     )
     launch_layer: float = _constant(
         2.9e-3,
@@ -73,9 +90,16 @@ class TimeConstants:
         0.8e-3,
         "s",
         "the processor's time to launch forward and backward of one layer",
+        "some 200 kernels of a layer at 5 to 15 microseconds each",
     )
     launch_tensor: float = _constant(
-        1.4e-3, 0.0, 5e-3, 0.8e-3, "s", "more of it where a layer's tensors are split"
+        1.4e-3,
+        0.0,
+        5e-3,
+        0.8e-3,
+        "s",
+        "additional time to launch a layer whose tensors are split over ranks",
+        "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
     )
     pipeline_stall: float = _constant(
         2.0e-3,
@@ -83,8 +107,9 @@ class TimeConstants:
         6e-3,
         1.0e-3,
         "s",
-        "more of it for each rank of the tensor axis, in each layer, where a pipeline crosses"
-        " nodes: collectives wait behind sends on the device's single launch queue",
+        "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
+        " crosses nodes: collectives wait behind sends on the device's single launch queue",
+        "measured runs of nanotron; zero elsewhere unless it is measured",
     )
     tensor_latency: float = _constant(
         0.2e-3,
@@ -93,6 +118,7 @@ class TimeConstants:
         0.1e-3,
         "s",
         "of a collective of tensor parallelism for each node beyond the first that it spans",
+        "latency of collectives between nodes, nccl-tests at small messages",
     )
     stall_growth: float = _constant(
         0.3,
@@ -100,10 +126,17 @@ class TimeConstants:
         1.0,
         0.2,
         "1",
-        "share by which that grows with each doubling of the nodes that the tensor axis spans",
+        "share by which pipeline_stall grows with each doubling of the tensor axis's nodes",
+        "assumed",
     )
     tensor_exposed: float = _constant(
-        0.8, 0.2, 1.0, 0.2, "1", "share of tensor-parallel communication that no compute hides"
+        0.8,
+        0.2,
+        1.0,
+        0.2,
+        "1",
+        "share of tensor-parallel communication that no compute hides",
+        "nothing to everything may be hidden; asynchronous products hide some",
     )
     network_bandwidth: float = _constant(
         1.0,
@@ -112,9 +145,16 @@ class TimeConstants:
         0.4,
         "1",
         "bandwidth between nodes for the data axis's large messages, as a share of the curve's",
+        "the curve itself",
     )
     tensor_network: float = _constant(
-        1.0, 0.3, 2.0, 0.3, "1", "the same for the tensor axis where it spans nodes"
+        1.0,
+        0.3,
+        2.0,
+        0.3,
+        "1",
+        "bandwidth between nodes for the tensor axis, as a share of the curve's",
+        "the curve itself",
     )
     data_overlap: float = _constant(
         0.5,
@@ -123,9 +163,16 @@ class TimeConstants:
         0.25,
         "1",
         "share of the last backward pass that hides the reduction of gradients",
+        "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
     )
     update_passes: float = _constant(
-        40.0, 20.0, 120.0, 12.0, "bytes", "read and written for each parameter that a rank updates"
+        40.0,
+        20.0,
+        120.0,
+        12.0,
+        "bytes",
+        "read and written for each parameter that a rank updates",
+        "count: Adam reads 16 and writes 14 bytes; unfused kernels repeat some",
     )
     step_latency: float = _constant(
         0.03,
@@ -134,6 +181,7 @@ class TimeConstants:
         0.015,
         "s",
         "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
+        "assumed: tens of milliseconds for gradient norms, losses and waiting",
     )
 
 
@@ -148,6 +196,7 @@ class MemoryConstants:
         0.15,
         "1",
         "bytes reserved for each byte of activations: blocks do not fit what is asked for next",
+        "1 is none; reserved over allocated memory of long runs is 1.1 to 1.4",
     )
     layer_hidden: float = _constant(
         16.0,
@@ -156,9 +205,16 @@ class MemoryConstants:
         6.0,
         "bytes",
         "kept for the backward pass per token and element of the hidden size in each layer",
+        "Korthikanti and others, arXiv 2205.05198, section 4.1, without dropout and scores",
     )
     layer_feed: float = _constant(
-        8.0, 4.0, 14.0, 1.5, "bytes", "the same per element of the feed-forward size"
+        8.0,
+        4.0,
+        14.0,
+        1.5,
+        "bytes",
+        "kept for the backward pass per token and element of the feed-forward size",
+        "count: two inputs and one output of the gated product, 2 bytes each, and a mask",
     )
     gathered: float = _constant(
         4.0,
@@ -166,10 +222,17 @@ class MemoryConstants:
         16.0,
         3.0,
         "bytes",
-        "the same per element of the hidden size that tensor parallelism does not split",
+        "kept per token and element of the hidden size that tensor parallelism does not split",
+        "two gathered inputs of 2 bytes each",
     )
     logit: float = _constant(
-        10.0, 2.0, 24.0, 4.0, "bytes", "kept per logit of the micro-batch in its head"
+        10.0,
+        2.0,
+        24.0,
+        4.0,
+        "bytes",
+        "kept per logit of the micro-batch in its head",
+        "count: bf16 and fp32 logits and their gradient",
     )
     bucket: float = _constant(
         2.0,
@@ -178,8 +241,17 @@ class MemoryConstants:
         1.5,
         "bytes",
         "a second copy of gradients in the buckets that are reduced, per parameter",
+        "2 for bf16 buckets, 4 for fp32 ones (DDP, arXiv 2006.15704)",
     )
-    overhead: float = _constant(0.5, 0.0, 4.0, 0.5, "GB", "of workspaces that are always there")
+    overhead: float = _constant(
+        0.5,
+        0.0,
+        4.0,
+        0.5,
+        "GB",
+        "of workspaces that are always there",
+        "workspaces of matrix products and collectives",
+    )
     knee: float = _constant(
         0.8,
         0.5,
@@ -187,6 +259,7 @@ class MemoryConstants:
         0.1,
         "1",
         "share of the device's memory from which the allocator frees what it had reserved",
+        "assumed: below the limit of every device",
     )
 
 

@@ -327,6 +327,7 @@ def test_every_constant_says_what_it_is() -> None:
             assert bounds.low < bounds.prior < bounds.high or bounds.low == 0.0, name
             assert bounds.unit, name
             assert len(bounds.meaning) > 20, name
+            assert bounds.source, name
 
 
 def test_a_curve_goes_through_its_points_and_never_rises_beyond() -> None:
