@@ -84,38 +84,38 @@ class TimeConstants:
         "count: bf16 logits to fp32, softmax, loss and gradient",
     )
     launch_layer: float = _constant(
-        2.9e-3,
+        2.0e-3,
         0.3e-3,
         6e-3,
-        0.8e-3,
+        1.5e-3,
         "s",
         "the processor's time to launch forward and backward of one layer",
         "some 200 kernels of a layer at 5 to 15 microseconds each",
     )
     launch_tensor: float = _constant(
-        1.4e-3,
+        1.0e-3,
         0.0,
         5e-3,
-        0.8e-3,
+        1.0e-3,
         "s",
         "additional time to launch a layer whose tensors are split over ranks",
         "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
     )
     pipeline_stall: float = _constant(
-        2.0e-3,
+        1.0e-3,
         0.0,
         6e-3,
-        1.0e-3,
+        1.5e-3,
         "s",
         "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
         " crosses nodes: collectives wait behind sends on the device's single launch queue",
         "measured runs of nanotron; zero elsewhere unless it is measured",
     )
     tensor_latency: float = _constant(
-        0.2e-3,
+        0.1e-3,
         0.005e-3,
         1e-3,
-        0.1e-3,
+        0.2e-3,
         "s",
         "of a collective of tensor parallelism for each node beyond the first that it spans",
         "latency of collectives between nodes, nccl-tests at small messages",
