@@ -31,9 +31,8 @@ def rehearse(
         int, typer.Option("--devices", min=1, help="Ranks of the world, any number.")
     ] = 2,
     batch: Annotated[
-        int | None,
-        typer.Option("--batch", min=1, help="Samples per step, all ranks together; by default 8."),
-    ] = None,
+        int, typer.Option("--batch", min=1, help="Samples per step, all ranks together.")
+    ] = 8,
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", min=2, help="Tokens per sample.")
     ] = 64,
@@ -80,7 +79,7 @@ def rehearse(
     common = {
         "workload": workload,
         "devices": devices,
-        "global_batch": 8 if batch is None else batch,
+        "global_batch": batch,
         "sequence_length": sequence_length,
         "micro_batches": micro_batches,
         "precision": precision,

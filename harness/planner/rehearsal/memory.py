@@ -72,8 +72,6 @@ class Allocation:
 
     nbytes: int
     kind: Kind
-    operator: str
-    """torch's operator that made it."""
 
 
 @dataclass
@@ -105,9 +103,11 @@ class Ledger(TorchDispatchMode):
         self.largest_buffer = 0
         """Bytes of the largest of the backend's own buffers during the steps."""
         self.updating = 0
-        self.blocks: dict[int, tuple[int, int]] = {}
-        """Identity of a block -> number of its model, number of the block in it."""
-        self.models: list[nn.Module] = []
+        self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
+        self.blocks = weakref.WeakKeyDictionary()
+        """Number of a block's model, number of the block in it."""
+        self.models = 0
+        """Models that were noted so far."""
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._rising: PlacePeak | None = None
         """The peak of the present place, if nothing has been freed since it was reached."""
@@ -142,31 +142,31 @@ class Ledger(TorchDispatchMode):
         self.total -= self.live.pop(key).nbytes
         del self._watched[key]
 
-    def _add(self, storage: torch.UntypedStorage, operator: str, kind: Kind) -> None:
+    def _add(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         key = id(storage)
         if key in self.live:
             return
         self._watched[key] = weakref.ref(storage, lambda _: self._free(key))
-        self.live[key] = Allocation(storage.nbytes(), kind, operator)
+        self.live[key] = Allocation(storage.nbytes(), kind)
         self._grow(storage.nbytes())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key not in self.live:
-            self._add(storage, "resize_", _KIND_OF[self._phase()])
+            self._add(storage, _KIND_OF[self._phase()])
             return
         before, size = self.live[key], storage.nbytes()
         if size < before.nbytes:
             self._settle()
-        self.live[key] = Allocation(size, before.kind, before.operator)
+        self.live[key] = Allocation(size, before.kind)
         self._grow(size - before.nbytes)
 
-    def _briefly(self, nbytes: int, operator: str) -> None:
+    def _briefly(self, nbytes: int) -> None:
         """Memory of the backend that is there for the time of one call only."""
         if nbytes:
             if self.place.step >= 0:
                 self.largest_buffer = max(self.largest_buffer, nbytes)
-            self.live[-1] = Allocation(nbytes, "buffers", operator)
+            self.live[-1] = Allocation(nbytes, "buffers")
             self._grow(nbytes)
             self._settle()
             self.total -= self.live.pop(-1).nbytes
@@ -221,14 +221,14 @@ class Ledger(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.mark(tensor, "parameters")
                 self._mark_gradient_of(tensor)
-        if block := self.blocks.get(id(module)):
+        if block := self.blocks.get(module):
             self._note_block(block)
             if self._phase() == "forward":
                 self._settle()
                 self.place = Place(self.place.step, "forward", *block)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        if id(module) in self.blocks:
+        if module in self.blocks:
             self._note_block(None)
 
     def _mark_gradient_of(self, tensor: Tensor) -> None:
@@ -252,10 +252,9 @@ class Ledger(TorchDispatchMode):
     def note_model(self, model: nn.Module, block_path: str) -> None:
         """A model whose blocks are to be told apart."""
         if block_path:
-            number = len(self.models)
             for index, block in enumerate(model.get_submodule(block_path).children()):
-                self.blocks[id(block)] = (number, index)
-        self.models.append(model)  # keeps the identities of its blocks its own
+                self.blocks[block] = (self.models, index)
+        self.models += 1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Ledger]:
@@ -293,8 +292,7 @@ class Ledger(TorchDispatchMode):
         result: object = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
-                kind = _KIND_OF[self._phase()]
-                self._add(tensor.untyped_storage(), func._opname, kind)
+                self._add(tensor.untyped_storage(), _KIND_OF[self._phase()])
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._collective(func, args)
         return result
@@ -307,4 +305,4 @@ class Ledger(TorchDispatchMode):
             for tensor in tree_leaves(args):
                 if isinstance(tensor, Tensor):
                     self.mark(tensor, "buffers", only=("activations", "temporaries"))
-        self._briefly(backend_bytes(call), f"gloo's {call.operation}")
+        self._briefly(backend_bytes(call))
