@@ -141,7 +141,7 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
         more = f"; up to {_size(late)} more where gloo's threads free late" if late else ""
         console.print(
             escape(
-                f"{rehearsal.cell.name}: fullest in the {fullest.peak_phase} pass, at"
+                f"{rehearsal.cell.name}: fullest in phase {fullest.peak_phase},"
                 f" {fullest.peak_block}{more}; model {how}; {terminal.duration(seconds)}"
             )
         )

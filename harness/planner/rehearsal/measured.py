@@ -90,6 +90,9 @@ def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder:
     """Entry point of every rank."""
     import torch
 
+    log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.set_num_threads(1)
     try:
         for number, cell in enumerate(cells):

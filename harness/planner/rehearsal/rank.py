@@ -47,7 +47,8 @@ class Where(NamedTuple):
     phase: Phase
     model: int
     block: str
-    """`before the blocks`, `block 0`, `block -1`, ...: negative numbers count from the last."""
+    """`before the first block` that the phase comes to (forward the embedding, backward the head),
+    `block 0`, `block -1`, ...: negative numbers count from the last."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _from_ends(place: Place, blocks: int) -> Iterator[Where]:
     two, of the last two, or both in a model of three blocks."""
     step, phase, model, block = place
     if block < 0:
-        yield Where(step, phase, model, "before the blocks")
+        yield Where(step, phase, model, "before the first block")
         return
     if block < 2 or blocks == 0:
         yield Where(step, phase, model, f"block {block}")

@@ -57,7 +57,8 @@ class RankMemory:
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
-    """Where in the model: `block -1` is the last one, with the head behind it."""
+    """Where in the model, see `Where`: `block -1` is the last one, forward with the head behind
+    it."""
     setup_peak_bytes: int
     kept_bytes: int
     """Between two steps."""
