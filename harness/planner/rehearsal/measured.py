@@ -26,7 +26,8 @@ from harness.workloads import make_workload
 if TYPE_CHECKING:
     from torch._C._profiler import _ProfilerEvent
 
-STEPS = 3
+SETTLED_STEPS = 2
+"""Steps before the cycle that repeats: buckets are rearranged after the first."""
 _STEPS = "rehearsal: steps"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
@@ -46,7 +47,7 @@ class AllocatedMemory:
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
-    """Launches the ranks of these cells on this machine, over gloo, and trains STEPS steps of each
+    """Launches the ranks of these cells on this machine, over gloo, and trains some steps of each
     cell; one tuple of ranks for each cell.
 
     All cells have the same number of processes, which train one cell after the other. Raises
@@ -129,7 +130,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
     ):
         step = strategy.setup(job)
         with record_function(_STEPS):
-            for index in range(STEPS):
+            for index in range(SETTLED_STEPS + strategy.cycle):
                 step(fake_batch(job, index))
     _KEPT.extend([job, step])
     if strategy.process_group:

@@ -22,8 +22,8 @@ from harness.workloads.recompute import recompute_blocks
 if TYPE_CHECKING:
     from torch import nn
 
-STEPS = 2
-"""The optimizer's state comes into being in the first step; the second is like all later ones."""
+FIRST_STEPS = 1
+"""Steps before those that repeat: the optimizer's state comes into being in the first."""
 
 
 @dataclass
@@ -81,7 +81,8 @@ class RankPeaks:
 def rehearse_rank(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks:
-    """Rehearses set-up and STEPS steps of one rank of the cell with this workload as its model.
+    """Rehearses set-up, the first step and one cycle of the others (see Strategy.cycle) of one rank
+    of the cell, with this workload as its model.
 
     Raises what torch raises where an operator does not run on tensors without data.
     """
@@ -93,7 +94,7 @@ def rehearse_rank(
             step = strategy.setup(job)
             assert job.train_state is not None
             ledger.mark_states(job.train_state)
-            for index in range(STEPS):
+            for index in range(FIRST_STEPS + strategy.cycle):
                 ledger.begin_step(index)
                 step(fake_batch(job, index))
                 ledger.mark_states(job.train_state)
