@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from harness.record.store import Store
-from tests.conftest import left_in
+from tests.conftest import ROOT, left_in
 from tests.ranks.test_resume import command
 
 SECRET = "pl4nted-8f2c1d"
@@ -26,6 +26,7 @@ def test_a_planted_secret_is_nowhere(tmp_path: Path) -> None:
             **os.environ,
             "PLANTED_TOKEN": SECRET,
             "TMPDIR": temporary,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
             "GIT_CONFIG_COUNT": "1",
             "GIT_CONFIG_KEY_0": "remote.origin.url",
             "GIT_CONFIG_VALUE_0": f"https://me:{SECRET}@example.org/x.git",
