@@ -64,8 +64,12 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """The text with each secret replaced. `secrets`: None for those of this process's
-    environment."""
+    """The text with each secret replaced, and what is no character (a lone surrogate, as Python
+    reads bytes that are no text) written as its escape, since no file and no terminal takes it.
+
+    `secrets`: None for those of this process's environment.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:
         return text  # short columns are most of what is recorded
     for secret in _own_secrets() if secrets is None else secrets:

@@ -89,6 +89,14 @@ def test_other_texts_stay_as_they_are(text: str) -> None:
     assert redacted(text, ()) == text
 
 
+def test_what_is_no_character_is_recorded_as_its_escape(tmp_path: Path) -> None:
+    """Python reads a file name or output that is not UTF-8 so; it is in the messages of errors."""
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**run_row(run_id="run-1")))
+    store.write_trial(TrialRecord(**trial_row(Cell(strategy="single"), reason="no file \udcff")))
+    assert store.load().trials["reason"][0] == "no file \\udcff"
+
+
 @pytest.mark.usefixtures("planted")
 def test_no_column_of_a_record_has_it(tmp_path: Path) -> None:
     store, cell = Store(tmp_path), Cell(strategy="single")
