@@ -44,7 +44,7 @@ bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
 ## make campaign   injects FAULTS faults by SEED, then feeds FUZZ random inputs to each parser
 campaign: need
-	$(PY) -m tests.faults.campaign --faults $(FAULTS) --seed $(SEED)
+	FAULTS=$(FAULTS) SEED=$(SEED) $(PY) -m pytest -s tests/faults/test_campaign.py $(ARGS)
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/faults/test_fuzz.py --timeout 0 $(ARGS)
 ## make audit   asks whether a pinned version has a known vulnerability (pip-audit, by pipx)
 audit:

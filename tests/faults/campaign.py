@@ -1,17 +1,14 @@
-"""python -m tests.faults.campaign [--faults N] [--seed S]: injects faults, one after the other,
-into trials that share one results folder, and says after each what was lost, recorded twice, or
-left behind. The same seed gives the same faults."""
+"""A campaign: injects faults, one after the other, into trials that share one results folder, and
+looks after each at what was lost, recorded twice, or left behind."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -85,36 +82,10 @@ class Campaign:
         return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    os.environ["PARALLELISM_BENCH_HANG_SECONDS"] = HANG_SECONDS
-    struck: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        tempfile.tempdir = f"{folder}/tmp"
-        temporary = Path(folder, "runs-tmp")
-        temporary.mkdir()
-        Path(tempfile.tempdir).mkdir()
-        campaign = Campaign(Path(folder), temporary, given.seed, Launcher())
-        for number, kind in enumerate(campaign.order(given.faults), 1):
-            begin = time.monotonic()
-            struck[kind] += 1
-            try:
-                campaign.strike(kind)
-                outcome = "held"
-            except AssertionError as error:
-                failed[kind] += 1
-                outcome = f"DID NOT HOLD: {error}"
-            print(f"{number} {kind}: {outcome} ({time.monotonic() - begin:.1f} s)", flush=True)
-    print(f"\nseed {given.seed}\n\n| fault | injected | did not hold |\n|---|---|---|")
-    for kind in sorted(struck):
-        print(f"| {kind} | {struck[kind]} | {failed[kind]} |")
-    print(f"| all | {struck.total()} | {failed.total()} |", flush=True)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def table(struck: Counter[str], failed: Mapping[str, list[str]]) -> str:
+    """What was injected, how often, and what did not hold, as Markdown."""
+    rows = ["| fault | injected | did not hold |", "|---|---|---|"]
+    rows += [
+        f"| {kind} | {struck[kind]} | {len(failed.get(kind, []))} |" for kind in sorted(struck)
+    ]
+    return "\n".join(rows)
