@@ -27,14 +27,13 @@ needs_accelerate = pytest.mark.skipif(not find_spec("accelerate"), reason="Accel
         ("ddp", {}),
         ("ddp", {"launcher": "spawn"}),
         pytest.param("horovod", {}, marks=needs_horovod),
-        pytest.param("horovod", {"options": {"controller": "mpi"}}, marks=needs_mpi),
         pytest.param(
             "horovod", {"options": {"controller": "mpi", "transport": "tcp"}}, marks=needs_mpi
         ),
         ("parameter_server", {}),
         pytest.param("accelerate", {"options": {"config_file": True}}, marks=needs_accelerate),
     ],
-    ids=["elastic", "spawn", "Horovod", "MPI", "MPI over TCP", "RPC", "accelerate launch"],
+    ids=["elastic", "spawn", "Horovod", "MPI", "RPC", "accelerate launch"],
 )
 def test_a_local_trial_listens_on_loopback_alone(
     launcher: Launcher, strategy: str, axes: dict[str, object]
