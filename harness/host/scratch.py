@@ -24,8 +24,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """A new folder for its owner alone, in `parent` or among the temporary files; it is removed
     with the context.
 
-    Processes that this one starts by exec do not inherit the lock.
+    Processes that this one starts by exec do not inherit the lock; one that it forks leaves the
+    folder alone, also when multiprocessing drops what its parent meant to do at its end.
     """
+    owner = os.getpid()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = _locked(folder)
@@ -37,7 +39,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 

@@ -52,11 +52,7 @@ class Layout:
     @property
     def text(self) -> str:
         """For people: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
-        axes = [
-            f"{field.name} {value}"
-            for field in dataclasses.fields(self)[:5]  # the axes come first
-            if (value := getattr(self, field.name)) > 1
-        ]
+        axes = [f"{name} {value}" for name in AXES if (value := getattr(self, name)) > 1]
         words = [" x ".join(axes) or "one device"]
         if self.zero:
             words.append(f"ZeRO-{self.zero}")
@@ -70,6 +66,10 @@ class Layout:
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks a stage")
         return ", ".join(words)
+
+
+AXES = tuple(field.name for field in dataclasses.fields(Layout)[:5])
+"""data, pipeline, ... : the fields that say over how many devices something is divided."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.planner.calibration import Calibration
 from harness.planner.candidates import enumerate_layouts
-from harness.planner.layouts import Floats, Ints, Layout, Layouts
+from harness.planner.layouts import AXES, Floats, Ints, Layout, Layouts
 from harness.planner.prediction import Predictions, predict, ranked
 from harness.planner.question import Question
 from harness.planner.schedule import one_forward_one_backward
@@ -86,9 +86,7 @@ def strategy_of(layout: Layout) -> str:
     shards = layout.data * layout.context
     if shards > 1:
         words.append(("DDP", "ZeRO-1", "ZeRO-2", "FSDP / ZeRO-3")[layout.zero])
-    for axis, name in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context")):
-        if getattr(layout, axis) > 1:
-            words.append(name)
+    words += [axis for axis in AXES[1:4] if getattr(layout, axis) > 1]
     if layout.offload:
         words.append("offload")
     return " + ".join(words) or "single device"

@@ -24,7 +24,7 @@ class StepTime:
     """Seconds of a step by layout (shape [layouts]); the parts add up to the whole."""
 
     compute: Floats
-    tensor: Floats
+    activation_exchange: Floats
     """Exposed communication of the tensor, context and expert axes."""
     data: Floats
     """Exposed communication of the data axis: gradients and sharded parameters."""
@@ -43,7 +43,7 @@ class StepTime:
     def total(self) -> Floats:
         return (
             self.compute
-            + self.tensor
+            + self.activation_exchange
             + self.data
             + self.bubble
             + self.launch
@@ -188,7 +188,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
     device = np.maximum(layer.launch, layer.compute + layer.communication)
     return StepTime(
         compute=share * work,
-        tensor=share * wire,
+        activation_exchange=share * wire,
         data=data,
         bubble=(pipe - steps * mean),
         launch=share * waits,

@@ -9,7 +9,7 @@ from harness.planner.plan import Candidate, Plan
 
 PART_WORDS = {
     "compute": "computing",
-    "tensor": "exposed communication of tensor, context and expert parallelism",
+    "activation_exchange": "exposed communication of tensor, context and expert parallelism",
     "data": "exposed communication of gradients and parameters",
     "bubble": "waiting in the pipeline",
     "launch": "waiting for the processor to launch work",

@@ -286,7 +286,9 @@ def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: P
     ]
     assert trial["parity_verdict"] == "exact"
     states_follow_the_formula(trial)
-    kept = sum(f.stat().st_size for f in (disk / "offload").rglob("*") if f.is_file())
+    kept = sum(
+        f.stat().st_size for f in (disk / "parallelism-bench-offload").rglob("*") if f.is_file()
+    )
     assert trial["offload_kept_bytes"] == kept
     # Where memory is short the kernel also reads pages of libraries from a disk again.
     assert 0.99 * kept <= trial["offload_read_bytes_per_step"] <= 1.1 * kept

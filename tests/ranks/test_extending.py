@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
+
 from harness.record.schema import VERSION
-from harness.record.store import load
 from tests import pages
 
 PAGE = pages.ROOT / "docs" / "extending.md"
@@ -83,7 +84,9 @@ def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -
     assert sum("mistral" in line for line in passed) == 2
     files = " ".join(sorted(python))
     run(f"python -m ruff check {files} && python -m ruff format --check {files}", copy)
-    trials = load(copy / "results").trials
+    # Its schema has a column more than this process knows.
+    files_of_trials = (copy / "results" / "trials").rglob("*.parquet")
+    trials = pd.concat(pd.read_parquet(file) for file in files_of_trials)
     assert list(trials["status"]) == ["ok"], trials["log_tail"].tolist()
     assert list(trials["parity_verdict"]) == ["exact"]
 

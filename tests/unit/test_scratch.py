@@ -55,6 +55,21 @@ def test_folders_of_a_killed_process_are_removed_once_it_is_dead(temporary: Path
     assert list(temporary.iterdir()) == []
 
 
+def test_a_forked_child_leaves_its_parents_folder_alone(temporary: Path) -> None:
+    """multiprocessing drops its parent's finalizers in a forked child, which ends generators."""
+    context = scratch_folder()
+    folder = context.__enter__()
+    child = os.fork()
+    if child == 0:
+        context.__exit__(None, None, None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert folder.exists()
+    assert remove_abandoned() == []
+    context.__exit__(None, None, None)
+    assert not folder.exists()
+
+
 def test_a_process_that_ends_leaves_nothing(temporary: Path) -> None:
     holder(temporary).communicate("")
     assert list(temporary.iterdir()) == []
