@@ -31,7 +31,7 @@ class Parts:
     """Seconds of a step."""
 
     compute: float
-    tensor: float
+    activation_exchange: float
     data: float
     bubble: float
     launch: float
@@ -184,7 +184,7 @@ def _candidate(
         tokens_per_second=rate,
         parts=Parts(
             compute=float(time.compute[row]),
-            tensor=float(time.tensor[row]),
+            activation_exchange=float(time.activation_exchange[row]),
             data=float(time.data[row]),
             # The simulation changes nothing but the waiting.
             bubble=float(time.bubble[row] + seconds - result.seconds[row]),
