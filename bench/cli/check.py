@@ -49,7 +49,7 @@ def check(
     for problem in checked.problems:
         where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
         console.print(escape(f"{problem.file}: {problem.what}{where}"), highlight=False)
-    left = len(checked.problems) - len(moved)
+    remaining = len(checked.problems) - len(moved)
     console.print(
         f"{checked.files} files read, {len(checked.problems)} of them with a problem"
         + (f", {len(moved)} moved" if moved else ""),
@@ -66,4 +66,4 @@ def check(
             for problem in checked.problems
         ]
         print(json.dumps({"files": checked.files, "problems": rows}))
-    raise typer.Exit(1 if left else 0)
+    raise typer.Exit(1 if remaining else 0)

@@ -58,14 +58,14 @@ def plan(
 ) -> None:
     """Predicts step time and memory of every layout of a training, and says which to choose.
 
-    Example: python -m bench plan --model llama-8b --devices 64 --batch 1024
+    Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
-    from rich.console import Console
     from rich.markup import escape
 
+    from bench.cli import terminal
     from harness.planner.calibration import DEFAULT, load
     from harness.planner.cluster import cluster_of
-    from harness.planner.plan import plan as answer
+    from harness.planner.plan import plan as predicted
     from harness.planner.question import Question
     from harness.planner.shape import parse_shape
     from harness.planner.words import explanation
@@ -75,32 +75,32 @@ def plan(
         raise UsageError(f"--price {price:g}: give a price above 0")
     question = Question(parse_shape(model), cluster_of(device, per_node, link), seq, batch, devices)
     constants = load(calibration or DEFAULT)
-    found = answer(question, constants, goal, top, price)
-    sentences = explanation(found)
+    answer = predicted(question, constants, goal, top, price)
+    sentences = explanation(answer)
     if json_output:
-        document = dataclasses.asdict(found) | {
+        document = dataclasses.asdict(answer) | {
             "explanation": sentences,
             "calibration": constants.source,
         }
         print(json.dumps(document))
         return
-    console = Console()
-    console.print(_table(found))
+    console = terminal.console()
+    console.print(_table(answer))
     for sentence in sentences:
         console.print(escape(sentence))
-    dropped = ", ".join(f"{count} for {reason}" for reason, count in found.dropped.items())
+    dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
-        f"{found.considered} layouts, left out as they would not run: {dropped or 'none'}"
+        f"{answer.considered} layouts, left out as they would not run: {dropped or 'none'}"
     )
     console.print(escape(f"constants: {constants.source}"))
 
 
-def _table(found: Plan) -> Table:
+def _table(answer: Plan) -> Table:
     """The layouts, best first."""
     from rich.markup import escape
     from rich.table import Table
 
-    question = found.question
+    question = answer.question
     table = Table(
         title=f"{question.shape.name} on {question.devices} x {question.cluster.device},"
         f" {question.global_batch} sequences of {question.sequence_length} tokens a step;"
@@ -110,10 +110,10 @@ def _table(found: Plan) -> Table:
     table.add_column("layout", overflow="fold", min_width=24)
     for column in ("step (s)", "tokens/s", "memory (GB)", "fits"):
         table.add_column(column, justify="right")
-    priced = found.candidates[0].price is not None
+    priced = answer.candidates[0].price is not None
     if priced:
         table.add_column("price of 1e9 tokens", justify="right")
-    for row in found.candidates:
+    for row in answer.candidates:
         table.add_row(
             f"{escape(row.strategy)}: {escape(row.layout.text)}",
             f"{row.seconds:.3g}\n({row.seconds_low:.3g} to {row.seconds_high:.3g})",

@@ -55,8 +55,9 @@ def rehearse(
             ),
         ),
     ] = None,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Rehearse all blocks, never extrapolate from fewer.")
+    every_block: Annotated[
+        bool,
+        typer.Option("--every-block", help="Rehearse every block, never extrapolate from fewer."),
     ] = False,
     measured: Annotated[
         bool,
@@ -91,7 +92,7 @@ def rehearse(
     for cell in cells:
         try:
             with quiet():
-                rehearsals.append(planner.rehearse(cell, rank or (), whole))
+                rehearsals.append(planner.rehearse(cell, rank or (), every_block))
         except (Refused, Unavailable) as reason:
             raise UsageError(f"{cell.name} cannot be rehearsed: {reason}") from None
         if measured:

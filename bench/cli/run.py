@@ -234,7 +234,7 @@ def run(
     ):
         runner = Runner(store, plan, launcher, share=part)
         finished = runner.run(progress) and (not explain or runner.explain(progress))
-    from bench.cli.run_end import Ended, Shown, conclude
+    from bench.cli.run_end import Ended, EndOptions, conclude
 
     ended = Ended(finished, time.monotonic() - begun_at, not share or runner.all_recorded)
-    raise typer.Exit(conclude(store, plan, ended, baseline, Shown(report, json_output)))
+    raise typer.Exit(conclude(store, plan, ended, baseline, EndOptions(report, json_output)))

@@ -38,23 +38,25 @@ class Ended:
     finished: bool
     """False where it was interrupted."""
     wall_seconds: float
-    whole: bool
+    all_recorded: bool
     """Whether no other share of the run has anything left to do."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What is shown at the end."""
+class EndOptions:
+    """The options of bench run that say what its end writes."""
 
     report: bool
     """Whether the HTML report is written."""
     json_output: bool
 
 
-def conclude(store: Store, plan: Plan, ended: Ended, baseline: Choice | None, shown: Shown) -> int:
+def conclude(
+    store: Store, plan: Plan, ended: Ended, baseline: Choice | None, options: EndOptions
+) -> int:
     """Shows the ranking, the answer and the paths, writes the report and the run's conclusion;
     returns the exit code."""
-    console = terminal.console(quiet=shown.json_output)
+    console = terminal.console(quiet=options.json_output)
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
@@ -73,14 +75,14 @@ def conclude(store: Store, plan: Plan, ended: Ended, baseline: Choice | None, sh
     known = precision(results)
     if known:
         console.print(known.sentence, highlight=False)
-    if ended.whole:
+    if ended.all_recorded:
         store.write_conclusion(_conclusion(plan, ended, len(loaded.trials), known, advised))
     page = None
-    if shown.report and ended.whole:
+    if options.report and ended.all_recorded:
         path = Path("reports") / "html" / f"{plan.run_id}.html"
         page = write_report(loaded, path, "python -m bench report --out FILE", baseline)
     terminal.paths(console, store, plan, page, ended.finished)
-    if shown.json_output:
+    if options.json_output:
         print(json.dumps(_as_json(store, plan, page, results, known, advised)))
     if not ended.finished:
         return 130

@@ -58,10 +58,9 @@ def validate(
 ) -> None:
     """Holds predictions against measured runs and scores them.
 
-    Example: python -m bench validate --data RUNS.csv
+    Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """
-    from rich.console import Console
-
+    from bench.cli import terminal
     from harness.planner import scores
     from harness.planner.calibration import DEFAULT, load
     from harness.planner.cluster import cluster_of
@@ -102,7 +101,7 @@ def validate(
         }
         print(json.dumps(_without_nan(document)))
         return
-    console = Console()
+    console = terminal.console()
     for name in held:
         console.print(_scores(name, scored[name]))
         console.print(_errors(name, errors[name]))
@@ -121,7 +120,7 @@ def calibrate(
 ) -> None:
     """Fits the planner's constants to measured runs, within their physical bounds.
 
-    Example: python -m bench calibrate --data RUNS.csv --out MY.yaml
+    Example: [bold]python -m bench calibrate --data RUNS.csv --out MY.yaml[/bold]
     """
     from harness.planner.calibrate import calibrate as fit
     from harness.planner.cluster import cluster_of

@@ -43,7 +43,8 @@ def test_memory_and_traffic_are_those_without_a_control(run_cells: RunCells) -> 
     (plain,) = TrialRecord.from_frame(run_cells(cell("ddp")).trials)
     (beside,) = TrialRecord.from_frame(run_cells(cell("ddp"), timed_seconds=0.1).trials)
     assert plain.peak_memory_bytes
-    assert beside.peak_memory_bytes == pytest.approx(plain.peak_memory_bytes, rel=0.1)
+    assert beside.peak_memory_bytes
+    assert beside.peak_memory_bytes <= 1.05 * plain.peak_memory_bytes
     assert beside.sent_bytes_per_step == pytest.approx(plain.sent_bytes_per_step, rel=0.05)
     assert beside.foreign_load_cores is not None
 

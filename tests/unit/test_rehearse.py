@@ -81,7 +81,7 @@ def test_a_collective_counts_with_the_backends_own_buffer() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero_redundancy"])
 def test_shallow_models_give_the_peak_of_the_deep_one(strategy: str) -> None:
     one = cell(strategy, 64, workload="llama-64x13", global_batch=64, sequence_length=32)
-    fast, whole = (rehearse(one, whole=whole).fullest for whole in (False, True))
+    fast, whole = (rehearse(one, every_block=every).fullest for every in (False, True))
     assert whole.rehearsed_blocks == (13,)
     assert fast.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
     assert fast.kept_bytes == pytest.approx(whole.kept_bytes, rel=1e-3)

@@ -84,12 +84,12 @@ class Rehearsal:
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
 
-def rehearse(cell: Cell, ranks: Sequence[int] = (), whole: bool = False) -> Rehearsal:
+def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell.
 
     `ranks`: those to rehearse; by default all of a world of up to SMALL_WORLD, and the first rank
-    of each pipeline stage of a larger one. `whole`: never extrapolate from shallow models. Raises
-    UsageError for what cannot be rehearsed, Refused and Unavailable as `validate` does.
+    of each pipeline stage of a larger one. `every_block`: never extrapolate from shallow models.
+    Raises UsageError for what cannot be rehearsed, Refused and Unavailable as `validate` does.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -101,7 +101,7 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), whole: bool = False) -> Rehe
             )
     chosen = list(dict.fromkeys(ranks)) or default_ranks(layout)
     return Rehearsal(
-        cell, tuple(_memory(cell, strategy, layout, workload, rank, whole) for rank in chosen)
+        cell, tuple(_memory(cell, strategy, layout, workload, rank, every_block) for rank in chosen)
     )
 
 
@@ -125,11 +125,11 @@ def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
 
 
 def _memory(
-    cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int, whole: bool
+    cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int, every_block: bool
 ) -> RankMemory:
     began = time.perf_counter()
     try:
-        peaks = None if whole else _from_shallow(cell, strategy, layout, workload, rank)
+        peaks = None if every_block else _from_shallow(cell, strategy, layout, workload, rank)
         peaks = peaks or rehearse_rank(cell, strategy, layout, workload, rank)
     except (UsageError, Refused, Unavailable):
         raise

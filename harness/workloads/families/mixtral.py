@@ -15,19 +15,36 @@ class MixtureSplit(LlamaSplit):
     sequence_parallel = False
 
 
-def _size(layers: int, hidden: int, heads: int, experts: int, feed_forward: int) -> ModelConfig:
-    """`feed_forward`: intermediate size of one expert, of which two see each token."""
+def mixture_size(layers: int, hidden: int, heads: int, feed_forward: int) -> ModelConfig:
+    """What models with a mixture of experts have alike. `feed_forward`: intermediate size of one
+    expert, of which two see each token."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "num_local_experts": experts,
         "num_experts_per_tok": 2,
         "intermediate_size": feed_forward,
         "vocab_size": 256,
         "max_position_embeddings": 256,
     }
+
+
+MIXTURE_COMMON: ModelConfig = {
+    "attention_dropout": 0.0,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    # The router's auxiliary loss is a mean over a rank's own tokens: the mean of ranks is another
+    # one than that of a single process.
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.0,
+}
+
+
+def _size(layers: int, hidden: int, heads: int, experts: int, feed_forward: int) -> ModelConfig:
+    return mixture_size(layers, hidden, heads, feed_forward) | {"num_local_experts": experts}
 
 
 FAMILY = Family(
@@ -42,18 +59,6 @@ FAMILY = Family(
         "8x7b": _size(32, 4096, 32, 8, 14336)
         | {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096},
     },
-    # The router's auxiliary loss is a mean over a rank's own tokens: the mean of ranks is another
-    # one than that of a single process.
-    common={
-        "attention_dropout": 0.0,
-        "use_cache": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "sliding_window": None,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-        "router_jitter_noise": 0.0,
-    },
+    common=MIXTURE_COMMON | {"sliding_window": None, "router_jitter_noise": 0.0},
     split=MixtureSplit(),
 )

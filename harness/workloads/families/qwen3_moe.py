@@ -3,24 +3,15 @@ place of each MLP."""
 
 from __future__ import annotations
 
-from harness.workloads.families.mixtral import MixtureSplit
+from harness.workloads.families.mixtral import MIXTURE_COMMON, MixtureSplit, mixture_size
 from harness.workloads.family import Family, ModelConfig
 
 
 def _size(layers: int, hidden: int, heads: int, experts: int, feed_forward: int) -> ModelConfig:
-    """`feed_forward`: intermediate size of one expert, of which two see each token."""
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+    return mixture_size(layers, hidden, heads, feed_forward) | {
         "head_dim": hidden // heads,
         "num_experts": experts,
-        "num_experts_per_tok": 2,
         "moe_intermediate_size": feed_forward,
-        "intermediate_size": feed_forward,
-        "vocab_size": 256,
-        "max_position_embeddings": 256,
     }
 
 
@@ -42,17 +33,6 @@ FAMILY = Family(
             "max_position_embeddings": 4096,
         },
     },
-    # The router's auxiliary loss is a mean over a rank's own tokens: the mean of ranks is another
-    # one than that of a single process.
-    common={
-        "attention_dropout": 0.0,
-        "use_cache": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "norm_topk_prob": True,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-    },
+    common=MIXTURE_COMMON | {"norm_topk_prob": True},
     split=MixtureSplit(),
 )
