@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterable
 
 import torch.distributed.tensor.parallel  # noqa: F401
@@ -18,7 +19,18 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def import_packages(names: Iterable[str]) -> None:
-    """Imports those that can be; set-up says what is wrong with the others."""
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    """Imports those that can be; set-up says what is wrong with the others.
+
+    Not with them MLflow, which DeepSpeed imports for its autotuner where it is installed: it takes
+    two seconds, and no rank reports to it.
+    """
+    with_mlflow = "mlflow" in sys.modules
+    if not with_mlflow:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]  # import raises ImportError
+    try:
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    finally:
+        if not with_mlflow:
+            del sys.modules["mlflow"]

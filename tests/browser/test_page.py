@@ -157,7 +157,12 @@ def test_no_sideways_scroll(opened: Open, width: int) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 375)])
 def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> None:
+    """In a table of its first and last cells, and their details: axe takes a minute for all."""
     page = opened(width=width, color_scheme=scheme).page
+    page.evaluate(
+        "() => [...document.querySelectorAll('#all tbody tr')].slice(12, -12)"
+        ".forEach(row => row.remove())"
+    )
     assert serious_faults(page) == []
 
 

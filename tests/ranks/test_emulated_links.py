@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 import pytest
 
@@ -45,9 +46,9 @@ def emulated() -> Iterator[EmulatedNodes]:
 def run_cells(
     emulated: EmulatedNodes, launcher: Launcher, tmp_path: Path
 ) -> Callable[..., Results]:
-    def run(*cells: Cell, trials: int = 1, explain: bool = False) -> Results:
+    def run(*cells: Cell, explain: bool = False) -> Results:
         store = Store(tmp_path / "results")
-        plan = Plan.new("test", cells, trials, [])
+        plan = Plan.new("test", cells, 1, [])
         runner = Runner(
             store,
             plan,
@@ -143,8 +144,8 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
     run_cells: Callable[..., Results],
 ) -> None:
     """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little
-    compute, whose noise would be the test's; the best of two launches. On the slowest link
-    strategies rank by their bytes.
+    compute, whose noise would be the test's; where a launch was disturbed, the best of it and
+    another. On the slowest link strategies rank by their bytes.
     """
     cells = [
         *(
@@ -154,24 +155,31 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
         over("100mbit", options={"comm_hook": "powersgd"}, **MODEL),
         over("100mbit", "deepspeed", options={"stage": 3}, **MODEL),
     ]
-    trials = run_cells(*cells, trials=2).trials
+    trials = run_cells(*cells).trials
+    if not takes_what_its_bytes_take(trials):
+        trials = pd.concat([trials, run_cells(*cells).trials])
+        assert takes_what_its_bytes_take(trials), trials[
+            ["label", "links", "step_seconds_p50", "link_bits_per_second", "sent_bytes_per_step"]
+        ].to_string()
+
+
+def takes_what_its_bytes_take(trials: pd.DataFrame) -> bool:
+    """Whether the fastest launch of each cell does: by the order of the strategies on the slowest
+    link, and within 15 % on two links."""
     for trial in trials.to_dict("records"):
         assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
-    trials["sent"] = [max(sent) for sent in trials["sent_bytes_per_step"]]
-    best = trials.loc[trials.groupby("cell_id")["step_seconds_p50"].idxmin()]
+    trials = trials.assign(sent=[max(sent) for sent in trials["sent_bytes_per_step"]])
+    best = trials.sort_values("step_seconds_p50").drop_duplicates("cell_id")
     slowest = best[best["links"] == "100mbit"]
     assert len(slowest) == 3
-    assert list(slowest.sort_values("sent")["label"]) == list(
-        slowest.sort_values("step_seconds_p50")["label"]
+    ddp = best[best["label"].str.contains("bucket_cap_mb")].set_index("links")
+    assert ddp.loc["100mbit", "sent"] > 3e6
+    wire = 8 * ddp["sent"] / ddp["link_bits_per_second"]
+    compute = ddp.loc["none", "step_seconds_p50"] - wire["none"]
+    return slowest["sent"].is_monotonic_increasing and all(
+        ddp.loc[link, "step_seconds_p50"] == pytest.approx(compute + wire[link], rel=0.15)
+        for link in ("1gbit", "100mbit")
     )
-    best = best[best["label"].str.contains("bucket_cap_mb")].set_index("links")
-    wire = 8 * best["sent"] / best["link_bits_per_second"]
-    compute = best.loc["none", "step_seconds_p50"] - wire["none"]
-    assert best.loc["100mbit", "sent"] > 3e6
-    for link in ("1gbit", "100mbit"):
-        assert best.loc[link, "step_seconds_p50"] == pytest.approx(
-            compute + wire[link], rel=0.15
-        ), link
 
 
 @pytest.mark.alone

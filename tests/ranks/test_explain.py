@@ -91,29 +91,20 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
         )
 
 
-DELAY = 0.1
+DELAY = 0.3
+"""Seconds; far more than steps of a few milliseconds take on a busy machine."""
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("where", "component"),
-    [
-        ("compute", "compute"),
-        ("communication", "communication"),
-        ("optimizer", "optimizer"),
-        ("data", "data"),
-    ],
-)
-def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str, component: str) -> None:
-    """A tenth of a second of sleep in steps that take a few milliseconds."""
+@pytest.mark.parametrize("where", ["communication", "optimizer"])
+def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str) -> None:
+    """One of computing, and of the data, is in the next test."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY})
     for rank in range(2):
         found = {name: getattr(row, f"{name}_seconds")[rank] for name in COMPONENTS}
-        assert found[component] >= 0.95 * DELAY, found
-        assert max(found, key=lambda name: found[name]) == component
+        assert found[where] >= 0.95 * DELAY, found
+        assert max(found, key=lambda name: found[name]) == where
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("where", ["compute", "data"])
 def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
     """The other one waits for it: there the delay is communication."""

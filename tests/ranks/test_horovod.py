@@ -3,6 +3,7 @@ thing."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from harness.strategies import _horovod
 from harness.strategies._horovod import built, places
 from harness.strategies.horovod import Horovod
 from harness.workloads import make_workload
+from tests.listening import watched
 from tests.ranks.conftest import RunCells, cell
 
 pytest.importorskip("horovod", reason="make setup builds Horovod")
@@ -104,27 +106,26 @@ def test_each_trap_is_seen_and_avoided(
 
 @with_mpi
 def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None:
-    """Through shared memory nothing is counted; over TCP it is the same bytes as Gloo's."""
-    shared = cell("horovod", options={"controller": "mpi"}, **PATIENT)
+    """Over TCP it is the same bytes as Gloo's, and loopback alone listens."""
     over_tcp = cell(
         "horovod",
         workload="llama-micro",
         options={"controller": "mpi", "transport": "tcp"},
         **PATIENT,
     )
-    trials = run_cells(shared, over_tcp).trials.set_index("cell_id")
-    assert list(trials["parity_verdict"]) == ["exact", "exact"], list(trials["reason"])
-    assert list(trials["launcher"]) == ["mpirun", "mpirun"]
-    assert list(trials["wraps_ddp"]) == ["Horovod", "Horovod"]
-    assert not len(trials.loc[shared.id, "sent_bytes_per_step"])
-    bound = 4.0 * trials.loc[over_tcp.id, "trained_parameters"]
-    assert list(trials.loc[over_tcp.id, "sent_bytes_per_step"]) == pytest.approx(
-        [bound] * 2, rel=0.05
-    )
+    with watched() as seen:
+        row = run_cells(over_tcp).trials.iloc[0]
+    assert (row["parity_verdict"], row["reason"]) == ("exact", "")
+    assert (row["launcher"], row["wraps_ddp"]) == ("mpirun", "Horovod")
+    bound = 4.0 * row["trained_parameters"]
+    assert list(row["sent_bytes_per_step"]) == pytest.approx([bound] * 2, rel=0.05)
+    assert seen.inside
+    assert seen.outside == []
 
 
 @with_mpi
 def test_adasum_is_its_formula(run_cells: RunCells) -> None:
+    """By ranks of mpirun that talk through shared memory, where no bytes are counted."""
     options = {"controller": "mpi", "op": "adasum"}
     trials = run_cells(
         cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
@@ -132,11 +133,11 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
     assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
     assert list(row["losses"]) == pytest.approx(list(by_hand["losses"]), rel=1e-5)
+    assert not len(row["sent_bytes_per_step"])
     assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
     assert pd.isna(row["wraps_ddp"])
 
 
-@pytest.mark.alone  # it looks for ranks of mpirun that are left
 @with_mpi
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
@@ -147,8 +148,10 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     ],
 )
 def test_a_failing_rank_ends_mpirun_with_the_cause(
-    run_cells: RunCells, fault: str, status: str, reason: str
+    run_cells: RunCells, fault: str, status: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    marker = f"{os.getpid()}-{fault}"  # tells its ranks from those of another test's mpirun
+    monkeypatch.setenv("BENCH_TEST_MARKER", marker)
     limit = {"time_limit_seconds": 12.0} if fault == "hangs" else PATIENT
     row = run_cells(
         cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)
@@ -158,9 +161,10 @@ def test_a_failing_rank_ends_mpirun_with_the_cause(
     assert fault != "killed" or "rank 1 with PID" in row["log_tail"]
     assert fault != "hangs" or row["stacks"]
     assert not [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "harness.worker.mpi" in (p.info["cmdline"] or [])
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "harness.worker.mpi" in (process.info["cmdline"] or [])
+        and marker in (process.info["environ"] or {}).values()
     ]
 
 

@@ -25,11 +25,14 @@ SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
 
 def elsewhere(one: Cell) -> bool:
     """Variants of a model in one process and by DDP are those of test_variants.py, mpirun's ranks
-    those of test_horovod.py. And eight ranks, which are slow, train with each data axis and each
-    schedule, but not with all pairs of them."""
+    those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py.
+    And eight ranks, which are slow, train with each data axis and each schedule, but not with all
+    pairs of them."""
     variant = "+" in one.workload and one.strategy in ("single", "ddp")
+    anew = one.launcher == "spawn" or one.options.get("config_file")
     pair = (one.options.get("data_axis"), one.options.get("schedule"))
-    return variant or one.options.get("controller") == "mpi" or pair == ("fsdp2", "1f1b")
+    mpi = one.options.get("controller") == "mpi"
+    return variant or mpi or bool(anew) or pair == ("fsdp2", "1f1b")
 
 
 def cells_of_full() -> list[Cell]:
