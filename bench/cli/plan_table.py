@@ -36,7 +36,7 @@ def show(
     from harness.spec.link import over
 
     cores = len(allowed_cores())
-    seconds = expected_seconds(store, planned.cells, cores, gpu, planned.timed_seconds)
+    seconds = expected_seconds(store, planned.cells, cores, gpu, planned.timed_seconds_of)
     table = Table(title=_title(planned), title_justify="left")
     for column, justify in (
         ("strategy", "left"),

@@ -11,6 +11,7 @@ from bench.host import host_of
 from bench.matrix import parse_changes, read_matrix
 from harness.record.plan import Plan, kept_plan, resumable
 from harness.record.store import Store, require_plain_name
+from harness.run.allocation import launches_per_round, not_compared
 from harness.spec.errors import UsageError
 
 
@@ -101,6 +102,12 @@ def _new_plan(options: PlanOptions) -> Plan:
         seconds = options.timed_seconds
         seconds = matrix.timed_seconds if seconds is None else seconds
         plan = dataclasses.replace(plan, timed_seconds=seconds)
+        if seconds and plan.until_answered:
+            plan = dataclasses.replace(
+                plan,
+                not_compared=not_compared(plan.cells),
+                launches_per_round=launches_per_round(plan.cells),
+            )
     else:
         require_few(plan)
         plan = dataclasses.replace(plan, by_turns=True)

@@ -3,11 +3,12 @@ with."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -54,6 +55,11 @@ class Plan:
     """Whether cells that may still be the fastest are launched again after the planned rounds."""
     once: frozenset[str] = frozenset()
     """Ids of the cells that are launched once, for parity: their time is no measurement."""
+    not_compared: frozenset[str] = frozenset()
+    """Ids of the cells that are timed for as many steps as they say, whatever `timed_seconds` is:
+    their throughput is compared with nothing."""
+    launches_per_round: Mapping[str, int] = field(default_factory=dict)
+    """Cell id -> launches in each round, of cells that have more than one: baselines."""
 
     @classmethod
     def new(
@@ -79,18 +85,38 @@ class Plan:
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all
-        cells alike."""
-        rounds = ((trial, self.shuffled(self.cells, trial)) for trial in range(self.trials))
-        return [
-            (cell, trial)
-            for trial, cells in rounds
-            for cell in cells
-            if trial < self.trials_of(cell)
+        cells alike.
+
+        The first launch of a cell in a round has the round's number; others of the same round are
+        counted from `trials` on.
+        """
+        further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
+        of_round = [
+            cell for cell in self.cells for _ in range(self.launches_per_round.get(cell.id, 1))
         ]
+        order = []
+        for number in range(self.trials):
+            begun = set(self.once) if number else set()
+            for cell in self.shuffled(of_round, number):
+                if cell.id not in begun:
+                    order.append((cell, number))
+                    begun.add(cell.id)
+                elif cell.id in further:
+                    order.append((cell, next(further[cell.id])))
+        return order
 
     def trials_of(self, cell: Cell) -> int:
         """Launches of a cell."""
-        return 1 if cell.id in self.once else self.trials
+        if cell.id in self.once:
+            return 1
+        return self.trials * self.launches_per_round.get(cell.id, 1)
+
+    def timed_seconds_of(self, cell: Cell) -> float | None:
+        """How long its timed steps take at least; 0: as many as the cell says; None: that, and
+        without a control between them."""
+        if not self.timed_seconds:
+            return None
+        return 0.0 if cell.id in self.not_compared else self.timed_seconds
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
         """The order of cells in a round."""
@@ -115,6 +141,8 @@ class Plan:
                 **({"timed_seconds": self.timed_seconds} if self.timed_seconds else {}),
                 **({"until_answered": True} if self.until_answered else {}),
                 **({"once": sorted(self.once)} if self.once else {}),
+                **({"not_compared": sorted(self.not_compared)} if self.not_compared else {}),
+                "launches_per_round": dict(self.launches_per_round),
             }
         )
 
@@ -139,6 +167,8 @@ class Plan:
         more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
         more["timed_seconds"] = plan.get("timed_seconds", 0.0)
         more["until_answered"] = plan.get("until_answered", False)
+        more["not_compared"] = frozenset(plan.get("not_compared", ()))
+        more["launches_per_round"] = plan.get("launches_per_round", {})
         return cls(
             row["run_id"],
             row["matrix"],

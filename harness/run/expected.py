@@ -7,7 +7,7 @@ better, and goes before this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.host.gpu_models import gpu_model, peak_flops_per_second
@@ -233,12 +233,12 @@ def expected_seconds(
     cells: Sequence[Cell],
     cores: int,
     gpu: str | None = None,
-    timed_seconds: float = 0.0,
+    timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:
     """Seconds a trial of each cell will take, by cell id: as long as it took before, else by
     harness/run/expected.py.
 
-    `gpu`: NVML's name of the GPUs that it is for. `timed_seconds`: see Plan.
+    `gpu`: NVML's name of the GPUs that it is for. `timed_seconds`: see Plan.timed_seconds_of.
     """
     before: dict[str, float] = {}
     if store.run_ids():
@@ -249,7 +249,7 @@ def expected_seconds(
         }
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
     return {
-        cell.id: trial_seconds(cell, cores, gpu, timed_seconds)
+        cell.id: trial_seconds(cell, cores, gpu, timed_seconds(cell) or 0.0)
         if (took := measured[cell.id]) is None
         else took
         for cell in cells

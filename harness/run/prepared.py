@@ -34,9 +34,9 @@ class PreparedTrial:
         key: TrialKey,
         position: int,
         reference: Reference | None,
-        timed_seconds: float = 0.0,
+        timed_seconds: float | None = None,
     ) -> None:
-        """`timed_seconds`: see Plan."""
+        """`timed_seconds`: see Plan.timed_seconds_of."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -50,7 +50,7 @@ class PreparedTrial:
             "max_restarts": self.strategy.max_restarts,
             "command": functools.partial(self.strategy.command, cell),
         }
-        if timed_seconds and has_control(cell):
+        if timed_seconds is not None and has_control(cell):
             fixed = self.strategy.fixed_steps
             more |= {"control": True, "timed_seconds": 0.0 if fixed else timed_seconds}
         data = prepare_data(cell.data, self.workload, cell.sequence_length)

@@ -18,10 +18,7 @@ from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.load import Idle
 from harness.parity.reference import Reference
-from harness.parity.reference_runs import (
-    make_room,
-    reference_key,
-)
+from harness.parity.reference_runs import make_room, reference_key
 from harness.record.plan import Plan
 from harness.record.run import RunRecord
 from harness.record.schema import VERSION as SCHEMA_VERSION
@@ -277,7 +274,8 @@ class Runner:
 
         Without a reference its parity stays unknown.
         """
-        prepared = PreparedTrial(cell, key, position, reference, self.plan.timed_seconds)
+        seconds = self.plan.timed_seconds_of(cell)
+        prepared = PreparedTrial(cell, key, position, reference, seconds)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(

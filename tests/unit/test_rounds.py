@@ -18,6 +18,7 @@ from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
+from harness.run.allocation import launches_per_round, not_compared
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, trial_row
@@ -38,6 +39,35 @@ def test_rounds_hold_every_cell_once_and_are_shuffled() -> None:
     assert all(sorted(one) == list(range(20)) for one in rounds)
     assert [t for _, t in order] == [0] * 20 + [1] * 20 + [2] * 20
     assert len({tuple(one) for one in rounds}) == 3
+
+
+def test_baselines_are_launched_more_often_within_each_round() -> None:
+    """By the square root of what is compared with them; each launch has a number of its own."""
+    ddp = Cell(strategy="ddp", devices=2)
+    others = [Cell(strategy="ddp", devices=2, options={"bucket_cap_mb": i}) for i in range(1, 10)]
+    crowded = Cell(strategy="ddp", devices=512, global_batch=512)
+    alone = Cell(strategy="fsdp2", devices=2, sequence_length=32)
+    cells = (*others, ddp, crowded, alone)
+    assert launches_per_round(cells) == {ddp.id: 3}
+    assert not_compared(cells) == {crowded.id, alone.id}
+    plan = Plan(
+        "r",
+        "m",
+        cells,
+        2,
+        order_seed=1,
+        timed_seconds=3.0,
+        not_compared=not_compared(cells),
+        launches_per_round=launches_per_round(cells),
+    )
+    order = plan.schedule()
+    assert len(set(order_ids := [(cell.id, trial) for cell, trial in order])) == len(order) == 28
+    assert sorted(t for c, t in order_ids if c == ddp.id) == list(range(plan.trials_of(ddp)))
+    first = [cell.id for cell, _ in order[:14]]
+    assert first.count(ddp.id) == 3
+    assert {cell.id for cell in cells} == set(first)
+    assert [plan.timed_seconds_of(cell) for cell in (ddp, crowded, alone)] == [3.0, 0.0, 0.0]
+    assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
 
 
 class Recorder:
