@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,24 +102,22 @@ def _progress(store: Store, run_id: str) -> RunProgress:
     from harness.record.plan import kept_plan
 
     plan = kept_plan(store, run_id)
-    trials = store.load([run_id], steps=False).trials
-    launched = trials[trials["position"] >= 0].sort_values("started_at")
-    last = launched.groupby(["cell_id", "trial"]).tail(1)
-    newest = launched.iloc[-1] if len(launched) else None
+    launched = sorted(
+        (trial for trial in store.ended_trials(run_id) if trial.position >= 0),
+        key=lambda trial: trial.started_at,
+    )
+    last = {(trial.cell_id, trial.trial): trial.status for trial in launched}
+    newest = launched[-1] if launched else None
     return RunProgress(
         run_id,
         plan.matrix,
         len(plan.cells),
         len(plan.schedule()),
-        int((last["status"] != "interrupted").sum()),
+        sum(status != "interrupted" for status in last.values()),
         len(plan.left_out),
-        {str(status): int(count) for status, count in last["status"].value_counts().items()},
-        (
-            None
-            if newest is None
-            else f"{newest['cell_name']} trial {newest['trial']}: {newest['status']}"
-        ),
-        None if newest is None else newest["started_at"].isoformat(),
+        dict(Counter(last.values()).most_common()),
+        newest and f"{newest.cell_name} trial {newest.trial}: {newest.status}",
+        newest and newest.started_at.isoformat(),
     )
 
 

@@ -188,15 +188,16 @@ def find_run(store: Store, word: str) -> str:
 def _latest(store: Store, word: str) -> str:
     """The run that `latest` or `latest~N` means, searches left out."""
     back = word.removeprefix("latest").removeprefix("~") or "0"
-    run_ids = [
-        str(row["run_id"]) for row in store.newest_rows() if "search" not in json.loads(row["plan"])
-    ][::-1]
-    if not back.isdigit() or int(back) >= len(run_ids):
-        raise UsageError(
-            f"no run {word!r}: {str(store.folder)!r} has {len(run_ids)} to compare, the newest"
-            " is latest, then latest~1"
-        )
-    return run_ids[-1 - int(back)]
+    passed = 0
+    for row in store.newest_rows():
+        if "search" not in json.loads(row["plan"]):
+            if back == str(passed):
+                return str(row["run_id"])
+            passed += 1
+    raise UsageError(
+        f"no run {word!r}: {str(store.folder)!r} has {passed} to compare, the newest is latest,"
+        " then latest~1"
+    )
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:

@@ -11,8 +11,9 @@ import os
 import platform
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.spec.errors import DamagedFileWarning, UsageError
@@ -118,14 +119,15 @@ def _version(file: Path, schema: pa.Schema) -> int | None:
 def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
     """In what a file's columns are not those of its version; empty: in nothing. Copies of several
     files have all columns of the version that made them."""
-    known, types = 1 if version is None else version, arrow_schema(table)
-    for column in TABLES[table].columns():
+    known = 1 if version is None else version
+    present = dict(zip(schema.names, schema.types, strict=True))
+    for column, field in zip(TABLES[table].columns(), arrow_schema(table), strict=True):
         if column.since > known:
             continue
-        if column.name not in schema.names:
+        if column.name not in present:
             return f"column {column.name} is missing"
-        if schema.field(column.name).type != types.field(column.name).type:
-            return f"column {column.name} is {schema.field(column.name).type}"
+        if present[column.name] != field.type:
+            return f"column {column.name} is {present[column.name]}"
     return ""
 
 
@@ -156,6 +158,25 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
     rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
     frame: pd.DataFrame = rows.combine_chunks().to_pandas()
     return frame
+
+
+def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows by column, as Python's own values; times are in UTC.
+
+    Imports no pandas, as arrow's `to_pylist` does for times with a zone: that import takes longer
+    than most commands that need single rows.
+    """
+    import pyarrow as pa
+
+    times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
+    for name in times:
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, table.column(name).cast(pa.timestamp("us")))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for name in times:
+            row[name] = row[name] and row[name].replace(tzinfo=timezone.utc)
+    return rows
 
 
 def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:

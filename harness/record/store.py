@@ -10,10 +10,12 @@ results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, onl
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from harness.record.files import (
     frame_of,
     is_complete,
     nullable,
+    plain_rows,
     read_file,
     read_frame,
     read_undamaged,
@@ -42,7 +45,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _COPIED = "files"
-"""Key in the metadata of a run's copy: how many files it holds."""
+"""Key in the metadata of a run's copy: the number of files it was made of, and a digest of their
+names."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AT_ONCE = 200
 """Files copied at a time, which bounds the memory that it takes."""
@@ -59,6 +63,24 @@ class TrialKey:
     @property
     def stem(self) -> str:
         return f"{self.cell_id}-t{self.trial}-a{self.attempt}"
+
+
+@dataclass(frozen=True)
+class EndedTrial:
+    """The columns of a trial's record that say how it ended."""
+
+    cell_id: str
+    cell_name: str
+    trial: int
+    attempt: int
+    position: int
+    status: str
+    started_at: datetime
+    wall_seconds: float | None
+
+    @property
+    def key(self) -> TrialKey:
+        return TrialKey(self.cell_id, self.trial, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -91,17 +113,12 @@ class Store:
         """False where the run is there already: where several begin the same run, the first one's
         record counts."""
         path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
-        mine = self._write("runs", path.with_name(f".{path.stem}.{writer_name()}.begun"), [run])
-        try:
-            os.link(mine, path)
-            return True
-        except FileExistsError:
-            return False
-        finally:
-            mine.unlink()
+        return self._write_new("runs", path, run)
 
     def write_trial(self, trial: TrialRecord, steps: Iterable[StepRecord] = ()) -> Path:
         """Steps first: the trial's own row makes both count."""
+        if self._copy("trials", trial.run_id).exists() and not self._single("trials", trial.run_id):
+            self._unpack(trial.run_id)
         file = f"{TrialKey(trial.cell_id, trial.trial, trial.attempt).stem}.parquet"
         steps = list(steps)
         if steps:
@@ -116,7 +133,9 @@ class Store:
     def write_conclusion(self, conclusion: ConclusionRecord) -> Path:
         folder = self.folder / "conclusions" / conclusion.run_id
         number = len(list(folder.glob("*.parquet"))) + 1
-        return self._write("conclusions", folder / f"{number}.parquet", [conclusion])
+        while not self._write_new("conclusions", folder / f"{number}.parquet", conclusion):
+            number += 1
+        return folder / f"{number}.parquet"
 
     def run_ids(self) -> list[str]:
         """All runs, oldest first; without those whose file is not complete, and the last of them
@@ -139,14 +158,18 @@ class Store:
             yield from self._rows([run_id])
 
     def _rows(self, run_ids: Sequence[str]) -> list[dict[str, Any]]:
-        runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in run_ids])
-        return [dict(row) for _, row in runs.iterrows()]
+        files = [self.folder / "runs" / f"{run_id}.parquet" for run_id in run_ids]
+        return [row for rows in read_undamaged("runs", files) for row in plain_rows(rows)]
+
+    def ended_trials(self, run_id: str) -> list[EndedTrial]:
+        """How each trial of a run that has its record ended."""
+        columns = tuple(field.name for field in fields(EndedTrial))
+        tables = self._tables("trials", run_id, columns)
+        return [EndedTrial(**row) for rows in tables for row in plain_rows(rows)]
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
-        """How each trial of a run that has its record ended."""
-        columns = ("cell_id", "trial", "attempt", "status")
-        trials = self._frame("trials", [run_id], columns)
-        return {TrialKey(*key): status for *key, status in trials.itertuples(index=False)}
+        """The status of each trial of a run that has its record."""
+        return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
         """The tables of these runs, or of all. Raises NoRuns without any, UsageError for a run that
@@ -183,13 +206,16 @@ class Store:
     def gather(self, run_id: str) -> None:
         """Copies a run's rows into one file per table: thousands of small files take long to read.
 
-        Adds nothing to what is recorded.
+        Adds nothing to what is recorded. A copy that has all of it stays, also one of whose files
+        none was kept.
         """
         import pyarrow as pa
 
         for table in ("trials", "steps"):
             files = self._single(table, run_id)
-            metadata = {VERSION_KEY: str(VERSION), _COPIED: str(len(files))}
+            if not files or self._copy_has(table, run_id, files):
+                continue
+            metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
             schema = nullable(table).with_metadata(metadata)
             parts = (
                 pa.concat_tables(rows).combine_chunks()
@@ -198,12 +224,32 @@ class Store:
             )
             write_file(self._copy(table, run_id), schema, parts)
 
+    def _unpack(self, run_id: str) -> None:
+        """Makes single files of a run's copy, of which alone was kept: beside single files of later
+        trials it would not count."""
+        for table in ("steps", "trials"):
+            copy = self._copy(table, run_id)
+            if not copy.exists():
+                continue
+            schema = nullable(table).with_metadata({VERSION_KEY: str(VERSION)})
+            rows = read_file(table, copy)
+            names = ("cell_id", "trial", "attempt")
+            keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+            places: dict[TrialKey, list[int]] = {}
+            for place, key in enumerate(keys):
+                places.setdefault(TrialKey(*key), []).append(place)
+            for trial, of_trial in places.items():
+                file = self.folder / table / run_id / f"{trial.stem}.parquet"
+                write_file(file, schema, [rows.take(of_trial)])
+
     def _copy(self, table: str, run_id: str) -> Path:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
 
     def _single(self, table: str, run_id: str) -> list[Path]:
         """The files of the trials that count; none where only the copy was kept."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
+        if table == "trials":
+            return counted
         files = [self.folder / table / run_id / trial.name for trial in counted]
         return [file for file in files if file.exists()]
 
@@ -230,7 +276,11 @@ class Store:
         single, copy = self._single(table, run_id), self._copy(table, run_id)
         if not copy.exists():
             return single
-        return [copy] if not single or _copied(copy) == len(single) else single
+        return [copy] if not single or self._copy_has(table, run_id, single) else single
+
+    def _copy_has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
+        """Whether the run's copy was made of exactly these files."""
+        return _copied(self._copy(table, run_id)) == _names_digest(files)
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""
@@ -243,18 +293,36 @@ class Store:
         steps = read_frame("steps", files)
         return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
+    def _write_new(self, table: str, path: Path, row: Record) -> bool:
+        """Writes a file of one row; False where another process has written it already."""
+        mine = self._write(table, path.with_name(f".{path.stem}.{writer_name()}.begun"), [row])
+        try:
+            os.link(mine, path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+
     def _write(self, table: str, path: Path, rows: Sequence[Record]) -> Path:
         schema = arrow_schema(table)
         return write_file(path, schema, [arrow_table(rows, schema)])
 
 
-def _copied(copy: Path) -> int | None:
-    """How many files a copy holds; None where it is damaged."""
+def _names_digest(files: Sequence[Path]) -> str:
+    """Of the names of these files, which are never written anew."""
+    names = "\n".join(sorted(file.name for file in files))
+    return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
+
+
+def _copied(copy: Path) -> str | None:
+    """What a copy says of the files that it was made of; None where there is none, or it is
+    damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return int((pq.read_schema(copy).metadata or {})[_COPIED.encode()])
+        return str((pq.read_schema(copy).metadata or {})[_COPIED.encode()], "ascii")
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from harness.host.gpu_models import gpu_model, peak_flops_per_second
 from harness.record.store import Store
@@ -228,6 +229,25 @@ def references_of(cells: Sequence[Cell], cores: int, gpu: str | None) -> Referen
     )
 
 
+MOST_RUNS = 20
+"""Runs in which a cell's time is looked up, the newest first: a folder may hold thousands."""
+
+
+def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
+    """The median over the trials of each cell in the newest run that has any, by cell id, for these
+    cells and others that were found on the way."""
+    medians: dict[str, float] = {}
+    for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
+        by_cell: dict[str, list[float]] = {}
+        for trial in store.ended_trials(run_id):
+            if trial.wall_seconds is not None:
+                by_cell.setdefault(trial.cell_id, []).append(trial.wall_seconds)
+        medians = {cell_id: median(took) for cell_id, took in by_cell.items()} | medians
+        if cell_ids <= medians.keys():
+            break
+    return medians
+
+
 def expected_seconds(
     store: Store,
     cells: Sequence[Cell],
@@ -240,13 +260,7 @@ def expected_seconds(
 
     `gpu`: NVML's name of the GPUs that it is for. `timed_seconds`: see Plan.timed_seconds_of.
     """
-    before: dict[str, float] = {}
-    if store.run_ids():
-        trials = store.load(steps=False).trials
-        done = trials[trials["wall_seconds"].notna()]
-        before = {
-            str(k): float(v) for k, v in done.groupby("cell_id")["wall_seconds"].median().items()
-        }
+    before = _seconds_before(store, {cell.id for cell in cells})
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
     return {
         cell.id: trial_seconds(cell, cores, gpu, timed_seconds(cell) or 0.0)

@@ -153,13 +153,12 @@ class Cell(BaseModel):
     def _identity(self, always: set[str]) -> dict[str, object]:
         """The fields that an id is made of: those in `always`, and others that are not at their
         default."""
-        fields = type(self).model_fields.items()
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        fields = type(self).model_fields
         values = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
         return {
             name: value
             for name, value in values.items()
-            if name in always or value != defaults[name]
+            if name in always or value != fields[name].get_default(call_default_factory=True)
         }
 
     @property

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from harness.analysis.summary import cells
+from harness.record.check import check_folder
+from harness.record.conclusion import ConclusionRecord
 from harness.record.run import RunRecord
 from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.record.store import Store, TrialKey, load
@@ -95,6 +98,55 @@ def test_a_run_of_which_only_the_copy_was_kept_is_as_before(tmp_path: Path) -> N
     assert after[0] == before[0]
     assert after[1].equals(before[1])
     assert after[2].equals(before[2])
+
+
+def test_a_run_of_which_only_the_copy_was_kept_loses_nothing_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    store = filled(tmp_path)
+    before = load(tmp_path)
+    store.gather("run-1")
+    shutil.rmtree(tmp_path / "trials")
+    shutil.rmtree(tmp_path / "steps")
+    store.gather("run-1")
+    assert load(tmp_path).trials.equals(before.trials)
+    store.write_trial(TrialRecord(**trial_row(Cell(strategy="fsdp2"))))
+    store.gather("run-1")
+    after = load(tmp_path)
+    assert set(after.trials["cell_id"]) == {*before.trials["cell_id"], Cell(strategy="fsdp2").id}
+    assert (len(after.trials), len(after.steps)) == (len(before.trials) + 1, len(before.steps))
+    assert check_folder(store).problems == ()
+
+
+def test_a_copy_of_other_files_than_there_are_is_not_read(tmp_path: Path) -> None:
+    """As many as there were, where one was taken out and another has come."""
+    store = filled(tmp_path)
+    store.gather("run-1")
+    sorted((tmp_path / "trials" / "run-1").iterdir())[0].unlink()
+    new = Cell(strategy="fsdp2")
+    store.write_trial(TrialRecord(**trial_row(new)))
+    assert TrialKey(new.id, 0) in store.statuses("run-1")
+
+
+def test_conclusions_at_the_same_moment_are_both_kept(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    conclusion = ConclusionRecord(
+        schema_version=VERSION,
+        run_id="run-1",
+        concluded_at=datetime(2026, 1, 2, tzinfo=timezone.utc),
+        wall_seconds=1.0,
+        trials=4,
+        compared_cells=0,
+        half_width_median=None,
+        half_width_nine_in_ten=None,
+        advised_cell_id=None,
+        advice=None,
+    )
+    first = store.write_conclusion(conclusion)
+    first.rename(first.with_name("2.parquet"))  # of another process, which began to count later
+    store.write_conclusion(conclusion)
+    store.write_conclusion(conclusion)
+    assert len(load(tmp_path).conclusions) == 3
 
 
 def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""python -m scripts.large_folder FOLDER [--runs 700]: makes a results folder of many runs, each of
+the 143 cells of the kept full run once, and measures how long commands take in it, start of the
+process included. Exit code 1 where one takes longer than it may.
+
+A folder that is there already is measured as it is. Only the newest run has steps: no command that
+is measured reads those of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from harness.record.files import read_file, write_file
+from harness.record.plan import kept_plan
+from harness.record.run import RunRecord
+from harness.record.schema import arrow_schema
+from harness.record.step import StepRecord
+from harness.record.store import Store, load
+from harness.record.trial import TrialRecord
+
+KEPT = Path(__file__).parents[1] / "results" / "reference"
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+TIMES = 3
+"""Measurements of each command, of which the best counts: others use the machine too."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the suite, and how long it may take."""
+
+    words: tuple[str, ...]
+    seconds: float
+
+
+COMMANDS = (
+    Command(("status",), 1.0),
+    Command(("run", "--resume", "--no-report"), 3.0),
+    Command(("report", "--out", "{out}/report.html"), 5.0),
+)
+
+
+def name_of(number: int) -> str:
+    return f"{BEGAN + timedelta(hours=number):%Y%m%dT%H%M%S}-{number:04x}"
+
+
+def write_first(store: Store, number: int) -> None:
+    """A run by the store's own functions, with the steps of its trials."""
+    kept = load(KEPT)
+    run = RunRecord.from_frame(kept.runs)[-1]
+    name = name_of(number)
+    plan = dataclasses.replace(
+        kept_plan(Store(KEPT), run.run_id), run_id=name, trials=1, until_answered=False
+    )
+    began = BEGAN + timedelta(hours=number)
+    run = dataclasses.replace(run, run_id=name, started_at=began, plan=plan.to_json())
+    store.write_run(run)
+    steps = {
+        cell_id: [dataclasses.replace(step, run_id=name) for step in StepRecord.from_frame(rows)]
+        for cell_id, rows in kept.steps[kept.steps["trial"] == 0].groupby("cell_id")
+    }
+    for trial in TrialRecord.from_frame(kept.trials[kept.trials["trial"] == 0]):
+        store.write_trial(dataclasses.replace(trial, run_id=name), steps.get(trial.cell_id, ()))
+    store.gather(name)
+
+
+def write_like(store: Store, first: int, number: int) -> None:
+    """Another run, with the rows of the first one's trials."""
+    name, schema = name_of(number), arrow_schema("trials")
+    run = RunRecord.from_row(store.run_row(name_of(first)))
+    began = BEGAN + timedelta(hours=number)
+    store.write_run(dataclasses.replace(run, run_id=name, started_at=began))
+    for file in sorted((store.folder / "trials" / name_of(first)).glob("*.parquet")):
+        rows = read_file("trials", file)
+        place = rows.column_names.index("run_id")
+        rows = rows.set_column(place, schema.field("run_id"), [[name] * len(rows)])
+        write_file(store.folder / "trials" / name / file.name, schema, [rows])
+    store.gather(name)
+
+
+def make(store: Store, runs: int) -> None:
+    """Writes so many runs, with a process for each of two cores."""
+    last = runs - 1
+    write_first(store, last)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.map(functools.partial(write_like, store, last), range(last), chunksize=8)
+
+
+def seconds_of(words: Sequence[str], store: Store) -> float:
+    """Of a command in this folder, the best of several times."""
+    took = []
+    with tempfile.TemporaryDirectory() as out:
+        given = [word.format(out=out) for word in words]
+        command = [sys.executable, "-m", "bench", *given, "--results", str(store.folder)]
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=700)
+    given = parser.parse_args()
+    store = Store(given.folder)
+    if not store.run_ids():
+        make(store, given.runs)
+    slow = False
+    for command in COMMANDS:
+        took = seconds_of(command.words, store)
+        slow |= took > command.seconds
+        print(f"bench {' '.join(command.words)}: {took:.2f} s, at most {command.seconds:g} s")
+    sys.exit(1 if slow else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What is asked of one run does not read, or import, what only others need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.record.run import RunRecord
+from harness.record.store import Store
+from harness.record.trial import TrialRecord
+from harness.run.expected import MOST_RUNS, expected_seconds
+from harness.spec.cell import Cell
+from tests.unit.stored_trials import one_cell_run, trial_row
+
+CELL, RARE = (Cell(strategy="single", workload="llama-nano", seed=seed) for seed in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Thirty runs, in each of which the cell took as many seconds as the run's number; the first
+    has a further cell."""
+    store = Store(tmp_path_factory.mktemp("many"))
+    for number in range(30):
+        run_id = f"run-{number:02}"
+        store.write_run(RunRecord(**one_cell_run(run_id)))
+        for cell in [CELL, RARE] if number == 0 else [CELL]:
+            for trial in range(2):
+                row = trial_row(cell, trial, run_id, wall_seconds=float(number + 2 * trial))
+                store.write_trial(TrialRecord(**row | {"position": trial}))
+    return store
+
+
+def test_a_cell_takes_as_long_as_in_the_newest_run_that_has_it(
+    many: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    ended_trials = Store.ended_trials
+
+    def noted(store: Store, run_id: str) -> object:
+        read.append(run_id)
+        return ended_trials(store, run_id)
+
+    monkeypatch.setattr(Store, "ended_trials", noted)
+    monkeypatch.setattr("harness.run.expected.trial_seconds", lambda *_: 7.0)
+    assert expected_seconds(many, [CELL], 2) == {CELL.id: 30.0}
+    assert read == ["run-29"]
+    read.clear()
+    assert expected_seconds(many, [RARE], 2) == {RARE.id: 7.0}
+    assert len(read) == MOST_RUNS
+
+
+def test_the_progress_of_a_run_is_said_without_pandas(many: Store) -> None:
+    """Whose import takes longer than everything else that the command does."""
+    code = f"""
+import sys
+sys.argv = ["bench", "status", "run-07", "--results", {str(many.folder)!r}]
+from bench.cli import main
+try:
+    main()
+finally:
+    print("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, newest, imported = done.stdout.splitlines()
+    assert first == "run run-07 of matrix test: 2 of 1 trials (2 ok)"
+    assert newest.startswith("newest: single llama-nano x1 fp32 batch 8 trial ")
+    assert imported == "False"
