@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from harness.spec.errors import DamagedRun, NoRuns, NothingToResume, NotWritable, UsageError
+from harness.spec.errors import (
+    DamagedRun,
+    NoRuns,
+    NothingToResume,
+    NotRecorded,
+    NotWritable,
+    UsageError,
+)
 
 REMEDIES: dict[type[UsageError], str] = {
     DamagedRun: "see what is with: python -m bench check RESULTS",
     NoRuns: "make one with: python -m bench run --matrix smoke",
     NothingToResume: "leave --resume out to start one",
+    NotRecorded: (
+        "what was recorded before is kept: mend that, then go on with python -m bench run --resume"
+    ),
     NotWritable: "choose another with --results DIR",
 }
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from harness.host.cores import pin, threads_of
+from harness.host.memory_group import oom_kills
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, scratch_folder
 from harness.launch.elastic import run_elastic
@@ -74,19 +75,27 @@ class Launcher:
         keep_multiprocessing_files()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["harness.worker.forkserver"])
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._preload = " ".join(preload)
+        self._ignored: set[int] = set()
+        self.fork_server = 0
+        """Its process id; the ranks that the elastic launcher starts are its children."""
+        self._start_fork_server()
+
+    def _start_fork_server(self) -> None:
+        """At first, and where it was killed."""
         from multiprocessing import forkserver
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The second keeps imports from initialising CUDA in the fork server, whose children could
+        # The last keeps imports from initialising CUDA in the fork server, whose children could
         # not use it then.
         for_server = {
             LAUNCHER: str(os.getpid()),
-            PRELOAD: " ".join(preload),
+            PRELOAD: self._preload,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         before = {name: os.environ.get(name) for name in for_server}
         os.environ.update(for_server)
-        self._ignored = {child.pid for child in psutil.Process().children()}
+        self._ignored |= {child.pid for child in psutil.Process().children()}
         forkserver.ensure_running()
         self._ignored |= {child.pid for child in psutil.Process().children()}
         for name, value in before.items():
@@ -94,8 +103,13 @@ class Launcher:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        self.fork_server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        """Its process id; the ranks that the elastic launcher starts are its children."""
+        self.fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+    def _fork_server_runs(self) -> bool:
+        """False where it was killed."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.fork_server).status() != psutil.STATUS_ZOMBIE
+        return False
 
     def run(
         self,
@@ -137,9 +151,29 @@ class Launcher:
         """Runs this node's ranks of a trial; returns what they left, and who started them.
 
         `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the
-        ranks once it is set.
+        ranks once it is set. Where the system refuses what is needed to start them, such as a port
+        or a place for temporary files, nothing is left but the reason.
         """
-        cell = spec.cell
+        try:
+            if not self._fork_server_runs():
+                self._start_fork_server()
+            return self._run_ranks(spec, command, on_progress, store, stop, waited)
+        except (OSError, RuntimeError) as error:  # torch's own are RuntimeErrors
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+            return RankOutputs(not_started=reason), str(spec.cell.launcher)
+
+    def _run_ranks(
+        self,
+        spec: TrialSpec,
+        command: Command,
+        on_progress: Callable[[int, float], None] | None,
+        store: Store | None,
+        stop: threading.Event | None,
+        waited: Callable[[], float],
+    ) -> tuple[RankOutputs, str]:
+        """As `run_ranks`; raises OSError or RuntimeError where the ranks cannot be started."""
+        cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
         with scratch_folder() as folder:
             scratch = str(folder)
@@ -173,6 +207,7 @@ class Launcher:
                     psutil.wait_procs(kill(), timeout=5)
             left.timed_out, left.hang = watch.passed, watch.hang
             left.read(scratch, spec.ranks)
+            left.oom_kills = (oom_kills() or 0) - (killed_before or 0)
             return left, by
 
     def ignore_pid(self, pid: int) -> None:
@@ -187,9 +222,9 @@ class Launcher:
                 os.killpg(pid, signal.SIGKILL)
         below = [child for child in psutil.Process().children() if child.pid not in self._ignored]
         left = []
-        for parent in [*below, psutil.Process(self.fork_server)]:
+        for parent in [*(child.pid for child in below), self.fork_server]:
             with contextlib.suppress(psutil.Error):
-                left += parent.children(recursive=True)
+                left += psutil.Process(parent).children(recursive=True)
         for child in [*below, *left]:
             with contextlib.suppress(psutil.Error):
                 child.kill()

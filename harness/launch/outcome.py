@@ -44,9 +44,11 @@ class Outcome:
 
     @property
     def startup_seconds(self) -> float | None:
-        """From the launch to the last rank's first instruction."""
+        """From the launch to the last rank's first instruction; None where the system's clock was
+        set in between, so that it cannot be."""
         entered = [a.entered_at for a in self.answers if a.entered_at is not None]
-        return max(entered) - self.started_at if entered else None
+        seconds = max(entered) - self.started_at if entered else None
+        return seconds if seconds is not None and 0 <= seconds <= self.wall_seconds else None
 
     @property
     def trained(self) -> list[TrainedAnswer]:
@@ -70,6 +72,10 @@ class RankOutputs:
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
+    not_started: str = ""
+    """Why the launcher could not start the ranks; empty: it could."""
+    oom_kills: int = 0
+    """Processes of this group of processes that the kernel killed meanwhile for lack of memory."""
     ended: str = ""
     """How the command of a library's own launcher ended; empty: the ranks were started without one.
     Only that command knows which rank ended first, and says so in rank 0's log."""
@@ -95,6 +101,8 @@ class RankOutputs:
         self.exit_codes |= other.exit_codes
         self.timed_out |= other.timed_out
         self.interrupted |= other.interrupted
+        self.not_started = self.not_started or other.not_started
+        self.oom_kills += other.oom_kills
 
     @property
     def succeeded(self) -> bool:
@@ -103,6 +111,7 @@ class RankOutputs:
             not self.timed_out
             and not self.hang
             and not self.interrupted
+            and not self.not_started
             and all(a.succeeded for a in self.answers.values())
         )
 
@@ -133,6 +142,8 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
         return ended("interrupted", "stopped by the user")
     if lost:
         return ended("failed", lost)
+    if outputs.not_started:
+        return ended("failed", f"the ranks could not be started: {outputs.not_started}")
     if outputs.hang or outputs.timed_out:
         why = missing(outputs.groups, outputs.stacks)
         recorded = "".join([f"; {why}" if why else "", "; the stacks of its ranks are recorded"])
@@ -152,7 +163,11 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
         # std::bad_alloc outside Python ends the process before it can answer.
         if line := no_memory(outputs.logs.get(rank, "")):
             reason = f"{reason}; its log says: {line}"
-        return ended("out_of_memory" if line else "failed", reason, 0 if outputs.ended else rank)
+        if outputs.oom_kills:
+            counted = "the kernel's count of processes killed for lack of memory rose by"
+            reason = f"{reason}; {counted} {outputs.oom_kills}"
+        status = "out_of_memory" if line or outputs.oom_kills else "failed"
+        return ended(status, reason, 0 if outputs.ended else rank)
     for rank, failure in causes or failed:
         return ended(failure.status, f"rank {rank}: {failure.reason}", rank)
     return Ending("ok", "", answers)

@@ -7,6 +7,7 @@ whenever the file is read; its footer is checked against the table's schema.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
-from harness.spec.errors import DamagedFileWarning, UsageError
+from harness.spec.errors import DamagedFileWarning, NotRecorded, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,12 +40,13 @@ def writer_name() -> str:
 
 
 def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-    """Writes a complete file or none; it is on the disk when this returns."""
+    """Writes a complete file or none; it is on the disk when this returns. Raises NotRecorded where
+    the system refuses: the disk is full, or can only be read."""
     import pyarrow.parquet as pq
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as sink:
             with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
                 for part in parts:
@@ -52,14 +54,18 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
             sink.flush()
             os.fsync(sink.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
+            raise NotRecorded(f"{str(path)!r} cannot be written: {reason}") from error
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
     return path
 
 

@@ -10,7 +10,6 @@ results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, onl
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,6 @@ from harness.record.files import (
     DamagedFile,
     frame_of,
     is_complete,
-    nullable,
     plain_rows,
     read_file,
     read_frame,
@@ -32,37 +30,21 @@ from harness.record.files import (
     write_file,
     writer_name,
 )
+from harness.record.key import TrialKey as TrialKey
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
-from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
+from harness.record.run_files import RunFiles
+from harness.record.schema import arrow_schema
 from harness.record.step import StepRecord
 from harness.record.table import Record, arrow_table
 from harness.record.trial import TrialRecord
-from harness.spec.errors import DamagedRun, NoRuns, NotWritable, UsageError
+from harness.spec.errors import DamagedRun, NoRuns, NotRecorded, NotWritable, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-_COPIED = "files"
-"""Key in the metadata of a run's copy: the number of files it was made of, and a digest of their
-names."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_AT_ONCE = 200
-"""Files copied at a time, which bounds the memory that it takes."""
-
-
-@dataclass(frozen=True)
-class TrialKey:
-    """Identity of a trial's record within a run."""
-
-    cell_id: str
-    trial: int
-    attempt: int = 1
-
-    @property
-    def stem(self) -> str:
-        return f"{self.cell_id}-t{self.trial}-a{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +82,7 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._files = RunFiles(self.folder)
 
     def require_writable(self) -> None:
         """Raises NotWritable where nothing can be written; leaves nothing behind."""
@@ -109,6 +92,15 @@ class Store:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
+    def require_run(self, run_id: str) -> None:
+        """Raises NotRecorded where the file of a run that has begun is gone: without it no reader
+        would see its trials."""
+        if not (self.folder / "runs" / f"{run_id}.parquet").exists():
+            raise NotRecorded(
+                f"run {run_id!r} is not in results folder {str(self.folder)!r} any more: somebody"
+                " removed or moved the folder, or it is not mounted"
+            )
+
     def write_run(self, run: RunRecord) -> bool:
         """False where the run is there already: where several begin the same run, the first one's
         record counts."""
@@ -117,8 +109,10 @@ class Store:
 
     def write_trial(self, trial: TrialRecord, steps: Iterable[StepRecord] = ()) -> Path:
         """Steps first: the trial's own row makes both count."""
-        if self._copy("trials", trial.run_id).exists() and not self._single("trials", trial.run_id):
-            self._unpack(trial.run_id)
+        if self._files.copy("trials", trial.run_id).exists() and not self._files.single(
+            "trials", trial.run_id
+        ):
+            self._files.unpack(trial.run_id)
         file = f"{TrialKey(trial.cell_id, trial.trial, trial.attempt).stem}.parquet"
         steps = list(steps)
         if steps:
@@ -204,54 +198,8 @@ class Store:
         return Results(runs, trials, steps_frame, explained, conclusions)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table: thousands of small files take long to read.
-
-        Adds nothing to what is recorded. A copy that has all of it stays, also one of whose files
-        none was kept.
-        """
-        import pyarrow as pa
-
-        for table in ("trials", "steps"):
-            files = self._single(table, run_id)
-            if not files or self._copy_has(table, run_id, files):
-                continue
-            metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
-            schema = nullable(table).with_metadata(metadata)
-            parts = (
-                pa.concat_tables(rows).combine_chunks()
-                for i in range(0, len(files), _AT_ONCE)
-                if (rows := read_undamaged(table, files[i : i + _AT_ONCE]))
-            )
-            write_file(self._copy(table, run_id), schema, parts)
-
-    def _unpack(self, run_id: str) -> None:
-        """Makes single files of a run's copy, of which alone was kept: beside single files of later
-        trials it would not count."""
-        for table in ("steps", "trials"):
-            copy = self._copy(table, run_id)
-            if not copy.exists():
-                continue
-            schema = nullable(table).with_metadata({VERSION_KEY: str(VERSION)})
-            rows = read_file(table, copy)
-            names = ("cell_id", "trial", "attempt")
-            keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
-            places: dict[TrialKey, list[int]] = {}
-            for place, key in enumerate(keys):
-                places.setdefault(TrialKey(*key), []).append(place)
-            for trial, of_trial in places.items():
-                file = self.folder / table / run_id / f"{trial.stem}.parquet"
-                write_file(file, schema, [rows.take(of_trial)])
-
-    def _copy(self, table: str, run_id: str) -> Path:
-        return self.folder / "gathered" / run_id / f"{table}.parquet"
-
-    def _single(self, table: str, run_id: str) -> list[Path]:
-        """The files of the trials that count; none where only the copy was kept."""
-        counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
-        if table == "trials":
-            return counted
-        files = [self.folder / table / run_id / trial.name for trial in counted]
-        return [file for file in files if file.exists()]
+        """Copies a run's rows into one file per table (see `RunFiles.gather`)."""
+        self._files.gather(run_id)
 
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
@@ -262,29 +210,17 @@ class Store:
         return frame_of(table, tables, columns)
 
     def _tables(self, table: str, run_id: str, columns: Sequence[str]) -> list[pa.Table]:
-        files, copy = self._files(table, run_id), self._copy(table, run_id)
-        if files == [copy] and (single := self._single(table, run_id)):
+        files, copy = self._files.of(table, run_id), self._files.copy(table, run_id)
+        if files == [copy] and (single := self._files.single(table, run_id)):
             try:
                 return [read_file(table, copy, columns)]
             except DamagedFile:
                 files = single
         return read_undamaged(table, files, columns)
 
-    def _files(self, table: str, run_id: str) -> list[Path]:
-        """Where the rows of a run are: in the copy, if that is as new as they are or all that was
-        kept, else each in its own file."""
-        single, copy = self._single(table, run_id), self._copy(table, run_id)
-        if not copy.exists():
-            return single
-        return [copy] if not single or self._copy_has(table, run_id, single) else single
-
-    def _copy_has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
-        """Whether the run's copy was made of exactly these files."""
-        return _copied(self._copy(table, run_id)) == _names_digest(files)
-
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
         """Table `steps` of one cell of a run, without reading that of the others."""
-        single, copy = self._single("steps", run_id), self._copy("steps", run_id)
+        single, copy = self._files.single("steps", run_id), self._files.copy("steps", run_id)
         files = (
             [file for file in single if file.stem.startswith(f"{cell_id}-")]
             if single or not copy.exists()
@@ -307,24 +243,6 @@ class Store:
     def _write(self, table: str, path: Path, rows: Sequence[Record]) -> Path:
         schema = arrow_schema(table)
         return write_file(path, schema, [arrow_table(rows, schema)])
-
-
-def _names_digest(files: Sequence[Path]) -> str:
-    """Of the names of these files, which are never written anew."""
-    names = "\n".join(sorted(file.name for file in files))
-    return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
-
-
-def _copied(copy: Path) -> str | None:
-    """What a copy says of the files that it was made of; None where there is none, or it is
-    damaged."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return str((pq.read_schema(copy).metadata or {})[_COPIED.encode()], "ascii")
-    except (OSError, pa.ArrowException, KeyError, ValueError):
-        return None
 
 
 def require_plain_name(run_id: str) -> str:

@@ -333,6 +333,7 @@ class Runner:
             surroundings,
             peak_flops_per_second(gpu, prepared.workload.arithmetic or cell.precision),
         )
+        self.store.require_run(self.plan.run_id)
         steps = step_records(self.plan.run_id, prepared.key, outcome.answers)
         self.store.write_trial(trial, steps)
         return trial

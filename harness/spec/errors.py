@@ -20,6 +20,10 @@ class NotWritable(UsageError):
     """The results folder cannot be written; another one is needed."""
 
 
+class NotRecorded(UsageError):
+    """What was measured could not be written: the disk is full, or the results folder is gone."""
+
+
 class NoRuns(UsageError):
     """The results folder has no run yet."""
 

@@ -17,7 +17,8 @@ from harness.host.scratch import PREFIX
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from tests.conftest import left_in
-from tests.faults.kinds import KINDS, Place
+from tests.faults.kinds import KINDS
+from tests.faults.place import Place
 
 HANG_SECONDS = "1"
 
@@ -28,6 +29,8 @@ class Campaign:
     def __init__(self, folder: Path, temporary: Path, seed: int, launcher: Launcher) -> None:
         chance = random.Random(seed)
         self.place = Place(Store(folder / "results"), launcher, chance, temporary)
+        self.seconds: dict[str, float] = {}
+        """That each kind of fault took so far, with the looks after it."""
         self.kept: dict[str, bytes] = {}
         """Trial files so far, and their content."""
         self.before = self._processes()
@@ -41,7 +44,15 @@ class Campaign:
 
     def strike(self, kind: str) -> None:
         """Injects a fault; raises AssertionError where something does not hold after it."""
-        KINDS[kind](self.place)
+        began = time.monotonic()
+        try:
+            KINDS[kind](self.place)
+            self._look()
+        finally:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - began
+
+    def _look(self) -> None:
+        """What has to hold after every fault."""
         files = {str(file): file.read_bytes() for file in self.place.files()}
         lost = self.kept.keys() - files.keys() - self.place.taken_out
         assert not lost, f"lost: {sorted(lost)}"
@@ -82,10 +93,14 @@ class Campaign:
         return found
 
 
-def table(struck: Counter[str], failed: Mapping[str, list[str]]) -> str:
-    """What was injected, how often, and what did not hold, as Markdown."""
-    rows = ["| fault | injected | did not hold |", "|---|---|---|"]
+def table(
+    struck: Counter[str], failed: Mapping[str, list[str]], seconds: Mapping[str, float]
+) -> str:
+    """What was injected, how often, what did not hold, and how long one took, as Markdown."""
+    rows = ["| fault | injected | did not hold | seconds each |", "|---|---|---|---|"]
     rows += [
-        f"| {kind} | {struck[kind]} | {len(failed.get(kind, []))} |" for kind in sorted(struck)
+        f"| {kind} | {struck[kind]} | {len(failed.get(kind, []))}"
+        f" | {seconds[kind] / struck[kind]:.1f} |"
+        for kind in sorted(struck)
     ]
     return "\n".join(rows)

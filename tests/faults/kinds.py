@@ -3,58 +3,26 @@ and what the record has to say of it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 
-from harness.launch.launcher import Launcher
 from harness.record.check import check_folder, quarantine
-from harness.record.plan import Plan
 from harness.record.schema import VERSION, VERSION_KEY
-from harness.record.store import Store
-from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from tests.ranks.conftest import Silent, cell
-
-
-@dataclass
-class Place:
-    """Where faults are injected."""
-
-    store: Store
-    launcher: Launcher
-    chance: random.Random
-    temporary: Path
-    """The folder for temporary files of runs that are processes of their own."""
-    taken_out: set[str] = field(default_factory=set)
-    """Names of trial files that a fault damaged, which were then quarantined."""
-
-    def trial(self, tried: Cell) -> tuple[str, str]:
-        """Runs a cell once, as a run of its own; returns its status and reason."""
-        plan = Plan.new("campaign", [tried], 1, [])
-        runner = Runner(self.store, plan, launcher=lambda packages: self.launcher)
-        runner.begin()
-        assert runner.run(Silent())
-        trial = self.store.load([plan.run_id], steps=False).trials.iloc[0]
-        return str(trial["status"]), str(trial["reason"])
-
-    def files(self) -> list[Path]:
-        """Of all trials that are recorded."""
-        return sorted((self.store.folder / "trials").glob("*/*.parquet"))
-
-
-Inject = Callable[[Place], None]
-"""Injects a fault, and raises AssertionError where what follows is not what has to."""
+from tests.faults.host_kinds import HOST_KINDS
+from tests.faults.place import Inject, Place
+from tests.faults.run_process import Run
+from tests.ranks.conftest import cell
 
 
 def of_a_rank(
@@ -141,53 +109,6 @@ def folder_removed(place: Place) -> None:
     nothing(place)
 
 
-class Run:
-    """A run as a process of its own, which is stopped in the middle of its trials."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        matrix = place.temporary.parent / "campaign.yaml"
-        matrix.write_text(
-            "trials: 3\ntimed_seconds: 0\ndefaults: {workload: llama-nano, sequence_length: 32,"
-            " batch: 8, devices: 2, warmup_steps: 1, timed_steps: 3}\ncells: [{strategy: ddp}]\n"
-        )
-        self.name = f"campaign-{place.chance.randrange(10**9)}"
-        self.words = ["--matrix", str(matrix), "--run", self.name]
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen[bytes]:
-        words = ["bench", "run", *self.words, "--results", str(self.place.store.folder)]
-        return subprocess.Popen(
-            [sys.executable, "-m", *words, "--no-report"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": str(self.place.temporary)},
-            start_new_session=True,
-        )
-
-    def recorded(self) -> int:
-        return len(list((self.place.store.folder / "trials" / self.name).glob("*.parquet")))
-
-    def until_in_the_middle(self) -> None:
-        deadline = time.monotonic() + 90
-        while self.recorded() < 1 and self.process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(self.place.chance.uniform(0.0, 0.6))
-
-    def finish(self) -> None:
-        """Goes on with the run until it ends; all of its trials are there once, and good."""
-        if self.process.poll() is None:
-            self.process.wait(timeout=120)
-        if self.recorded() < 3:
-            self.process = self.start()
-            assert self.process.wait(timeout=120) == 0
-        trials = self.place.store.load([self.name], steps=False).trials
-        good = trials[trials["status"] == "ok"]
-        assert sorted(good["trial"]) == [0, 1, 2], trials[["trial", "status", "reason"]]
-        assert set(trials["status"]) <= {"ok", "interrupted", "failed"}
-
-
 def of_a_run(signals: tuple[int, ...], pause: float = 0.0) -> Inject:
     """Signals to the process of a run, this many seconds apart; then the run goes on."""
 
@@ -201,6 +122,39 @@ def of_a_run(signals: tuple[int, ...], pause: float = 0.0) -> Inject:
         run.finish()
 
     return inject
+
+
+def machine_suspended(place: Place) -> None:
+    """All processes of a run are stopped, and go on later."""
+    run = Run(place)
+    run.until_in_the_middle()
+    stopped: list[psutil.Process] = []
+    try:
+        stopped.append(psutil.Process(run.process.pid))  # first: it starts the others
+        stopped[0].suspend()
+        for child in stopped[0].children(recursive=True):
+            stopped.append(child)
+            child.suspend()
+        time.sleep(3.0)
+    except psutil.NoSuchProcess:
+        pass  # it had just ended
+    finally:
+        for process in reversed(stopped):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+    run.finish(good=3)
+
+
+def fork_server_killed(place: Place) -> None:
+    """The process that ranks are forked from is killed during a trial: the next has another."""
+    killer = threading.Timer(
+        place.chance.uniform(0.05, 0.6), os.kill, (place.launcher.fork_server, signal.SIGKILL)
+    )
+    killer.start()
+    status, _ = place.trial(cell("ddp"))
+    killer.join()
+    assert status in ("ok", "failed")
+    nothing(place)
 
 
 def two_runs(place: Place) -> None:
@@ -238,6 +192,9 @@ KINDS: dict[str, Inject] = {
     "a run is killed": of_a_run((signal.SIGKILL,)),
     "a run is asked to end": of_a_run((signal.SIGTERM,)),
     "a run is suspended": of_a_run((signal.SIGSTOP, signal.SIGCONT), pause=2.0),
+    "a machine is suspended": machine_suspended,
+    "the fork server is killed": fork_server_killed,
     "two runs write to one folder": two_runs,
+    **HOST_KINDS,
 }
 """By what they are called in the table."""

@@ -48,9 +48,9 @@ def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) ->
     return {**left_out_fields(run_id, cell, "ok", ""), "trial": trial, **good, **more}
 
 
-def step(key: TrialKey, number: int = 0, rank: int = 0) -> StepRecord:
+def step(key: TrialKey, number: int = 0, rank: int = 0, run_id: str = "run-1") -> StepRecord:
     return StepRecord(
-        run_id="run-1",
+        run_id=run_id,
         cell_id=key.cell_id,
         trial=key.trial,
         attempt=key.attempt,

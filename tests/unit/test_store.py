@@ -16,7 +16,7 @@ from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from harness.spec.errors import NotRecorded, UsageError
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -65,7 +65,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("os.fsync", full)
     cell = Cell(strategy="fsdp2")
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotRecorded, match=r"\.parquet' cannot be written: No space"):
         store.write_trial(TrialRecord(**trial_row(cell)), [step(TrialKey(cell.id, 0))])
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
 

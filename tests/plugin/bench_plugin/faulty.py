@@ -33,6 +33,7 @@ class Faulty(Strategy):
         "stops_itself",
         "loops_in_c",
         "forks",
+        "eats_memory",
     ] = "raises"
     """How it goes wrong."""
     at_step: int = 2
@@ -85,6 +86,9 @@ class Faulty(Strategy):
                 if self.fault == "leaves_children":
                     command = "import os, time; os.setsid(); time.sleep(3600)"
                     subprocess.Popen([sys.executable, "-c", command], start_new_session=True)
+                if self.fault == "eats_memory":  # of a control group that has less
+                    for _ in range(32):
+                        hoard.append(torch.ones(2**26))
                 if self.fault == "out_of_memory":
                     hoard.append(torch.ones(2**28))
             if self.fault == "slow":

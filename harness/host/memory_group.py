@@ -1,0 +1,46 @@
+"""How often the kernel has killed processes for lack of memory, among those that share this
+process's memory limit (a container, a job)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_KEY = "oom_kill"
+
+
+def group_folder(process: Path = Path("/proc/self"), groups: Path = _GROUPS) -> Path | None:
+    """The folder of the memory control group that a process is in, by its folder in /proc; None
+    where there is none."""
+    folder = None
+    for line in _lines(process / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":  # version 1, which then counts, not version 2
+            return groups / "memory" / path.lstrip("/")
+        if not controllers:
+            folder = groups / path.lstrip("/")
+    return folder
+
+
+def oom_kills(process: Path = Path("/proc/self"), groups: Path = _GROUPS) -> int | None:
+    """Processes killed so far in the memory control group of a process; where there is no such
+    group, on the whole machine. None: the system does not count them.
+
+    Source: `memory.oom_control` of control groups version 1, `memory.events` of version 2 (the
+    kernel's Documentation/admin-guide), `oom_kill` of /proc/vmstat.
+    """
+    group = group_folder(process, groups)
+    of_group = [group / "memory.oom_control", group / "memory.events"] if group else []
+    for file in (*of_group, process.parent / "vmstat"):
+        for line in _lines(file):
+            key, _, number = line.partition(" ")
+            if key == _KEY:
+                return int(number)
+    return None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

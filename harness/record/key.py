@@ -1,0 +1,18 @@
+"""The identity of a trial's record within a run, and the name of its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrialKey:
+    """Identity of a trial's record within a run."""
+
+    cell_id: str
+    trial: int
+    attempt: int = 1
+
+    @property
+    def stem(self) -> str:
+        return f"{self.cell_id}-t{self.trial}-a{self.attempt}"

@@ -1,0 +1,123 @@
+"""python -m scripts.long_run [--trials 2000]: one run of so many short trials, whose process is
+looked at while it runs. Exit code 1 where its memory grows by more than 20 MB, or its open files,
+threads, children, files in shared memory or temporary files become more.
+
+Growth is from the first tenth of the run, when everything has been imported, to its last tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import psutil
+
+MOST_BYTES = 20_000_000
+SHARED_MEMORY = Path("/dev/shm")
+MATRIX = """
+trials: {trials}
+timed_seconds: 0
+defaults: {{workload: llama-nano, sequence_length: 8, batch: 1, devices: 1, warmup_steps: 1,
+  timed_steps: 1, parity_steps: 1}}
+cells: [{{strategy: single}}]
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the process of a run holds at a moment."""
+
+    memory_bytes: int
+    """Resident."""
+    fork_server_bytes: int
+    """Resident, of the process that ranks are forked from."""
+    open_files: int
+    threads: int
+    children: int
+    """With their children."""
+    temporary_files: int
+
+
+def sample(run: psutil.Process, temporary: Path) -> Sample:
+    """Raises psutil.NoSuchProcess where the run has ended."""
+    below = run.children(recursive=True)
+    servers = [child for child in below if child.ppid() == run.pid and _is_fork_server(child)]
+    return Sample(
+        run.memory_info().rss,
+        sum(server.memory_info().rss for server in servers),
+        run.num_fds(),
+        run.num_threads(),
+        len(below),
+        sum(len(files) for _, _, files in os.walk(temporary)),
+    )
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    return any("forkserver" in word for word in process.cmdline())
+
+
+def watched(trials: int, folder: Path) -> list[Sample]:
+    """Samples of a run of so many trials, about four a second while trials end."""
+    temporary, results = folder / "tmp", folder / "results"
+    temporary.mkdir()
+    matrix = folder / "long.yaml"
+    matrix.write_text(MATRIX.format(trials=trials))
+    words = ["run", "--matrix", str(matrix), "--results", str(results), "--no-report"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench", *words, "--run", "long", "--trials", str(trials)],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    run, samples, began = psutil.Process(process.pid), list[Sample](), time.monotonic()
+    recorded = results / "trials" / "long"
+    while process.poll() is None:
+        done = len(os.listdir(recorded)) if recorded.exists() else 0
+        if 0 < done < trials:  # the end of a run loads its results
+            try:
+                samples.append(sample(run, temporary))
+            except psutil.NoSuchProcess:  # a rank that has just ended
+                continue
+        time.sleep(0.25)
+    done = len(list(recorded.glob("*.parquet")))
+    print(f"{done} trials in {time.monotonic() - began:.0f} s, {len(samples)} looks")
+    if process.returncode or done != trials:
+        sys.exit(f"the run ended with exit code {process.returncode} and {done} trials")
+    if left := os.listdir(temporary):
+        sys.exit(f"left in temporary folders: {left}")
+    return samples
+
+
+def typical(samples: Sequence[Sample], name: str) -> float:
+    """Of memory the median; of all else the least, which is what it is between two trials."""
+    values = [getattr(each, name) for each in samples]
+    return statistics.median(values) if name.endswith("_bytes") else min(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=2000)
+    given = parser.parse_args()
+    shared = set(os.listdir(SHARED_MEMORY))
+    with tempfile.TemporaryDirectory() as folder:
+        samples = watched(given.trials, Path(folder))
+    grown, tenth = False, max(1, len(samples) // 10)
+    for name in [field.name for field in fields(Sample)]:
+        first, last = typical(samples[:tenth], name), typical(samples[-tenth:], name)
+        allowed = MOST_BYTES if name.endswith("_bytes") else 0
+        grown |= last - first > allowed
+        print(f"{name}: {first:.0f}, at the end {last:.0f} ({last - first:+.0f})")
+    left = sorted(set(os.listdir(SHARED_MEMORY)) - shared)
+    print(f"files in shared memory: {len(left)} more {left[:3]}")
+    sys.exit(1 if grown or left else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A run as a process of its own, to which something happens in the middle of its trials."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from harness.record.check import check_folder
+from harness.record.store import Store
+from tests.faults.place import Place
+
+MATRIX = """
+trials: {trials}
+timed_seconds: 0
+defaults: {{workload: llama-nano, sequence_length: 32, batch: 8, devices: 2, warmup_steps: 1,
+  timed_steps: 3}}
+cells: [{cell}]
+"""
+
+
+class Run:
+    """`bench run` of one cell, in a session of its own."""
+
+    trials = 3
+
+    def __init__(
+        self,
+        place: Place,
+        results: Path | None = None,
+        cell: str = "{strategy: ddp}",
+        before: Sequence[str] = (),
+        enter: Callable[[], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`results`: another folder than the campaign's. `before`: words of a command that runs
+        the one after it. `enter`: called in the new process. `environment`: further variables."""
+        self.place, self.before, self.enter = place, list(before), enter
+        self.store = Store(results) if results else place.store
+        self.environment = dict(environment or {})
+        self.name = f"campaign-{place.chance.randrange(10**9)}"
+        matrix = place.temporary.parent / f"{self.name}.yaml"
+        matrix.write_text(MATRIX.format(trials=self.trials, cell=cell))
+        self.words = ["--matrix", str(matrix), "--run", self.name]
+        self.output = place.temporary.parent / f"{self.name}.output"
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        words = ["bench", "run", *self.words, "--results", str(self.store.folder)]
+        with open(self.output, "wb") as output:
+            return subprocess.Popen(
+                [*self.before, sys.executable, "-m", *words, "--no-report"],
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**os.environ, "TMPDIR": str(self.place.temporary), **self.environment},
+                start_new_session=True,
+                preexec_fn=self.enter,
+            )
+
+    def recorded(self) -> int:
+        return len(list((self.store.folder / "trials" / self.name).glob("*.parquet")))
+
+    def until_in_the_middle(self) -> None:
+        deadline = time.monotonic() + 90
+        while self.recorded() < 1 and self.process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(self.place.chance.uniform(0.0, 0.6))
+
+    def ended(self) -> list[tuple[str, str]]:
+        """Status and reason of each trial, once the process has come to its end."""
+        self.process.wait(timeout=120)
+        trials = self.store.load([self.name], steps=False).trials
+        return [(str(row.status), str(row.reason)) for row in trials.itertuples()]
+
+    def refused(self, reason: str) -> None:
+        """Waits for the end of the process, which has to say this in one sentence; unless it was
+        done with its trials before."""
+        code, said = self.process.wait(timeout=120), self.output.read_text("utf-8", "replace")
+        assert "Traceback" not in said, said
+        assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in said), (
+            code,
+            said,
+        )
+
+    def finish(self, good: int = 0) -> None:
+        """Goes on with the run until it ends; all of its trials are there once, and good. `good`:
+        so many have to be without it being gone on with."""
+        if self.process.poll() is None:
+            self.process.wait(timeout=120)
+        assert self.recorded() >= good, self.output.read_text("utf-8", "replace")
+        if self.recorded() < self.trials:
+            self.process = self.start()
+            code = self.process.wait(timeout=120)
+            assert code == 0, (code, self.output.read_text("utf-8", "replace"))
+        trials = self.store.load([self.name], steps=False).trials
+        ended_well = trials[trials["status"] == "ok"]
+        assert sorted(ended_well["trial"]) == list(range(self.trials)), trials[
+            ["trial", "status", "reason"]
+        ]
+        assert set(trials["status"]) <= {"ok", "interrupted", "failed"}
+        mine = [
+            problem for problem in check_folder(self.store).problems if self.name in str(problem)
+        ]
+        assert mine == []

@@ -1,0 +1,46 @@
+"""python -m tests.faults.writer FOLDER RUN TRIALS: writes a run of so many trials into a results
+folder that others write to at the same time, as fast as it can."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+
+from harness.record.conclusion import ConclusionRecord
+from harness.record.run import RunRecord
+from harness.record.schema import VERSION
+from harness.record.store import Store, TrialKey
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from tests.unit.stored_trials import one_cell_run, step, trial_row
+
+STEPS = 3
+SHARED = "shared"
+"""A run that all writers begin, and conclude."""
+GATHERS_EVERY = 20
+"""Trials between two copies of the run, as at the end of each of its commands."""
+
+
+def conclusion(run_id: str) -> ConclusionRecord:
+    now = datetime.now(timezone.utc)
+    return ConclusionRecord(
+        schema_version=VERSION, run_id=run_id, concluded_at=now, wall_seconds=1.0, trials=1
+    )
+
+
+def write(store: Store, run_id: str, trials: int) -> None:
+    store.write_run(RunRecord(**one_cell_run(SHARED)))
+    assert store.write_run(RunRecord(**one_cell_run(run_id)))
+    cell = Cell(strategy="ddp", devices=2)
+    for number in range(trials):
+        key = TrialKey(cell.id, number)
+        steps = [step(key, place, run_id=run_id) for place in range(STEPS)]
+        store.write_trial(TrialRecord(**trial_row(cell, number, run_id)), steps)
+        if number % GATHERS_EVERY == GATHERS_EVERY - 1:
+            store.gather(run_id)
+            store.write_conclusion(conclusion(run_id))
+            store.write_conclusion(conclusion(SHARED))
+
+
+if __name__ == "__main__":
+    write(Store(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
