@@ -21,9 +21,9 @@ RUNS = ("run-a", "run-b")
 
 
 def read_once(store: Store, seen: dict[str, int]) -> bool:
-    """False before the first run has begun. Raises AssertionError where something is missing, damaged or
-    there twice; a warning of a damaged file is an error here. `seen`: trials by run in the last
-    look."""
+    """False before the first run has begun. Raises AssertionError where something is missing,
+    damaged or there twice; a warning of a damaged file is an error here. `seen`: trials by run in
+    the last look."""
     if not (begun := store.run_ids()):
         return False
     results = store.load()
