@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 
 from harness.worker.answer import answer_file
-from harness.worker.heartbeat import GroupState, groups_file, question_file, read_beat
+from harness.worker.heartbeat import MEETING, GroupState, groups_file, question_file, read_beat
 from harness.worker.spec import stacks_file
+from harness.worker.store import RENDEZVOUS_SECONDS
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 """Environment variable with the seconds without a heartbeat after which ranks hang; 0: they are
@@ -64,13 +65,23 @@ class Silence:
 
     Time counts only as far as this process saw it pass in small steps: not while the machine or the
     whole run was suspended, and not while the ranks waited for their turn. Before a rank has
-    finished its first step, work on a core or a disk is a sign of life too: imports, compilation
-    and the building of a model have no steps.
+    finished its first step, work on a core or a disk of any rank is a sign of life too: imports,
+    compilation and the building of a model have no steps, and a rank that is done with them waits
+    for the others.
     """
 
-    def __init__(self, scratch: str, ranks: Iterable[int], pids: Callable[[], Mapping[int, int]]):
-        """`pids`: gives the process id of each rank that has started."""
+    def __init__(
+        self,
+        scratch: str,
+        ranks: Iterable[int],
+        pids: Callable[[], Mapping[int, int]],
+        other_nodes: bool = False,
+    ) -> None:
+        """`pids`: gives the process id of each rank that has started. `other_nodes`: the trial has
+        further ranks, on nodes of whose work nothing is known here."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
+        self._waits_for_nodes = {MEETING: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
+        """How long a rank may be silent at least, by what it does."""
         self.allowed = allowed_seconds()
         self._silent: dict[int, float] = {}
         self._beats: dict[int, float] = {}
@@ -83,20 +94,29 @@ class Silence:
             return None
         passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
         longest, doing = 0.0, {}
-        for rank in self.ranks:
-            beat = read_beat(self.scratch, rank)
-            if beat is None or answer_file(self.scratch, rank).exists():
-                self._silent.pop(rank, None)
-                continue
+        beats = {
+            rank: beat
+            for rank in self.ranks
+            if (beat := read_beat(self.scratch, rank))
+            and not answer_file(self.scratch, rank).exists()
+        }
+        for rank in self._silent.keys() - beats.keys():
+            del self._silent[rank]
+        # All of them are looked at, because the work since the last look is what counts.
+        early = [pids[rank] for rank, beat in beats.items() if not beat.steps and rank in pids]
+        worked = [self._works(pid, passed) for pid in early]
+        for rank, beat in beats.items():
             longest = max(longest, beat.longest)
             self._silent[rank] = self._silent.get(rank, 0.0) + passed
-            if beat.at != self._beats.get(rank) or (
-                not beat.steps and rank in pids and self._works(pids[rank], passed)
-            ):
+            if beat.at != self._beats.get(rank) or (any(worked) and not beat.steps):
                 self._beats[rank], self._silent[rank] = beat.at, 0.0
             doing[rank] = beat.doing
         limit = max(self.allowed, TIMES_LONGEST * longest)
-        hanging = {rank: text for rank, text in doing.items() if self._silent[rank] >= limit}
+        hanging = {
+            rank: text
+            for rank, text in doing.items()
+            if self._silent[rank] >= max(limit, self._waits_for_nodes.get(text, 0.0))
+        }
         return Hang(max(self._silent[rank] for rank in hanging), hanging) if hanging else None
 
     def _works(self, pid: int, passed: float) -> bool:

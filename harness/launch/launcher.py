@@ -178,9 +178,10 @@ class Launcher:
         with scratch_folder() as folder:
             scratch = str(folder)
             kill = functools.partial(self._kill, scratch, spec.ranks)
+            limit = cell.time_limit_seconds
             with (
                 listen(scratch, on_progress) as progress,
-                Watch(scratch, spec.ranks, cell.time_limit_seconds, kill, waited) as watch,
+                Watch(scratch, spec.ranks, limit, kill, waited, cell.nodes > 1) as watch,
                 ended_by(stop, kill),
             ):
                 own = command(folder)

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _BEAT = struct.Struct("<qdd64s")
+MEETING = "process group"
+"""The phase in which the ranks of a trial wait for each other to come."""
 
 
 @dataclass(frozen=True)

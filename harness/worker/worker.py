@@ -30,7 +30,7 @@ from harness.worker.answer import (
     answer_file,
 )
 from harness.worker.control import Control
-from harness.worker.heartbeat import Heartbeat, answer_questions
+from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
@@ -256,7 +256,7 @@ def _train(
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )
-    progress.heartbeat.beat("process group")
+    progress.heartbeat.beat(MEETING)
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -18,8 +18,9 @@ from harness.launch.hang import Hang, Silence, ask_ranks, missing
 from harness.launch.outcome import RankOutputs, judge
 from harness.spec.cell import Cell
 from harness.worker.answer import answer_file
-from harness.worker.heartbeat import GroupState, Heartbeat, read_beat
+from harness.worker.heartbeat import MEETING, GroupState, Heartbeat, read_beat
 from harness.worker.spec import stacks_file
+from harness.worker.store import RENDEZVOUS_SECONDS
 
 BUSY = "while True: pass"
 IDLE = "import time; time.sleep(60)"
@@ -134,6 +135,27 @@ def test_work_before_the_first_step_is_a_sign_of_life(
         process.kill()
         process.wait()
     assert bool(found) == hangs
+
+
+def test_a_rank_that_waits_for_one_that_works_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one builds the model, and sends it to the others."""
+    Heartbeat(tmp_path, 0).beat("set-up")
+    Heartbeat(tmp_path, 1).beat("set-up")
+    watch = Silence(str(tmp_path), range(2), lambda: {0: 10, 1: 11})
+    monkeypatch.setattr(Silence, "_works", lambda self, pid, passed: pid == 11)
+    assert looks(watch, 30) is None
+    monkeypatch.setattr(Silence, "_works", lambda self, pid, passed: False)
+    assert looks(watch, 16)
+
+
+def test_ranks_of_other_nodes_may_come_later(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0).beat(MEETING)
+    assert looks(Silence(str(tmp_path), range(1), dict), 16)
+    watch = Silence(str(tmp_path), range(1), dict, other_nodes=True)
+    assert looks(watch, RENDEZVOUS_SECONDS - 1) is None
+    assert looks(watch, 2)
 
 
 def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupState:
