@@ -44,12 +44,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.host import Host
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError, first_error
+from harness.spec.yaml_text import parse_yaml
 
 Axes: TypeAlias = dict[str, Any]
 """Values by axis, as YAML gives them."""
@@ -156,12 +156,7 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
             f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a"
             " YAML file"
         )
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"matrix {path}: not readable as YAML: {' '.join(str(error).split())}"
-        ) from None
+    content = parse_yaml(path.read_bytes(), f"matrix {path}")
     if not isinstance(content, dict):
         raise UsageError(f"matrix {path}: must be a mapping with a key 'cells'")
     _known_keys(content, kind.model_fields, f"matrix {path}")
@@ -198,8 +193,5 @@ def parse_changes(settings: Sequence[str]) -> Axes:
                 f"--set {setting!r}: write it as axis=value, for example --set batch=16"
             )
         _known_keys([axis], AXES, f"--set {setting!r}")
-        try:
-            changes[axis] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UsageError(f"--set {setting!r}: the value is not readable as YAML") from None
+        changes[axis] = parse_yaml(value, f"--set {setting!r}")
     return changes

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import yaml
-
 from harness.analysis.baseline import Choice
 from harness.analysis.selection import RunSelection, find_run, two_sides
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, UsageError
+from harness.spec.yaml_text import parse_yaml
 
 __all__ = ["find_run"]
 
@@ -217,7 +216,9 @@ def with_options(cell: Cell, text: str) -> Cell:
     pairs = [pair.partition("=") for pair in text.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
         raise UsageError(f"options are written name=value, with commas between them, not {text!r}")
-    options = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    options = {
+        name.strip(): parse_yaml(value, f"option {name.strip()}") for name, _, value in pairs
+    }
     changed = cell.model_copy(update={"options": options})
     make_strategy(changed)
     return changed

@@ -116,8 +116,8 @@ def _progress(store: Store, run_id: str) -> RunProgress:
         sum(status != "interrupted" for status in last.values()),
         len(plan.left_out),
         dict(Counter(last.values()).most_common()),
-        newest and f"{newest.cell_name} trial {newest.trial}: {newest.status}",
-        newest and newest.started_at.isoformat(),
+        f"{newest.cell_name} trial {newest.trial}: {newest.status}" if newest else None,
+        newest.started_at.isoformat() if newest else None,
     )
 
 

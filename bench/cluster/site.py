@@ -7,10 +7,10 @@ import difflib
 import os
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.spec.errors import UsageError, first_error
+from harness.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "slurm" / "site.yaml"
@@ -148,12 +148,7 @@ def read_site(file: Path | None, **given: object) -> Site:
     site = named or (DEFAULT if DEFAULT.is_file() else None)
     content: dict[str, object] = {}
     if site:
-        try:
-            content = yaml.safe_load(site.read_text()) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"site file {site}: not readable as YAML: {' '.join(str(error).split())}"
-            ) from None
+        content = parse_yaml(site.read_bytes(), f"site file {site}") or {}
         if not isinstance(content, dict):
             raise UsageError(f"site file {site}: must be a mapping such as `partition: gpu`")
         for key in content:

@@ -13,6 +13,7 @@ from scipy.special import ndtr
 from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
 from harness.planner.layouts import Floats, Ints
 from harness.spec.errors import UsageError, first_error
+from harness.spec.yaml_text import parse_yaml
 
 DEFAULT = Path(__file__).with_name("calibration.yaml")
 
@@ -101,12 +102,10 @@ def load(file: Path = DEFAULT) -> Calibration:
     Raises UsageError where the file cannot be read, or a constant is outside of its bounds.
     """
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
         calibration = TypeAdapter(Calibration).validate_python(values)
     except OSError as error:
         raise UsageError(f"cannot read calibration {str(file)!r}: {error.strerror}") from None
-    except yaml.YAMLError:
-        raise UsageError(f"calibration {str(file)!r} is not YAML") from None
     except ValidationError as error:
         raise UsageError(f"calibration {str(file)!r}: {first_error(error)}") from None
     for constants in (calibration.time, calibration.memory):

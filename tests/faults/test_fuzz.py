@@ -1,5 +1,5 @@
 """Random inputs to everything that reads what somebody else may have written: each is read, or
-refused in one sentence. FUZZ=20000 tries so many of each."""
+refused in one sentence. FUZZ=20000 tries at least so many of each, and a million in all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from bench.expand import expand
 from bench.host import Host, host_of
 from bench.matrix import parse_changes, read_matrix
 from harness.nodes.messages import ProtocolError, decoded, encoded
+from harness.planner.calibration import DEFAULT
+from harness.planner.calibration import load as load_constants
+from harness.planner.cluster import cluster_of
+from harness.planner.question import Question
+from harness.planner.shape import parse_shape
 from harness.record.files import DamagedFile, NewerSchema, read_file
 from harness.record.plan import Plan
 from harness.record.run import RunRecord
@@ -31,16 +37,45 @@ from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.spec.redaction import redacted
+from harness.worker.spec import TrialSpec
+from harness.workloads import DataSource
 from tests.unit.stored_trials import one_cell_run
 
 pytestmark = pytest.mark.filterwarnings("default")
-fuzzed = settings(
-    max_examples=int(os.environ.get("FUZZ", "30")),
-    deadline=None,
-    database=None,
-    derandomize="FUZZ" not in os.environ,
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = int(os.environ.get("FUZZ", "30"))
+
+
+def fuzzed(inputs: int, share: int = 1) -> settings:
+    """`inputs`: that a test tries in each of its examples; `share`: how many times FUZZ it tries in
+    all."""
+    return settings(
+        max_examples=max(10, FUZZ * share // inputs),
+        deadline=None,
+        database=None,
+        derandomize="FUZZ" not in os.environ,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+SEEDS = st.integers(0, 2**32)
+ODD = (b"", b"\0", b"-1", b"1e999", b"\xff\xfe", b"{" * 50, b"\n- " * 5, b"&a [*a]", b"../" * 9)
+
+
+def mutated(content: bytes, seed: int, count: int) -> Iterator[bytes]:
+    """So many versions of a content that would be read, in each of which some places are changed,
+    cut out, repeated or filled with something odd."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        changed = bytearray(content)
+        for _ in range(chance.randint(1, 4)):
+            begin = chance.randrange(len(changed) + 1)
+            end = min(len(changed), begin + chance.choice((0, 1, 1, 4, 20)))
+            kind = chance.randrange(3)
+            filling = (chance.choice(ODD), changed[begin:end] * 2, chance.randbytes(end - begin))
+            changed[begin:end] = filling[kind]
+        yield bytes(changed)
+
+
 TEXT = st.text(max_size=30)
 WORDS = st.sampled_from(
     [
@@ -68,35 +103,66 @@ VALUES = st.recursive(
 AXES = st.dictionaries(st.sampled_from([*Cell.model_fields]) | TEXT, VALUES, max_size=5)
 
 
-@fuzzed
-@given(content=VALUES | st.fixed_dictionaries({"cells": st.lists(AXES, max_size=2)}), text=TEXT)
-def test_a_matrix_file(content: Any, text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def as_written(*texts: str) -> list[bytes]:
+    return [text.encode("utf-8", "surrogatepass") for text in texts]
+
+
+MATRIX = b"""trials: 2
+numbers: {many: 4}
+defaults: {workload: llama-nano, batch: 8, devices: 2}
+cells:
+  - {strategy: [single, ddp], micro_batches: [1, many]}
+  - {strategy: pipeline, options: {schedule: gpipe}, hosts: cpu}
+"""
+
+
+@fuzzed(inputs=4)
+@given(
+    content=VALUES | st.fixed_dictionaries({"cells": st.lists(AXES, max_size=2)}),
+    text=TEXT,
+    seed=SEEDS,
+)
+def test_a_matrix_file(
+    content: Any, text: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
-    for written in (yaml.safe_dump(content), text):
-        file.write_bytes(written.encode("utf-8", "surrogatepass"))
+    for written in (*as_written(yaml.safe_dump(content), text), *mutated(MATRIX, seed, 2)):
+        file.write_bytes(written)
         with contextlib.suppress(UsageError):
             expand(read_matrix(str(file)), Host("cpu", 2, 2**34))
 
 
-@fuzzed
+@fuzzed(inputs=1, share=2)
 @given(axes=AXES)
 def test_a_cell(axes: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):  # pydantic's, which callers put in words
         assert Cell(**axes).id
 
 
-@fuzzed
-@given(words=st.lists(WORDS | TEXT | st.builds("{}={}".format, WORDS, TEXT), max_size=2), text=TEXT)
-def test_values_of_options(words: list[str], text: str) -> None:
-    for parse in (parse_precision, parse_share, parse_time, lambda host: host_of(host, 1)):
-        with contextlib.suppress(UsageError):
-            parse(text)
+@fuzzed(inputs=21, share=6)
+@given(
+    words=st.lists(WORDS | TEXT | st.builds("{}={}".format, WORDS, TEXT), max_size=2),
+    text=TEXT,
+    seed=SEEDS,
+)
+def test_values_of_options(words: list[str], text: str, seed: int) -> None:
+    for good, parse in (
+        (b"2%", parse_precision),
+        (b"1/4", parse_share),
+        (b"45min", parse_time),
+        (b"8 x h100-80gb", lambda host: host_of(host, 1)),
+    ):
+        changed = (written.decode("utf-8", "replace") for written in mutated(good, seed, 4))
+        for value in (text, *changed):
+            with contextlib.suppress(UsageError):
+                parse(value)
     with contextlib.suppress(UsageError):
         parse_changes(words)
 
 
 OPTIONS = st.sampled_from(["--json", "--run", "--results", "--matrix", "--set", "--only", "-x"])
 COMMANDS = st.sampled_from(["show", "status", "compare", "history", "check"])
+GROUP = typer.main.get_command(app)
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +174,14 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-@fuzzed
+@fuzzed(inputs=1)
 @given(command=COMMANDS, words=st.lists(OPTIONS | WORDS | TEXT, max_size=3))
 def test_arguments_of_commands(command: str, words: list[str], nowhere: Path) -> None:
     """In a folder without results: a sentence of the suite's own or of the parser's."""
-    group = typer.main.get_command(app)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
-            group.main([command, *words], standalone_mode=False)
+            GROUP.main([command, *words], standalone_mode=False)
         except (UsageError, SystemExit, typer.Exit, typer.Abort):
             pass
         except Exception as error:
@@ -125,30 +190,81 @@ def test_arguments_of_commands(command: str, words: list[str], nowhere: Path) ->
     assert list(nowhere.iterdir()) == []
 
 
-@fuzzed
-@given(content=VALUES, text=TEXT)
-def test_a_site_file(content: Any, text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+PLAN_WORDS = st.sampled_from(
+    [
+        *("llama-8b", "layers", "hidden", "heads", "hf:/etc/passwd", "hf:", "nvlink", "pcie", ","),
+        *("400gbit", "450gbyte", "0gbit", "playbook-h100", "h100-80gb", "rtx-4090", "=", "9" * 30),
+    ]
+)
+CONSTANTS = DEFAULT.read_bytes()
+MODEL = b"layers=32,hidden=4096,heads=32,vocabulary=32000"
+
+
+@fuzzed(inputs=12, share=4)
+@given(parts=st.lists(PLAN_WORDS | TEXT, max_size=4), number=st.integers(-2, 10**6), seed=SEEDS)
+def test_arguments_of_plan(
+    parts: list[str], number: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The model, the device and its links, numbers of devices and samples, and constants."""
+    text, shapes = "".join(parts), [parse_shape("llama-8b")]
+    changed = [written.decode("utf-8", "replace") for written in mutated(MODEL, seed, 5)]
+    for model in (text, *changed):
+        with contextlib.suppress(UsageError):
+            shapes.append(parse_shape(model))
+    for device, link in (("h100-80gb", text), (text, "nvlink,400gbit")):
+        with contextlib.suppress(UsageError):
+            cluster = cluster_of(device, number % 9, link)
+            for shape in shapes:
+                assert Question(shape, cluster, number, number % 999, number % 65).nodes > 0
+    file = tmp_path_factory.getbasetemp() / "constants.yaml"
+    for written in mutated(CONSTANTS, seed, 2):
+        file.write_bytes(written)
+        with contextlib.suppress(UsageError):
+            load_constants(file)
+
+
+SITE = b"account: mine\npartition: gpu\ngpus_per_node: 8\nsetup: [module load python]\n"
+
+
+@fuzzed(inputs=4, share=2)
+@given(content=VALUES, text=TEXT, seed=SEEDS)
+def test_a_site_file(
+    content: Any, text: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.getbasetemp() / "site.yaml"
-    for written in (yaml.safe_dump(content), text):
-        file.write_bytes(written.encode("utf-8", "surrogatepass"))
+    for written in (*as_written(yaml.safe_dump(content), text), *mutated(SITE, seed, 2)):
+        file.write_bytes(written)
         with contextlib.suppress(UsageError):
             read_site(file)
 
 
-@fuzzed
-@given(plan=VALUES, text=TEXT)
-def test_a_plan(plan: Any, text: str) -> None:
-    whole = json.loads(one_cell_run()["plan"])
+PLAN = str(one_cell_run()["plan"])
+
+
+@fuzzed(inputs=10, share=6)
+@given(plan=VALUES, text=TEXT, seed=SEEDS)
+def test_a_plan(plan: Any, text: str, seed: int) -> None:
+    whole = json.loads(PLAN)
     changed = whole | plan if isinstance(plan, dict) else plan
-    for written in (json.dumps(plan), json.dumps(changed), text):
+    random_ones = (other.decode("utf-8", "replace") for other in mutated(PLAN.encode(), seed, 7))
+    for written in (json.dumps(plan), json.dumps(changed), text, *random_ones):
         with contextlib.suppress(UsageError):
             Plan.from_row({"run_id": "run-1", "matrix": "m", "plan": written})
 
 
-@fuzzed
-@given(noise=st.binary(max_size=200), value=VALUES, word=WORDS | TEXT)
-def test_a_message_of_the_agents(noise: bytes, value: Any, word: str) -> None:
-    for body in (noise, json.dumps([word, value]).encode(), json.dumps(["run", value]).encode()):
+SPEC = TrialSpec(
+    Cell(strategy="ddp", devices=2, nodes=2), DataSource("text", "t", "f", None, "uint8", (), 4), 2
+)
+MESSAGES = [encoded("run", SPEC), encoded("measure", ("10.0.0.1", 1)), encoded("warm", ["torch"])]
+
+
+@fuzzed(inputs=34, share=16)
+@given(noise=st.binary(max_size=200), value=VALUES, word=WORDS | TEXT, seed=SEEDS)
+def test_a_message_of_the_agents(noise: bytes, value: Any, word: str, seed: int) -> None:
+    bodies = [noise, json.dumps([word, value]).encode(), json.dumps(["run", value]).encode()]
+    for good in MESSAGES:
+        bodies += mutated(good, seed, 10)
+    for body in bodies:
         with contextlib.suppress(ProtocolError):
             decoded(body)
     with contextlib.suppress(ProtocolError):
@@ -162,7 +278,7 @@ def good_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store.folder / "runs" / "run-1.parquet"
 
 
-@fuzzed
+@fuzzed(inputs=1, share=2)
 @given(
     begin=st.integers(0, 12_000),
     noise=st.binary(min_size=1, max_size=20),
@@ -177,10 +293,16 @@ def test_a_parquet_file(begin: int, noise: bytes, cut: int, good_file: Path) -> 
         read_file("runs", file)
 
 
-@fuzzed
-@given(text=TEXT, secret=st.text(min_size=8, max_size=20), value=VALUES)
-def test_redaction(text: str, secret: str, value: Any) -> None:
+LOG = b"GET https://me:secret@host?token=abcdefgh Authorization: Bearer x password = 'y' ghp_0123"
+
+
+@fuzzed(inputs=22, share=12)
+@given(text=TEXT, secret=st.text(min_size=8, max_size=20), value=VALUES, seed=SEEDS)
+def test_redaction(text: str, secret: str, value: Any, seed: int) -> None:
     """What is JSON stays JSON, and a secret does not survive in it."""
+    for log in mutated(LOG, seed, 20):
+        shown = redacted(log.decode("utf-8", "replace") + secret, (secret,))
+        assert secret in "[redacted]" or secret not in shown
     shown = redacted(json.dumps(value), ())
     json.loads(shown)
     if secret not in "[redacted]" and text not in secret:
