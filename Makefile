@@ -5,9 +5,12 @@ WORKERS ?= 3
 FAULTS ?= 500
 SEED ?= 1
 FUZZ ?= 20000
+ROUNDS ?= 200
+TRIALS ?= 2000
+RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign audit screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign campaign-large audit screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -42,10 +45,15 @@ lint: need
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
-## make campaign   injects FAULTS faults by SEED, then feeds FUZZ random inputs to each parser
+## make campaign   injects FAULTS faults by SEED; ROUNDS rounds of two writers and a reader; FUZZ random inputs for each parser
 campaign: need
 	FAULTS=$(FAULTS) SEED=$(SEED) $(PY) -m pytest -s tests/faults/test_campaign.py $(ARGS)
+	ROUNDS=$(ROUNDS) $(PY) -m pytest -s tests/faults/test_concurrent.py $(ARGS)
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/faults/test_fuzz.py --timeout 0 $(ARGS)
+## make campaign-large   a run of TRIALS trials that may not grow, and commands in a folder of RUNS runs (6 GB while it is measured)
+campaign-large: need
+	$(PY) -m scripts.long_run --trials $(TRIALS)
+	$(PY) -m scripts.large_folder --runs $(RUNS)
 ## make audit   asks whether a pinned version has a known vulnerability (pip-audit, by pipx)
 audit:
 	pipx run pip-audit --disable-pip --no-deps --requirement constraints.txt

@@ -128,7 +128,7 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
     named_numbers = {
         axis: sizes.numbers[value]
         for axis, value in axes.items()
-        if axis in _COUNTED and value in sizes.numbers
+        if axis in _COUNTED and isinstance(value, str) and value in sizes.numbers
     }
     fields = {**axes, **named_numbers}
     if fields.get("nodes") == "many":

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-from bench.cli.remedies import with_remedy
+from bench.cli.remedies import refusal
 from harness.spec.errors import DamagedFileWarning, UsageError
 
 COMMANDS = {
@@ -63,12 +63,15 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command; a user's mistake becomes one sentence on stderr and exit code 2."""
+    """Runs a command; a user's mistake, and a file that the system refuses, become one sentence on
+    stderr and exit code 2."""
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         app(prog_name="python -m bench")
-    except UsageError as error:
-        print(f"bench: {with_remedy(error)}", file=sys.stderr)
+    except (UsageError, OSError) as error:
+        if not (sentence := refusal(error)):
+            raise
+        print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)

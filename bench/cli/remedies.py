@@ -22,6 +22,16 @@ REMEDIES: dict[type[UsageError], str] = {
 }
 
 
+def refusal(error: Exception) -> str:
+    """What is said to the user instead of a traceback: of a mistake, or of a file or folder that
+    the system refuses; empty for an error of the suite's own."""
+    if isinstance(error, UsageError):
+        return with_remedy(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)!r} cannot be used: {error.strerror}"
+    return ""
+
+
 def with_remedy(error: UsageError) -> str:
     """The sentence of an error, with the command or option that helps where there is one."""
     remedy = REMEDIES.get(type(error))
