@@ -165,6 +165,7 @@ def run(
     from bench.select import baseline_choice
     from harness.links.launcher import over_links
     from harness.record.plan import kept_plan
+    from harness.record.run_lock import sole_writer
     from harness.record.store import Store
     from harness.run.runner import Runner
     from harness.spec.errors import UsageError
@@ -227,6 +228,7 @@ def run(
         planned = Runner(store, plan, share=part)
     agents = AgentOptions(nodes, meeting, interface, patience)
     with (
+        sole_writer(store.folder, plan.run_id, part),
         terminal.stop_signals(),
         launchers(agents, console.print) as own,
         over_links(planned.cells, own) as launcher,

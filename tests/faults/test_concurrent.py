@@ -64,4 +64,4 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
     each = ROUNDS // GATHERS_EVERY
     assert concluded == {SHARED: 2 * each, **dict.fromkeys(RUNS, each)}
     assert check_folder(store).problems == ()
-    assert [file for file in store.folder.rglob(".*") if file.is_file()] == []
+    assert [file for file in store.folder.rglob(".*") if file.is_file()] == []  # half-written

@@ -1,0 +1,40 @@
+"""Who writes the trials of a run: one process, or one for each share of its cells."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.spec.errors import UsageError
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path, run_id: str, share: tuple[int, int] = (0, 1)) -> Iterator[None]:
+    """Holds this share of a run in a results folder, which the kernel gives back when the process
+    ends, however it ends. Raises UsageError where another process holds it: both would take the
+    same trials, and one record would replace the other.
+
+    `share`: as Runner.share. Where the file system has no locks, nothing is held.
+    """
+    number, of = share
+    runs = folder / "runs"
+    wanted = [(runs / f".{run_id}.lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)]
+    if of > 1:
+        wanted.append((runs / f".{run_id}.{number}-of-{of}.lock", fcntl.LOCK_EX))
+    with contextlib.ExitStack() as held:
+        for file, how in wanted:
+            with contextlib.suppress(OSError):
+                runs.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+                held.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UsageError(
+                        f"run {run_id!r} in {str(folder)!r} is being run by another process: wait"
+                        " for its end, or stop it"
+                    ) from None
+        yield
