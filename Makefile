@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign campaign-large audit screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -57,6 +57,9 @@ campaign-large: need
 ## make audit   asks whether a pinned version has a known vulnerability (pip-audit, by pipx)
 audit:
 	pipx run pip-audit --disable-pip --no-deps --requirement constraints.txt
+## make lock    writes requirements.lock: the hash of each pinned wheel for this platform (2 minutes)
+lock: need
+	$(PY) -m scripts.lock
 ## make screenshots   pictures of the report for docs/, in headless Chromium
 screenshots: need
 	$(PY) scripts/screenshots.py

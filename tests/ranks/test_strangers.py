@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness.links.emulated import _Process, lacking
-from harness.links.switch import INTERFACE, address
+from harness.links.switch import INTERFACE, NodeShare, address
 from harness.nodes.protocol import HANDSHAKE_SECONDS
 from harness.nodes.rendezvous import Rendezvous
 from harness.record.store import Store
@@ -53,8 +53,8 @@ def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None
         return started[-1]
 
     try:
-        share = {"cores": sorted(os.sched_getaffinity(0)), "gpus": None}
-        switch.ask({"nodes": [share] * 3, "rendezvous_file": str(rendezvous)})  # type: ignore[list-item]
+        share: NodeShare = {"cores": sorted(os.sched_getaffinity(0)), "gpus": None}
+        switch.ask({"nodes": [share] * 3, "rendezvous_file": str(rendezvous)})
         head, _, third = sorted(
             agent.pid for agent in psutil.Process(switch.process.pid).children()
         )
