@@ -170,11 +170,12 @@ def scaling(data: Scaling) -> Figure:
         x=-50 / (WIDTH - 72),
         pad=5,
     )
-    _legend(figure, handles, labels)
+    legend(figure, handles, labels)
     return figure
 
 
-def _legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
+def legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
+    """The legend below a figure, a line for each handle."""
     figure.legend(
         handles,
         labels,
@@ -238,7 +239,7 @@ def links(data: Bandwidths) -> Figure:
         x=-50 / (WIDTH - 72),
         pad=20,
     )
-    _legend(figure, handles, [shortened(line.label, 52) for line in data.lines])
+    legend(figure, handles, [shortened(line.label, 52) for line in data.lines])
     return figure
 
 
@@ -292,5 +293,5 @@ def losses(data: Losses) -> Figure:
         pad=5,
     )
     handles, labels = axes.get_legend_handles_labels()
-    _legend(figure, list(handles), labels)
+    legend(figure, list(handles), labels)
     return figure

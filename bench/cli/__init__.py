@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "plan:plan",
     "validate": "validate:validate",
     "calibrate": "validate:calibrate",
+    "whatif": "whatif:whatif",
     "export": "export:export",
     "publish": "publish:publish",
     "check": "check:check",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from bench.cli.options import JsonObject
+
+Value = TypeVar("Value")
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,30 +21,69 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             help="A known model such as llama-8b, hf:PATH of a config.json, or sizes such as"
-            " layers=32,hidden=4096,heads=32.",
+            " layers=32,hidden=4096,heads=32. With --here a workload of the suite; by default that"
+            " which was measured most.",
         ),
-    ],
-    devices: Annotated[int, typer.Option("--devices", help="How many devices.")] = 8,
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", help="How many devices; 8, with --here 2.")
+    ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="A device of the table in docs/hosts.md.")
-    ] = "h100-80gb",
-    per_node: Annotated[int, typer.Option("--per-node", help="Devices of each node.")] = 8,
+        str | None,
+        typer.Option("--device", help="A device of the table in docs/hosts.md; h100-80gb."),
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option("--per-node", help="Devices of each node; 8, with --here 1.")
+    ] = None,
     link: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--link",
             help="The link inside a node and the rate of each device to other nodes, such as"
-            " nvlink,400gbit; or a measured cluster, playbook-h100.",
+            " nvlink,400gbit, which is the default; or a measured cluster, playbook-h100. With"
+            " --here an emulated link between nodes, such as 1gbit; none by default.",
         ),
-    ] = "nvlink,400gbit",
-    seq: Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")] = 4096,
+    ] = None,
+    seq: Annotated[
+        int | None,
+        typer.Option("--seq", help="Tokens of a sequence; 4096, with --here as was measured most."),
+    ] = None,
     batch: Annotated[
-        int, typer.Option("--batch", help="Sequences of a step, all devices together.")
-    ] = 256,
+        int | None,
+        typer.Option(
+            "--batch",
+            help="Sequences of a step, all devices together; 256, with --here as was measured"
+            " most.",
+        ),
+    ] = None,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here",
+            help="This machine's CPU cores, predicted from cells that were measured on it.",
+        ),
+    ] = False,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results",
+            help="With --here: folder of results that were measured on it; may be repeated.",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="With --here: fp32, bf16 or fp16; fp32.")
+    ] = None,
+    unseen: Annotated[
+        bool,
+        typer.Option(
+            "--unseen",
+            help="With --here: predict as if no cell of the model had been measured.",
+        ),
+    ] = False,
     goal: Annotated[
         str, typer.Option("--goal", help="What to rank by: throughput, memory or cost.")
     ] = "throughput",
@@ -54,12 +95,56 @@ def plan(
         Path | None,
         typer.Option("--calibration", help="Constants that bench calibrate has written."),
     ] = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--matrix",
+            help="New file: a matrix of the cells that would settle which is best, for bench run.",
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            help="New folder: the choice as scripts and configs for torchrun, SLURM, Accelerate or"
+            " DeepSpeed.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="File for a page: the answer, and what wins for other sizes and devices."
+        ),
+    ] = None,
     json_output: JsonObject = False,
 ) -> None:
     """Predicts step time and memory of every layout of a training, and says which to choose.
 
     Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
+    from harness.spec.errors import UsageError
+
+    if here:
+        from bench.cli import plan_here
+
+        for name, value in (
+            ("--device", device),
+            ("--price", price),
+            ("--calibration", calibration),
+        ):
+            if value is not None:
+                raise UsageError(f"{name} says nothing of this machine; leave it out with --here")
+        asked = plan_here.Asked(model, devices, per_node, link, seq, batch, precision)
+        options = plan_here.Options(
+            tuple(results or (Path("results"),)), goal, top, unseen, matrix, export, html
+        )
+        plan_here.answer(asked, options, json_output)
+        return
+    for name, value in (("--results", results), ("--precision", precision), ("--unseen", unseen)):
+        if value:
+            raise UsageError(f"{name} goes with --here only")
+    if model is None:
+        raise UsageError("--model is missing; name one such as llama-8b, or ask for --here")
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -69,18 +154,32 @@ def plan(
     from harness.planner.question import Question
     from harness.planner.shape import parse_shape
     from harness.planner.words import explanation
-    from harness.spec.errors import UsageError
 
     if price is not None and price <= 0:
         raise UsageError(f"--price {price:g}: give a price above 0")
-    question = Question(parse_shape(model), cluster_of(device, per_node, link), seq, batch, devices)
+    cluster = cluster_of(
+        device or "h100-80gb", default(per_node, 8), default(link, "nvlink,400gbit")
+    )
+    question = Question(
+        parse_shape(model), cluster, default(seq, 4096), default(batch, 256), default(devices, 8)
+    )
     constants = load(calibration or DEFAULT)
     answer = predicted(question, constants, goal, top, price)
     sentences = explanation(answer)
+    written = _written(answer, model, matrix, export) if matrix or export else []
+    if html:
+        from bench.plan_pages import cluster_page
+        from harness.planner.sweep import sweep
+        from reports import write_whole
+
+        squares = sweep(question, constants, goal)
+        write_whole(cluster_page(answer, sentences, constants.source, squares), html, "--html")
+        written.append(f"page: {html}")
     if json_output:
         document = dataclasses.asdict(answer) | {
             "explanation": sentences,
             "calibration": constants.source,
+            "written": written,
         }
         print(json.dumps(document))
         return
@@ -93,6 +192,36 @@ def plan(
         f"{answer.considered} layouts, left out as they would not run: {dropped or 'none'}"
     )
     console.print(escape(f"constants: {constants.source}"))
+    for sentence in written:
+        console.print(escape(sentence))
+
+
+def _written(answer: Plan, model: str, matrix: Path | None, export: Path | None) -> list[str]:
+    """Writes the files that are asked for; returns what was written, in sentences."""
+    from bench.cli.settled import write_settled
+    from bench.settle import cells_of_layout
+
+    first = answer.candidates[0]
+    open_layouts = [
+        candidate.layout
+        for candidate in answer.candidates[1:]
+        if candidate.seconds_low <= first.seconds_high
+    ]
+    by_layout = {
+        layout: cells_of_layout(answer.question, model, layout)
+        for layout in (first.layout, *open_layouts)
+    }
+    missing = [layout.text for layout, cells in by_layout.items() if not cells]
+    cells = [cell for found in by_layout.values() for cell in found]
+    sentences = write_settled(cells, matrix, export)
+    if missing:
+        sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")
+    return sentences
+
+
+def default(given: Value | None, otherwise: Value) -> Value:
+    """What was given, 0 and empty texts included; else the other value."""
+    return otherwise if given is None else given
 
 
 def _table(answer: Plan) -> Table:

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
     from harness.planner.scores import PartErrors, Scores
 
-DataFile = Annotated[
-    Path,
-    typer.Option(
-        "--data",
-        envvar="BENCH_PLANNER_DATA",
-        help="Measured runs: a CSV file with the columns of the Ultra-Scale Playbook's.",
-    ),
-]
+_DATA = typer.Option(
+    "--data",
+    envvar="BENCH_PLANNER_DATA",
+    help="Measured runs: a CSV file with the columns of the Ultra-Scale Playbook's.",
+)
+DataFile = Annotated[Path, _DATA]
+MaybeDataFile = Annotated[Path | None, _DATA]
 ModelShapes = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,7 +39,7 @@ SequenceLength = Annotated[int, typer.Option("--seq", help="Tokens of a sequence
 
 
 def validate(
-    data: DataFile,
+    data: MaybeDataFile = None,
     model: ModelShapes = None,
     device: DeviceName = "h100-80gb",
     per_node: PerNode = 8,
@@ -54,12 +53,32 @@ def validate(
             " it each model, and each number of nodes, is predicted from all others.",
         ),
     ] = None,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here",
+            help="Score predictions of this machine's CPU cells instead, each workload and each"
+            " emulated link predicted from all others.",
+        ),
+    ] = False,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results",
+            help="With --here: folder of results that were measured on it; may be repeated.",
+        ),
+    ] = None,
     json_output: JsonObject = False,
 ) -> None:
     """Holds predictions against measured runs and scores them.
 
     Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """
+    if here:
+        from bench.cli import validate_here
+
+        validate_here.validate(tuple(results or (Path("results"),)), json_output)
+        return
     from bench.cli import terminal
     from harness.planner import scores
     from harness.planner.calibration import DEFAULT, load
@@ -67,6 +86,10 @@ def validate(
     from harness.planner.runs import read_runs
     from harness.spec.errors import UsageError
 
+    if results:
+        raise UsageError("--results goes with --here only; measured runs of others are --data")
+    if data is None:
+        raise UsageError("--data is missing: give a table of measured runs, or ask for --here")
     runs = read_runs(data, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)

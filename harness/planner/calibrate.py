@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares, minimize
+from scipy.optimize import minimize
 from scipy.special import ndtr
 
 from harness.planner.calibration import Calibration, Limit, Range, Spread
 from harness.planner.cluster import Cluster
-from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
+from harness.planner.constants import MemoryConstants, TimeConstants
+from harness.planner.fitting import fit
 from harness.planner.layouts import Bools, Floats
 from harness.planner.memory import memory
 from harness.planner.prediction import Predictions, predict
@@ -20,10 +21,6 @@ from harness.planner.runs import Runs
 from harness.planner.steptime import step_time
 from harness.spec.errors import UsageError
 
-SCALE = 0.05
-"""Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""
-PRIOR_WEIGHT = 0.7
-"""A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
 LEVEL = 0.84
 """Share of the calibration's own consistent rows that the 80 % intervals cover: more than 80 %, as
 other models and clusters are predicted worse than those that were fitted."""
@@ -73,37 +70,6 @@ def predicted(
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
 
-def _fit(
-    kind: type[TimeConstants] | type[MemoryConstants],
-    predict_all: Callable[[TimeConstants | MemoryConstants], Floats],
-    measured: Floats,
-) -> TimeConstants | MemoryConstants:
-    """The constants that bring predictions closest to measurements, on logarithms."""
-    bounds = bounds_of(kind)
-    prior = np.array([b.prior for b in bounds.values()])
-    spread = np.array([b.spread for b in bounds.values()])
-    low = (np.array([b.low for b in bounds.values()]) - prior) / spread
-    high = (np.array([b.high for b in bounds.values()]) - prior) / spread
-
-    def constants(x: Floats) -> TimeConstants | MemoryConstants:
-        values = np.clip(prior + x * spread, prior + low * spread, prior + high * spread)
-        return kind(**dict(zip(bounds, values.tolist(), strict=True)))
-
-    def residuals(x: Floats) -> Floats:
-        errors = np.log(predict_all(constants(x)) / measured)
-        return np.concatenate([errors, PRIOR_WEIGHT * SCALE * x])
-
-    found = least_squares(
-        residuals,
-        np.zeros(len(prior)),
-        bounds=(low - 1e-6, high + 1e-6),
-        loss="cauchy",
-        f_scale=SCALE,
-        max_nfev=60,
-    )
-    return constants(found.x)
-
-
 def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
     """The calibration that these runs give; raises UsageError where there are too few."""
     ran = runs.take(runs.ran)
@@ -113,19 +79,16 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         )
     asked = [(group, ran.layouts.take(group.rows)) for group in groups(ran, cluster)]
 
-    def seconds(constants: TimeConstants | MemoryConstants) -> Floats:
-        assert isinstance(constants, TimeConstants)
+    def seconds(constants: TimeConstants, _: Floats) -> Floats:
         result = np.zeros(len(ran))
         for group, layouts in asked:
             result[group.rows] = step_time(group.question, layouts, constants).total
         return result
 
-    time = _fit(TimeConstants, seconds, ran.seconds)
-    assert isinstance(time, TimeConstants)
+    time, _ = fit(TimeConstants, seconds, ran.seconds)
     ahead = [step_time(group.question, layouts, time).ahead for group, layouts in asked]
 
-    def reserved(constants: TimeConstants | MemoryConstants) -> Floats:
-        assert isinstance(constants, MemoryConstants)
+    def reserved(constants: MemoryConstants, _: Floats) -> Floats:
         result = np.zeros(len(ran))
         for (group, layouts), share in zip(asked, ahead, strict=True):
             shape = group.question.shape
@@ -135,12 +98,11 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         return result
 
     measured = np.isfinite(ran.memory_bytes)
-    memory_constants = _fit(
+    memory_constants, _ = fit(
         MemoryConstants,
-        lambda constants: reserved(constants)[measured],
+        lambda constants, effects: reserved(constants, effects)[measured],
         ran.memory_bytes[measured],
     )
-    assert isinstance(memory_constants, MemoryConstants)
     sizes = [runs.shapes[name].parameters for name in set(runs.models)]
     within = Range(
         (float(min(sizes)), float(max(sizes))),

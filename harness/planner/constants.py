@@ -263,6 +263,6 @@ class MemoryConstants:
     )
 
 
-def bounds_of(kind: type[TimeConstants] | type[MemoryConstants]) -> dict[str, Bounds]:
-    """The bounds of each constant by its name."""
+def bounds_of(kind: type) -> dict[str, Bounds]:
+    """The bounds of each constant of a dataclass of constants, by its name."""
     return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}

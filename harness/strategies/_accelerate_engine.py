@@ -44,6 +44,10 @@ class AccelerateEngine(Strategy):
     def shards_parameters(self) -> bool:
         return self.engine in ("zero3", "fsdp2")
 
+    @property
+    def zero_stage(self) -> int:
+        return self.zero.zero_stage if self.zero else super().zero_stage
+
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.precision == "fp16" and cell.device == "cpu" and not self.zero:
             raise Unavailable(

@@ -75,6 +75,10 @@ class ZeroOptions(Strategy):
         }
 
     @property
+    def zero_stage(self) -> int:
+        return self.stage
+
+    @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 

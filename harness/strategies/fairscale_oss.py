@@ -53,6 +53,10 @@ class FairscaleOss(Strategy):
         reduced = _fairscale.REDUCED if self.reduce_fp16 else EXACT
         return widest(reduced, _fairscale.BROADCAST if self.broadcast_fp16 else EXACT)
 
+    @property
+    def zero_stage(self) -> int:
+        return 2
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""
         shares: list[list[int]] = [[] for _ in range(layout.data)]

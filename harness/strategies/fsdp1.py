@@ -54,6 +54,10 @@ class Fsdp1(Strategy):
     def shards_parameters(self) -> bool:
         return True
 
+    @property
+    def zero_stage(self) -> int:
+        return 2 if self.sharding == "shard_grad_op" else 3
+
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
 

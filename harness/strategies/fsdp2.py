@@ -45,6 +45,10 @@ class Fsdp2(Strategy):
     def shards_parameters(self) -> bool:
         return True
 
+    @property
+    def zero_stage(self) -> int:
+        return 3 if self.reshard_after_forward else 2
+
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
         return "no device to leave: parameters are already in host memory" if offload else None

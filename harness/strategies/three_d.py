@@ -26,6 +26,10 @@ class ThreeD(Strategy):
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
 
+    @property
+    def zero_stage(self) -> int:
+        return {"fsdp2": 3, "zero1": 1}.get(self.data_axis, 0)
+
     def layout(self, devices: int) -> Layout:
         if devices % (self.tensor * self.pipeline):
             by = f"tensor {self.tensor} x pipeline {self.pipeline}"

@@ -21,6 +21,10 @@ class ZeroRedundancy(Strategy):
     parameters_as_bucket_view: bool = False
     """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
 
+    @property
+    def zero_stage(self) -> int:
+        return 1
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
         share = fullest_share(sorted(facts.sizes, reverse=True), layout.data) / sum(facts.sizes)

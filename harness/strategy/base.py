@@ -114,6 +114,12 @@ class Strategy(BaseModel, ABC):
         """Whether it cuts parameters into parts that are put together when their layer runs."""
         return False
 
+    @property
+    def zero_stage(self) -> int:
+        """What its data axis shards, as the stages of ZeRO say it (arXiv 1910.02054): 0 nothing, 1
+        the optimizer's state, 2 gradients too, 3 parameters too."""
+        return 3 if self.shards_parameters else 0
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """What the fullest rank keeps between steps by the formula, for the dtypes and copies the
         library keeps; None: no formula."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from harness.workloads import Workload
+
+
+class Counter(Protocol):
+    """A mode of torch's dispatch that counts what operators do."""
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Is called with the model before it runs."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> object: ...
 
 
 @functools.cache
@@ -41,7 +52,7 @@ def activation_bytes(
             for name in pair
         )
         return one + (workload.blocks - 1) * (two - one)
-    _train(workload, samples, sequence_length, recompute, held)
+    train_without_memory(workload, samples, sequence_length, recompute, held)
     return held.most()
 
 
@@ -73,16 +84,16 @@ def _operations(
     """Operations of forward and backward of one sample, as `recomputed_flops` counts them."""
     counter = _Operations()
     with set_checkpoint_early_stop(not whole_blocks):
-        _train(workload, 1, sequence_length, recompute, counter)
+        train_without_memory(workload, 1, sequence_length, recompute, counter)
     return counter.total
 
 
-def _train(
+def train_without_memory(
     workload: Workload,
     samples: int,
     sequence_length: int,
     recompute: str,
-    counter: _Held | _Operations,
+    counter: Counter,
 ) -> None:
     """Forward, loss and backward of zeros, on tensors without memory, under a counter."""
     with without_memory():

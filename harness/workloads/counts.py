@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from harness.host.cache import cache_folder
 from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
@@ -54,12 +55,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
     versions; raises RuntimeError where counting in a process of its own fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
-    versions = " ".join(
-        str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
-    )
-    identity = f"3 {workload.name} {workload.config} {sequence_length} {versions}"
-    folder = cache_folder() / "facts"
-    file = folder / f"{hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()}.json"
+    file = kept_file("facts", workload, f"3 {sequence_length}")
     if file.exists() and not workload.pretrained:
         return _read(file.read_text())
     apart = (
@@ -68,11 +64,27 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
         and not cuda_is_initialized()
     )
     facts = _count_apart(workload, sequence_length) if apart else _count(workload, sequence_length)
-    folder.mkdir(exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(facts)))
-    temporary.replace(file)
+    keep(file, json.dumps(asdict(facts)))
     return facts
+
+
+def kept_file(folder: str, workload: Workload, counted: str) -> Path:
+    """The file in the cache that keeps what was counted of a workload, under this description of
+    what it was, for the versions of the libraries."""
+    versions = " ".join(
+        str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
+    )
+    identity = f"{workload.name} {workload.config} {counted} {versions}"
+    name = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
+    return cache_folder() / folder / f"{name}.json"
+
+
+def keep(file: Path, text: str) -> None:
+    """Writes a file of the cache, whole or not at all."""
+    file.parent.mkdir(exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
 def _read(text: str) -> ModelFacts:

@@ -1,0 +1,117 @@
+"""bench validate --here: predictions of this machine's cells beside their measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from bench.here import Here
+    from harness.planner.here.facts import CellFacts, Measured
+    from harness.planner.here.scores import CpuScores, FirstChoice
+
+
+def validate(folders: Sequence[Path], json_output: bool) -> None:
+    """Prints the scores of each workload, and each emulated link, predicted from all others.
+
+    Raises UsageError where there are too few cells.
+    """
+    from bench.cli import terminal
+    from bench.here import read_here
+    from harness.planner.here.calibrate import base_of, leave_out
+    from harness.planner.here.scores import first_choices, score
+    from harness.spec.errors import UsageError
+
+    here = read_here(folders)
+    measured = [cell.measured for cell in here.cells]
+    held = {
+        "each workload predicted from all others": leave_out(measured, base_of),
+        "each emulated link predicted from all else": leave_out(measured, _link),
+    }
+    held = {name: rows for name, rows in held.items() if rows}
+    if not held:
+        raise UsageError(
+            "these results have too few cells, or all of one workload, which nothing can predict"
+            " from others; measure a second workload"
+        )
+    scores = {name: score(rows) for name, rows in held.items()}
+    choices = {name: first_choices(rows, partial(_tied, here)) for name, rows in held.items()}
+    if json_output:
+        document = {
+            name: {
+                "scores": [dataclasses.asdict(part) for part in scores[name]],
+                "first_choices": [dataclasses.asdict(choice) for choice in choices[name]],
+            }
+            for name in held
+        }
+        print(json.dumps(document | {"machine": here.machine}))
+        return
+    console = terminal.console()
+    for name in held:
+        console.print(_scores(name, scores[name]))
+        console.print(_choices(choices[name]))
+
+
+def _link(facts: CellFacts) -> str:
+    return facts.links
+
+
+def _tied(here: Here, own: Sequence[Measured]) -> list[Measured]:
+    """Those of some cells that a run cannot tell from their fastest."""
+    from harness.analysis.answer import may_be_fastest
+
+    results = [cell for cell in here.cells if any(cell.measured is one for one in own)]
+    results.sort(key=lambda cell: cell.measured.seconds)
+    tied = may_be_fastest([cell.result for cell in results])
+    return [cell.measured for cell in results if any(cell.result is one for one in tied)]
+
+
+def _scores(name: str, scores: Sequence[CpuScores]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"{name}: median errors", title_justify="left")
+    table.add_column("left out")
+    for column in ("cells", "step time", "memory", "measured elsewhere", "step time", "memory"):
+        table.add_column(column, justify="right")
+    for part in scores:
+        table.add_row(
+            escape(part.part),
+            str(part.cells),
+            _percent(part.median_time_error),
+            _percent(part.median_memory_error),
+            str(part.known),
+            _percent(part.known_median_time_error),
+            _percent(part.known_median_memory_error),
+        )
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _choices(choices: Sequence[FirstChoice]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="predicted first choices", title_justify="left")
+    for column in ("setting", "of", "predicted to be fastest", "measured fastest", "slower", ""):
+        table.add_column(column, overflow="fold")
+    for choice in choices:
+        same = "" if choice.told_apart else "not told apart"
+        table.add_row(
+            escape(choice.setting),
+            str(choice.compared),
+            escape(choice.chosen),
+            escape(choice.best),
+            f"{choice.slower:.1%}",
+            "the same" if choice.chosen == choice.best else same,
+        )
+    return table

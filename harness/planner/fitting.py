@@ -1,0 +1,61 @@
+"""Fits constants to measurements: robustly, with priors, within physical bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from harness.planner.constants import bounds_of
+from harness.planner.layouts import Floats
+
+SCALE = 0.05
+"""Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""
+PRIOR_WEIGHT = 0.7
+"""A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
+MOST_EVALUATIONS = 60
+
+Constants = TypeVar("Constants")
+"""A frozen dataclass whose fields are declared with their bounds (see constants.py)."""
+
+
+def fit(
+    kind: type[Constants],
+    predict: Callable[[Constants, Floats], Floats],
+    measured: Floats,
+    effects: int = 0,
+    effect_spread: float = 1.0,
+) -> tuple[Constants, Floats]:
+    """The constants that bring predictions closest to measurements, on logarithms.
+
+    `predict` gives the predictions (shape of `measured`, in its unit) of constants and of so many
+    `effects`: further unknowns (shape [effects]) that are believed to be 0 with the standard
+    deviation `effect_spread`. Returns the constants and the effects.
+    """
+    bounds = bounds_of(kind)
+    prior = np.array([b.prior for b in bounds.values()])
+    spread = np.array([b.spread for b in bounds.values()])
+    low = (np.array([b.low for b in bounds.values()]) - prior) / spread
+    high = (np.array([b.high for b in bounds.values()]) - prior) / spread
+    free = np.full(effects, np.inf)
+
+    def constants(x: Floats) -> Constants:
+        values = np.clip(prior + x * spread, prior + low * spread, prior + high * spread)
+        return kind(**dict(zip(bounds, values.tolist(), strict=True)))
+
+    def residuals(x: Floats) -> Floats:
+        own, others = x[: len(prior)], x[len(prior) :]
+        errors = np.log(predict(constants(own), others * effect_spread) / measured)
+        return np.concatenate([errors, PRIOR_WEIGHT * SCALE * x])
+
+    found = least_squares(
+        residuals,
+        np.zeros(len(prior) + effects),
+        bounds=(np.concatenate([low - 1e-6, -free]), np.concatenate([high + 1e-6, free])),
+        loss="cauchy",
+        f_scale=SCALE,
+        max_nfev=MOST_EVALUATIONS,
+    )
+    return constants(found.x[: len(prior)]), found.x[len(prior) :] * effect_spread

@@ -1,0 +1,226 @@
+"""Fits the constants of CPU cells, and what each strategy's library adds, to measured cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.planner.calibrate import LEVEL
+from harness.planner.fitting import fit
+from harness.planner.here.constants import CpuMemory, CpuTime
+from harness.planner.here.facts import CellFacts, Measured
+from harness.planner.here.predict import Columns, peak_bytes, step_seconds
+from harness.planner.layouts import Floats, Ints
+from harness.spec.errors import UsageError
+
+FEWEST = 5
+"""Measured cells that a calibration needs."""
+EFFECT_SPREAD = 0.4
+"""Standard deviation of the logarithm of what a library adds, as it is believed without data."""
+UNKNOWN_SPREAD = 0.25
+"""Half-width of the 80 % intervals of logarithms where too few workloads were measured to predict
+one from the others. Assumed."""
+FEWEST_ERRORS = 8
+"""Predictions of cells left out from which a spread is estimated."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What libraries add, as logarithms: of each variant that was measured, and of all variants of
+    a strategy, for those that were not."""
+
+    variants: dict[tuple[str, str, bool], float]
+    families: dict[tuple[str, bool], float]
+
+    def of(self, cells: Sequence[CellFacts]) -> Floats:
+        """Of each cell (shape [cells]); 0 of a strategy that was not measured."""
+        usual = (self.families.get(cell.family, 0.0) for cell in cells)
+        return np.array(
+            [
+                self.variants.get(cell.variant, family)
+                for cell, family in zip(cells, usual, strict=True)
+            ],
+            float,
+        )
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """Half-widths of the 80 % intervals of logarithms."""
+
+    variant: float
+    """Where the strategy with these options was measured on another workload."""
+    unknown: float
+    """Where it was not."""
+
+    def of(self, cells: Sequence[CellFacts], effects: Effects) -> Floats:
+        known = np.array([cell.variant in effects.variants for cell in cells])
+        return np.where(known, self.variant, self.unknown)
+
+
+@dataclass(frozen=True)
+class CpuCalibration:
+    """All that a prediction of CPU cells needs."""
+
+    time: CpuTime
+    memory: CpuMemory
+    time_effects: Effects
+    memory_effects: Effects
+    time_spread: Spreads
+    memory_spread: Spreads
+    cells: int
+    """Measured cells that it was fitted to."""
+    workloads: tuple[str, ...]
+
+    def seconds(self, cells: Sequence[CellFacts]) -> Floats:
+        """Of a step of each cell."""
+        return step_seconds(Columns(cells), self.time, self.time_effects.of(cells)).total
+
+    def peak_bytes(self, cells: Sequence[CellFacts]) -> Floats:
+        return peak_bytes(Columns(cells), self.memory, self.memory_effects.of(cells))
+
+
+def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
+    """The calibration that these cells give, without its spreads, which `with_spreads` adds.
+
+    Raises UsageError where there are too few cells.
+    """
+    if len(measured) < FEWEST:
+        raise UsageError(
+            f"{len(measured)} measured cells on CPU cores are too few to predict others from; at"
+            f" least {FEWEST} are needed"
+        )
+    facts = [cell.facts for cell in measured]
+    columns, groups = Columns(facts), _Groups(facts)
+    time, found = fit(
+        CpuTime,
+        lambda c, effects: step_seconds(columns, c, groups.spread_out(effects)).total,
+        np.array([cell.seconds for cell in measured]),
+        groups.count,
+        EFFECT_SPREAD,
+    )
+    time_effects = groups.effects(found)
+    known = [cell for cell in measured if cell.peak_bytes]
+    facts = [cell.facts for cell in known]
+    of_memory, groups = Columns(facts), _Groups(facts)
+    memory, found = fit(
+        CpuMemory,
+        lambda c, effects: peak_bytes(of_memory, c, groups.spread_out(effects)),
+        np.array([cell.peak_bytes for cell in known], float),
+        groups.count,
+        EFFECT_SPREAD / 2,
+    )
+    unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD)
+    return CpuCalibration(
+        time,
+        memory,
+        time_effects,
+        groups.effects(found),
+        unknown,
+        unknown,
+        len(measured),
+        tuple(sorted({cell.facts.workload for cell in measured})),
+    )
+
+
+class _Groups:
+    """Variants and families of cells as positions in an array of unknowns."""
+
+    def __init__(self, cells: Sequence[CellFacts]) -> None:
+        self.variants = list(dict.fromkeys(cell.variant for cell in cells))
+        self.families = list(dict.fromkeys(cell.family for cell in cells))
+        self.family_of = {cell.variant: cell.family for cell in cells}
+        self._variant: Ints = np.array([self.variants.index(cell.variant) for cell in cells])
+        self._family: Ints = np.array(
+            [len(self.variants) + self.families.index(cell.family) for cell in cells]
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self.variants) + len(self.families)
+
+    def spread_out(self, effects: Floats) -> Floats:
+        """The effect of each cell: its variant's beside its family's."""
+        result: Floats = effects[self._variant] + effects[self._family]
+        return result
+
+    def effects(self, found: Floats) -> Effects:
+        own, shared = found[: len(self.variants)], found[len(self.variants) :]
+        families = dict(zip(self.families, shared.tolist(), strict=True))
+        return Effects(
+            {
+                variant: value + families[self.family_of[variant]]
+                for variant, value in zip(self.variants, own.tolist(), strict=True)
+            },
+            families,
+        )
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A measured cell, and what is predicted of it from cells of all other parts."""
+
+    part: str
+    """What was left out with it."""
+    measured: Measured
+    seconds: float
+    peak_bytes: float
+    known: bool
+    """Whether its strategy, with the same options, was measured in the other parts."""
+
+
+def leave_out(
+    measured: Sequence[Measured], part_of: Callable[[CellFacts], str] | None = None
+) -> list[LeftOut]:
+    """Predicts the cells of each part from those of all others; empty where others are too few.
+
+    `part_of`: which part a cell belongs to, by default its workload without suffixes, so that a
+    model is left out together with its adapters; cells of the part "" are not left out.
+    """
+    name = part_of or base_of
+    result: list[LeftOut] = []
+    for part in dict.fromkeys(name(cell.facts) for cell in measured):
+        others = [cell for cell in measured if name(cell.facts) != part]
+        own = [cell for cell in measured if name(cell.facts) == part]
+        if not part or len(others) < FEWEST:
+            continue
+        calibration = calibrate_cells(others)
+        facts = [cell.facts for cell in own]
+        seconds, peaks = calibration.seconds(facts), calibration.peak_bytes(facts)
+        for cell, of_time, of_memory in zip(own, seconds.tolist(), peaks.tolist(), strict=True):
+            known = cell.facts.variant in calibration.time_effects.variants
+            result.append(LeftOut(part, cell, of_time, of_memory, known))
+    return result
+
+
+def base_of(facts: CellFacts) -> str:
+    """The workload without its suffixes."""
+    return facts.workload.split("+")[0]
+
+
+def with_spreads(calibration: CpuCalibration, held: Sequence[LeftOut]) -> CpuCalibration:
+    """The calibration with the spreads that predictions of left-out workloads show."""
+    time = [(row.known, abs(np.log(row.seconds / row.measured.seconds))) for row in held]
+    memory = [
+        (row.known, abs(np.log(row.peak_bytes / row.measured.peak_bytes)))
+        for row in held
+        if row.measured.peak_bytes
+    ]
+    return replace(calibration, time_spread=_spread(time), memory_spread=_spread(memory))
+
+
+def _spread(errors: Sequence[tuple[bool, float]]) -> Spreads:
+    """Of absolute errors of logarithms, by whether the variant was known."""
+    of_known = [error for known, error in errors if known]
+    of_unknown = [error for known, error in errors if not known]
+    variant = (
+        float(np.quantile(of_known, LEVEL)) if len(of_known) >= FEWEST_ERRORS else UNKNOWN_SPREAD
+    )
+    unknown = (
+        float(np.quantile(of_unknown, LEVEL))
+        if len(of_unknown) >= FEWEST_ERRORS
+        else 2 * UNKNOWN_SPREAD
+    )
+    return Spreads(variant, max(variant, unknown))

@@ -1,0 +1,155 @@
+"""The constants of CPU cells that are fitted to measurements, with meanings, units and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.planner.constants import _constant as constant
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """Of the step time on CPU cores. A rank has one core unless the cell says otherwise."""
+
+    fp32_rate: float = constant(
+        80.0,
+        5.0,
+        400.0,
+        30.0,
+        "GFLOP/s",
+        "of matrix products in fp32 on one core",
+        "16 to 64 operations a cycle at 2 to 4 GHz, less what small products lose",
+    )
+    bf16_rate: float = constant(
+        130.0,
+        2.0,
+        1500.0,
+        60.0,
+        "GFLOP/s",
+        "the same in bf16",
+        "a fraction of fp32's rate where bf16 is emulated, several times it with AMX",
+    )
+    fp16_rate: float = constant(
+        5.0,
+        0.5,
+        1500.0,
+        2.0,
+        "GFLOP/s",
+        "the same in fp16",
+        "most CPUs convert each element; measured on two machines: 4 to 6",
+    )
+    memory_rate: float = constant(
+        25.0,
+        2.0,
+        200.0,
+        10.0,
+        "GB/s",
+        "at which a core reads and writes in operators that are no matrix products",
+        "between one core's share of the memory and its caches",
+    )
+    operator: float = constant(
+        6e-6,
+        1e-6,
+        40e-6,
+        3e-6,
+        "s",
+        "to call one operator from Python, and its part of autograd",
+        "torch's dispatch takes 1 to 10 microseconds on cores of 2 to 4 GHz",
+    )
+    update_bytes: float = constant(
+        10.0,
+        1.0,
+        60.0,
+        5.0,
+        "GB/s",
+        "of optimizer state that is updated",
+        "an update reads and writes state, parameters and gradients at the memory's rate",
+    )
+    tensor_update: float = constant(
+        40e-6,
+        2e-6,
+        400e-6,
+        25e-6,
+        "s",
+        "to update and clear one parameter tensor beside its bytes",
+        "several operators for each tensor",
+    )
+    local_rate: float = constant(
+        0.6,
+        0.05,
+        20.0,
+        0.3,
+        "GB/s",
+        "of a collective's bytes between ranks on one machine: copies, sums and system calls",
+        "gloo over loopback, whose work takes the cores that compute",
+    )
+    message: float = constant(
+        1.0e-3,
+        0.02e-3,
+        10e-3,
+        0.7e-3,
+        "s",
+        "of a collective or transfer beside its bytes: handing over to a thread, and waiting for"
+        " the slower rank",
+        "tens of microseconds for gloo alone, milliseconds where ranks wait for each other",
+    )
+    link_hidden: float = constant(
+        0.3,
+        0.0,
+        1.0,
+        0.25,
+        "1",
+        "share of the backward pass that hides the transfer over a link between nodes",
+        "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
+    )
+    step: float = constant(
+        2.0e-3,
+        0.0,
+        50e-3,
+        2.0e-3,
+        "s",
+        "of a step, whatever its model: batch, loss, loop",
+        "milliseconds of Python",
+    )
+
+
+@dataclass(frozen=True)
+class CpuMemory:
+    """Of the peak of a rank's anonymous resident memory above its imports."""
+
+    overhead: float = constant(
+        8.0,
+        0.0,
+        200.0,
+        6.0,
+        "MB",
+        "that training takes whatever its model: threads, code that is loaded late, batches",
+        "megabytes for each thread's heap and stack",
+    )
+    activations: float = constant(
+        1.2,
+        0.7,
+        2.5,
+        0.2,
+        "1",
+        "resident bytes for each byte of activations: the heap does not give all back",
+        "1 is none; glibc keeps freed blocks below its threshold",
+    )
+    transient: float = constant(
+        1.3,
+        0.0,
+        4.0,
+        0.5,
+        "1",
+        "resident bytes for each byte that is needed for a while",
+        "1, and temporaries of the update",
+    )
+    exchanged: float = constant(
+        0.5,
+        0.0,
+        4.0,
+        0.4,
+        "1",
+        "resident bytes of a collective's buffers for each byte that the ranks reduce or gather",
+        "gloo and libraries copy what they send",
+    )

@@ -1,0 +1,194 @@
+"""Ranks the cells of one setting on this machine, those that were measured and those that were
+not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.special import ndtr
+
+from harness.planner.here.calibrate import CpuCalibration
+from harness.planner.here.facts import CellFacts, Measured
+from harness.planner.here.predict import Columns, step_seconds
+from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
+
+Goal = Literal["throughput", "memory"]
+DEVIATIONS_IN_80_PERCENT = 1.2816
+"""Half-width of an 80 % interval in standard deviations of a normal distribution."""
+DEVIATIONS_IN_95_PERCENT = 1.96
+SURE = 0.9
+"""Probability to fit from which a cell counts as fitting, where memory is the goal."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A cell that may answer the question."""
+
+    cell: Cell
+    facts: CellFacts
+    measured: Measured | None = None
+    """What was measured of it; None where it was not."""
+
+
+@dataclass(frozen=True)
+class CpuParts:
+    """Seconds of a step as predicted."""
+
+    compute: float
+    calls: float
+    update: float
+    exchange: float
+    link: float
+
+
+@dataclass(frozen=True)
+class CpuCandidate:
+    """A cell with its step time and memory. Each `low` and `high` bound an 80 % interval."""
+
+    name: str
+    cell_id: str
+    label: str
+    exact: bool
+    """Whether it is the same training as one process's, to rounding."""
+    measured: bool
+    """Whether seconds and bytes were measured; predicted otherwise."""
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    samples_per_second: float
+    peak_bytes: float
+    """Of the fullest rank."""
+    peak_low: float
+    peak_high: float
+    fits: float
+    """Probability that this machine's memory holds all its ranks."""
+    parts: CpuParts
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """The answer."""
+
+    setting: str
+    """What is trained, on how many ranks and over which link, in words."""
+    goal: Goal
+    candidates: tuple[CpuCandidate, ...]
+    """Cells that train the same as one process, best first."""
+    inexact: tuple[CpuCandidate, ...]
+    """Cells that by their own declaration do not, best first."""
+    refused: dict[str, int]
+    """Variants that cannot run, by the reason."""
+    calibrated_on: int
+    """Measured cells that the predictions rest on."""
+    workloads: tuple[str, ...]
+    """Their workloads."""
+
+
+def open_questions(candidates: Sequence[CpuCandidate]) -> list[CpuCandidate]:
+    """Those that cannot be told apart from the first: whose intervals overlap with its."""
+    first = candidates[0]
+    return [
+        candidate
+        for candidate in candidates[1:]
+        if candidate.seconds_low <= first.seconds_high
+        and first.seconds_low <= candidate.seconds_high
+    ]
+
+
+def plan_here(
+    setting: str,
+    variants: Sequence[Variant],
+    calibration: CpuCalibration,
+    batch: int,
+    memory_bytes: int,
+    goal: Goal = "throughput",
+    refused: Counter[str] | None = None,
+) -> CpuPlan:
+    """Ranks the variants of one setting.
+
+    `batch`: samples of a step; `memory_bytes`: of this machine, for all ranks together. Raises
+    UsageError where no variant can run.
+    """
+    if not variants:
+        reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
+        raise UsageError(f"no strategy can run {setting}: {reasons or 'none is known'}")
+    found = sorted(
+        _candidates(variants, calibration, batch, memory_bytes),
+        key=lambda candidate: _key(candidate, goal),
+    )
+    return CpuPlan(
+        setting,
+        goal,
+        tuple(candidate for candidate in found if candidate.exact),
+        tuple(candidate for candidate in found if not candidate.exact),
+        dict((refused or Counter()).most_common()),
+        calibration.cells,
+        calibration.workloads,
+    )
+
+
+def _key(candidate: CpuCandidate, goal: Goal) -> tuple[bool, float]:
+    """Smaller is better: speed times the probability to fit, or the memory of what fits surely."""
+    if goal == "memory":
+        return candidate.fits < SURE, candidate.peak_bytes
+    return False, candidate.seconds / max(candidate.fits, 1e-300)
+
+
+def _candidates(
+    variants: Sequence[Variant], calibration: CpuCalibration, batch: int, memory_bytes: int
+) -> list[CpuCandidate]:
+    facts = [variant.facts for variant in variants]
+    columns = Columns(facts)
+    step = step_seconds(columns, calibration.time, calibration.time_effects.of(facts))
+    parts = (step.compute, step.calls, step.update, step.exchange, step.link)
+    peaks = calibration.peak_bytes(facts)
+    wide = np.exp(calibration.time_spread.of(facts, calibration.time_effects))
+    of_memory = calibration.memory_spread.of(facts, calibration.memory_effects)
+    result = []
+    for row, variant in enumerate(variants):
+        seconds, peak = float(step.total[row]), float(peaks[row])
+        low, high = seconds / float(wide[row]), seconds * float(wide[row])
+        spread = float(of_memory[row])
+        if own := variant.measured:
+            seconds = own.seconds
+            low, high = _narrowed(own)
+            if own.peak_bytes:
+                peak, spread = own.peak_bytes, min(spread, 0.02)
+        demand = peak * variant.facts.ranks
+        fits = float(ndtr(np.log(memory_bytes / demand) * DEVIATIONS_IN_80_PERCENT / spread))
+        result.append(
+            CpuCandidate(
+                name=variant.cell.name,
+                cell_id=variant.cell.id,
+                label=variant.facts.label,
+                exact=variant.facts.exact,
+                measured=own is not None,
+                seconds=seconds,
+                seconds_low=low,
+                seconds_high=high,
+                samples_per_second=batch / seconds,
+                peak_bytes=peak,
+                peak_low=peak / float(np.exp(spread)),
+                peak_high=peak * float(np.exp(spread)),
+                fits=fits,
+                parts=CpuParts(*(float(part[row]) for part in parts)),
+            )
+        )
+    return result
+
+
+def _narrowed(own: Measured) -> tuple[float, float]:
+    """The 80 % interval of a measured step from its 95 % interval; 10 % either way with one
+    launch."""
+    if own.seconds_low is None or own.seconds_high is None:
+        return own.seconds / 1.1, own.seconds * 1.1
+    share = DEVIATIONS_IN_80_PERCENT / DEVIATIONS_IN_95_PERCENT
+    return (
+        own.seconds * (own.seconds_low / own.seconds) ** share,
+        own.seconds * (own.seconds_high / own.seconds) ** share,
+    )

@@ -1,0 +1,122 @@
+"""How many operators do forward and backward run, and how many bytes do they move and hold? Counted
+once and cached in a file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.workloads.activations import activation_bytes, train_without_memory
+from harness.workloads.counts import keep, kept_file
+from harness.workloads.recompute import products
+from harness.workloads.registry import make_workload
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from harness.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Of forward, loss and backward of one micro-batch of the unsplit model."""
+
+    number: int
+    """Operators that compute something: views are not counted."""
+    moved_bytes: int
+    """Bytes of the tensors that operators other than matrix products, convolutions and attention
+    take and give."""
+    held_bytes: int
+    """The most that they hold at a time, see `activation_bytes`."""
+
+
+FEW, MORE = 2, 4
+"""Samples of the two passes that are counted; everything grows by as much with each sample."""
+
+
+@functools.cache
+def operators(
+    workload: Workload, samples: int, sequence_length: int, recompute: str = "none"
+) -> Operators:
+    """The counts for one pass over so many samples, in fp32; `recompute` is that of a cell.
+
+    The tensors have no memory (FakeTensorMode), so that models of any size can be counted.
+    """
+    few, more = _counted(workload, sequence_length, recompute)
+    share = (samples - FEW) / (MORE - FEW)
+
+    def grown(of_few: int, of_more: int) -> int:
+        return max(0, round(of_few + share * (of_more - of_few)))
+
+    return Operators(
+        few.number,
+        grown(few.moved_bytes, more.moved_bytes),
+        grown(few.held_bytes, more.held_bytes),
+    )
+
+
+@functools.cache
+def _counted(
+    workload: Workload, sequence_length: int, recompute: str
+) -> tuple[Operators, Operators]:
+    """The counts for few and for more samples, from a file where they were counted before."""
+    file = kept_file("operators", workload, f"1 {sequence_length} {recompute}")
+    if file.exists() and not workload.pretrained:
+        few, more = (Operators(**fields) for fields in json.loads(file.read_text()))
+        return few, more
+    few, more = (_count(workload, n, sequence_length, recompute) for n in (FEW, MORE))
+    keep(file, json.dumps([asdict(few), asdict(more)]))
+    return few, more
+
+
+def _count(workload: Workload, samples: int, sequence_length: int, recompute: str) -> Operators:
+    held = activation_bytes(workload, samples, sequence_length, recompute)
+    if pair := workload.of_one_and_two_blocks:
+        one, two = (
+            _count(make_workload(name), samples, sequence_length, recompute) for name in pair
+        )
+        more = workload.blocks - 1
+        return Operators(
+            one.number + more * (two.number - one.number),
+            one.moved_bytes + more * (two.moved_bytes - one.moved_bytes),
+            held,
+        )
+    counter = _Counter()
+    train_without_memory(workload, samples, sequence_length, recompute, counter)
+    return Operators(counter.number, counter.moved_bytes, held)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators, and the bytes of what they take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+        self.moved_bytes = 0
+
+    def watch(self, model: torch.nn.Module) -> None: ...
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.number += 1
+            if func._overloadpacket not in products():
+                tensors = [
+                    leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
+                ]
+                self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return result

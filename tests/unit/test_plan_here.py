@@ -1,0 +1,217 @@
+"""Predictions of this machine's cells: their arithmetic, their fit, and their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cli.plan import plan as command
+from harness.planner.here.calibrate import (
+    CpuCalibration,
+    calibrate_cells,
+    leave_out,
+    with_spreads,
+)
+from harness.planner.here.constants import CpuMemory, CpuTime
+from harness.planner.here.facts import CellFacts, Measured
+from harness.planner.here.plan import Variant, open_questions, plan_here
+from harness.planner.here.predict import Columns, peak_bytes, step_seconds
+from harness.planner.here.scores import first_choices, score
+from harness.planner.here.words import explanation
+from harness.spec.errors import UsageError
+from tests.commands import ask, told
+
+ROOT = Path(__file__).parents[2]
+MEGA = 1e6
+TRUE_TIME = CpuTime(fp32_rate=60.0, memory_rate=18.0, operator=8e-6, local_rate=0.4)
+TRUE_MEMORY = CpuMemory(overhead=12.0, activations=1.4)
+LIBRARIES = {"plain": 0.0, "averaged": 0.1, "sharded": 0.7, "staged": -0.2}
+"""What each library adds in the made measurements, as a logarithm."""
+
+
+def facts(size: float = 1.0, strategy: str = "plain", **more: object) -> CellFacts:
+    """A cell of a model of this size."""
+    ranks = 1 if strategy == "plain" else 2
+    staged = strategy == "staged"
+    values = {
+        "workload": f"model-{size:g}",
+        "setting": f"model-{size:g} on {ranks}",
+        "links": "",
+        "label": strategy,
+        "strategy": strategy,
+        "precision": "fp32",
+        "exact": True,
+        "data": 1 if staged else ranks,
+        "pipeline": ranks if staged else 1,
+        "tensor": 1,
+        "cores": 2,
+        "micro_batches": 4 if staged else 1,
+        "flops": 4e9 * size,
+        "operators": 1800,
+        "moved_bytes": 700 * MEGA * size**0.5,
+        "tensors": 40,
+        "state_bytes": 20 * MEGA * size,
+        "library_bytes": 0.0,
+        "transient_bytes": 5 * MEGA * size,
+        "trained_bytes": 5 * MEGA * size,
+        "optimizer_bytes": 10 * MEGA * size,
+        "activation_bytes": 30 * MEGA * size**0.5,
+        "sent_bytes": 0.0 if ranks == 1 else 5 * MEGA * size,
+        "messages": {"plain": 0.0, "averaged": 1.0, "sharded": 15.0, "staged": 8.0}[strategy],
+    }
+    return CellFacts(**(values | more))  # type: ignore[arg-type]
+
+
+def measured(cells: Sequence[CellFacts], noise: float = 0.0) -> list[Measured]:
+    """What the true constants give for them, with so much noise."""
+    effects = np.array([LIBRARIES[cell.strategy] for cell in cells])
+    columns, draw = Columns(cells), np.random.default_rng(0)
+    seconds = step_seconds(columns, TRUE_TIME, effects).total
+    peaks = peak_bytes(columns, TRUE_MEMORY, effects / 10)
+    seconds = seconds * np.exp(noise * draw.standard_normal(len(cells)))
+    return [
+        Measured(cell, float(second), float(peak), float(second) * 0.98, float(second) * 1.02)
+        for cell, second, peak in zip(cells, seconds, peaks, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Measured]:
+    sizes = (0.3, 0.6, 1.0, 2.0, 4.0)
+    return measured([facts(size, strategy) for size in sizes for strategy in LIBRARIES], 0.02)
+
+
+@pytest.fixture(scope="module")
+def calibration(many: list[Measured]) -> CpuCalibration:
+    return with_spreads(calibrate_cells(many), leave_out(many))
+
+
+def test_a_workload_that_was_not_measured_is_predicted(calibration: CpuCalibration) -> None:
+    other = [facts(1.5, strategy) for strategy in LIBRARIES]
+    true = measured(other)
+    seconds = [cell.seconds for cell in true]
+    assert calibration.seconds(other) == pytest.approx(seconds, rel=0.06)
+    peaks = [cell.peak_bytes for cell in true]
+    assert calibration.peak_bytes(other) == pytest.approx(peaks, rel=0.04)
+
+
+def test_scores_of_left_out_workloads_and_first_choices(many: list[Measured]) -> None:
+    rows = leave_out(many)
+    assert {row.part for row in rows} == {cell.facts.workload for cell in many}
+    assert all(row.known for row in rows)
+    by_part = {part.part: part for part in score(rows)}
+    total = by_part["all"]
+    assert total.cells == total.known == len(many)
+    assert total.median_time_error is not None
+    assert total.median_memory_error is not None
+    assert total.median_time_error < 0.06
+    assert total.median_memory_error < 0.04
+
+    def only_the_fastest(own: Sequence[Measured]) -> list[Measured]:
+        return [min(own, key=lambda cell: cell.seconds)]
+
+    choices = first_choices(rows, only_the_fastest)
+    assert len(choices) == 5
+    assert sum(choice.told_apart for choice in choices) <= 1
+    wrong = [dataclasses.replace(row, seconds=1 / row.seconds) for row in rows]
+    assert all(choice.told_apart for choice in first_choices(wrong, only_the_fastest))
+
+
+@given(
+    size=st.floats(0.1, 10),
+    strategy=st.sampled_from(sorted(LIBRARIES)),
+    slower=st.floats(1, 1e4),
+    cores=st.integers(1, 4),
+)
+def test_slower_links_and_fewer_cores_never_speed_up(
+    size: float, strategy: str, slower: float, cores: int
+) -> None:
+    def seconds(**more: object) -> float:
+        cell = facts(size, strategy, **more)
+        return float(step_seconds(Columns([cell]), TRUE_TIME, np.zeros(1)).total[0])
+
+    fast = seconds(link_bytes_per_second=1e9, link_seconds=1e-4, cores=cores)
+    assert fast <= seconds(link_bytes_per_second=1e9 / slower, link_seconds=1e-4, cores=cores)
+    assert fast <= seconds(link_bytes_per_second=1e9, link_seconds=1e-4 * slower, cores=cores)
+    assert seconds(cores=cores + 1) <= seconds(cores=cores) < float("inf")
+
+
+def variants(cells: Sequence[CellFacts], known: dict[str, Measured]) -> list[Variant]:
+    return [Variant(f"{cell.label} cell", cell, known.get(cell.label)) for cell in cells]
+
+
+def test_measured_cells_answer_and_others_are_predicted(
+    many: list[Measured], calibration: CpuCalibration
+) -> None:
+    own = {cell.facts.label: cell for cell in many if cell.facts.workload == "model-1"}
+    faster = facts(
+        1.0, "averaged", exact=False, flops=1e8, moved_bytes=1e6, label="averaged(rarely)"
+    )
+    cells = [*(facts(1.0, name) for name in LIBRARIES), faster]
+    plan = plan_here("model-1", variants(cells, {"plain": own["plain"]}), calibration, 8, 2 * 10**9)
+    by_label = {candidate.label: candidate for candidate in plan.candidates}
+    assert by_label["plain"].measured
+    assert by_label["plain"].seconds == own["plain"].seconds
+    assert not by_label["averaged"].measured
+    assert plan.candidates[0].label == "averaged"
+    for candidate in (*plan.candidates, *plan.inexact):
+        assert candidate.seconds_low < candidate.seconds < candidate.seconds_high
+        assert 0 <= candidate.fits <= 1
+        assert all(value >= 0 for value in dataclasses.astuple(candidate.parts))
+    assert [candidate.label for candidate in plan.inexact] == ["averaged(rarely)"]
+    words = " ".join(explanation(plan))
+    assert "Use averaged: " in words
+    assert "at the price of another training: averaged(rarely)" in words
+    assert all(other in plan.candidates[1:] for other in open_questions(plan.candidates))
+
+
+def test_memory_decides_where_it_is_the_goal_or_short(calibration: CpuCalibration) -> None:
+    cells = [facts(1.0, name) for name in LIBRARIES]
+    least = plan_here("s", variants(cells, {}), calibration, 8, 2 * 10**9, "memory").candidates
+    peaks = [candidate.peak_bytes for candidate in least]
+    assert peaks == sorted(peaks)
+    short = plan_here("s", variants(cells, {}), calibration, 8, int(1.3 * peaks[0])).candidates
+    assert [candidate.fits for candidate in short] != [1.0] * len(short)
+
+
+def test_too_little_gets_a_sentence(many: list[Measured], calibration: CpuCalibration) -> None:
+    with pytest.raises(UsageError, match="4 measured cells on CPU cores are too few"):
+        calibrate_cells(many[:4])
+    reasons = Counter({"3 devices do not divide": 2})
+    with pytest.raises(UsageError, match="no strategy can run s: 3 devices do not divide"):
+        plan_here("s", [], calibration, 8, 10**9, "throughput", reasons)
+
+
+REFERENCE = ("--results", str(ROOT / "results" / "reference"))
+
+
+def test_the_command_answers_from_kept_results() -> None:
+    answer = json.loads(told(command, "--here", *REFERENCE, "--model", "llama-micro", "--json"))
+    first = answer["candidates"][0]
+    assert first["seconds"] > 0
+    assert answer["setting"].startswith("llama-micro in fp32 on 2 ranks")
+    assert {row["measured"] for row in answer["candidates"]} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--here", "--device", "h100-80gb"), "--device says nothing of this machine"),
+        (("--here", *REFERENCE, "--model", "nothing"), "unknown workload 'nothing'"),
+        (("--here", *REFERENCE, "--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
+        (("--here", "--results", "/nowhere"), "no runs in results folder '/nowhere'"),
+        (("--model", "llama-8b", "--unseen"), "--unseen goes with --here only"),
+        ((), "--model is missing"),
+    ],
+)
+def test_what_cannot_be_answered_gets_one_sentence(options: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        ask(command, *options)
