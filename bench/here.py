@@ -243,7 +243,7 @@ class Setting:
         """A cell of this setting; raises UsageError for a strategy or option that is not known."""
         kind = make_workload(self.workload).kind
         fields = dataclasses.asdict(self) | {"data": "images" if kind == "image" else "stdlib"}
-        return with_defaults(Cell(strategy=strategy, **(fields | more)))
+        return with_defaults(Cell.model_validate({**fields, **more, "strategy": strategy}))
 
 
 def setting_of(cell: Cell) -> Setting:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 
-class Counter(Protocol):
-    """A mode of torch's dispatch that counts what operators do."""
+class Counter(TorchDispatchMode):
+    """Counts what operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def watch(self, model: torch.nn.Module) -> None:
         """Is called with the model before it runs."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *_: object) -> object: ...
 
 
 @functools.cache
@@ -111,14 +110,12 @@ def train_without_memory(
             workload.loss(workload.logits(model, inputs), labels).backward()
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(Counter):
     """Counts floating-point operations."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
-
-    def watch(self, model: torch.nn.Module) -> None: ...
 
     def __torch_dispatch__(
         self,
@@ -135,11 +132,11 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-class _Held(TorchDispatchMode):
+class _Held(Counter):
     """Follows the storages that operators make, from their making to their end."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.sizes: list[int] = []
         """Bytes of each storage, by its number."""
         self.alive: dict[int, int] = {}

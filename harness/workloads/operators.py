@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.workloads.activations import activation_bytes, train_without_memory
+from harness.workloads.activations import Counter, activation_bytes, train_without_memory
 from harness.workloads.counts import keep, kept_file
 from harness.workloads.recompute import products
 from harness.workloads.registry import make_workload
@@ -94,15 +92,13 @@ def _count(workload: Workload, samples: int, sequence_length: int, recompute: st
     return Operators(counter.number, counter.moved_bytes, held)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(Counter):
     """Counts operators, and the bytes of what they take and give."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.number = 0
         self.moved_bytes = 0
-
-    def watch(self, model: torch.nn.Module) -> None: ...
 
     def __torch_dispatch__(
         self,

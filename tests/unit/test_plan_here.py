@@ -26,6 +26,7 @@ from harness.planner.here.plan import Variant, open_questions, plan_here
 from harness.planner.here.predict import Columns, peak_bytes, step_seconds
 from harness.planner.here.scores import first_choices, score
 from harness.planner.here.words import explanation
+from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from tests.commands import ask, told
 
@@ -145,7 +146,7 @@ def test_slower_links_and_fewer_cores_never_speed_up(
 
 
 def variants(cells: Sequence[CellFacts], known: dict[str, Measured]) -> list[Variant]:
-    return [Variant(f"{cell.label} cell", cell, known.get(cell.label)) for cell in cells]
+    return [Variant(Cell(strategy=cell.label), cell, known.get(cell.label)) for cell in cells]
 
 
 def test_measured_cells_answer_and_others_are_predicted(

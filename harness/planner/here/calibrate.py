@@ -98,7 +98,7 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
         CpuTime,
         lambda c, effects: step_seconds(columns, c, groups.spread_out(effects)).total,
         np.array([cell.seconds for cell in measured]),
-        groups.count,
+        groups.numbers,
         EFFECT_SPREAD,
     )
     time_effects = groups.effects(found)
@@ -109,7 +109,7 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
         CpuMemory,
         lambda c, effects: peak_bytes(of_memory, c, groups.spread_out(effects)),
         np.array([cell.peak_bytes for cell in known], float),
-        groups.count,
+        groups.numbers,
         EFFECT_SPREAD / 2,
     )
     unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD)
@@ -138,8 +138,9 @@ class _Groups:
         )
 
     @property
-    def count(self) -> int:
-        return len(self.variants) + len(self.families)
+    def numbers(self) -> Ints:
+        """Of the unknowns of each cell (shape [cells, 2])."""
+        return np.stack([self._variant, self._family], axis=1)
 
     def spread_out(self, effects: Floats) -> Floats:
         """The effect of each cell: its variant's beside its family's."""

@@ -93,6 +93,15 @@ class CpuTime:
         " the slower rank",
         "tens of microseconds for gloo alone, milliseconds where ranks wait for each other",
     )
+    emulated: float = constant(
+        1.3,
+        0.7,
+        4.0,
+        0.3,
+        "1",
+        "by how many times a collective's own work is longer between emulated nodes",
+        "their packets pass a switch and shaping, which take time of the same cores",
+    )
     link_hidden: float = constant(
         0.3,
         0.0,

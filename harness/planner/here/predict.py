@@ -45,6 +45,7 @@ class Columns:
         rounds = column("messages") * np.ceil(np.log2(group))
         self.sent, self.messages = crowd * column("sent_bytes"), crowd * rounds
         self.wire = column("sent_bytes") / column("link_bytes_per_second")
+        self.linked = np.array([bool(cell.links) for cell in cells])
         self.delays = rounds * 2 * column("link_seconds")
         self.trained, self.states = column("trained_bytes"), column("state_bytes")
         self.library, self.transient = column("library_bytes"), column("transient_bytes")
@@ -87,6 +88,7 @@ def step_seconds(columns: Columns, c: CpuTime, effects: Floats) -> CpuStep:
     calls = more * (columns.filling * columns.operators * c.operator + c.step)
     update = more * (columns.updated / (c.update_bytes * GIGA) + columns.tensors * c.tensor_update)
     exchange = more * (columns.sent / (c.local_rate * GIGA) + columns.messages * c.message)
+    exchange = exchange * np.where(columns.linked, c.emulated, 1.0)
     hidden = c.link_hidden * 2 / 3 * arithmetic
     link = np.maximum(0.0, columns.wire - hidden) + columns.delays
     return CpuStep(compute, calls, update, exchange, link)
