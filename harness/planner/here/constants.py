@@ -135,6 +135,15 @@ class CpuMemory:
         "that training takes whatever its model: threads, code that is loaded late, batches",
         "megabytes for each thread's heap and stack",
     )
+    node_overhead: float = constant(
+        4.0,
+        0.0,
+        50.0,
+        2.0,
+        "MB",
+        "that a rank on an emulated node takes beside it",
+        "its agent and its connections; measured on one machine: 3 to 6",
+    )
     activations: float = constant(
         1.2,
         0.7,

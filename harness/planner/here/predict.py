@@ -108,7 +108,7 @@ def peak_bytes(columns: Columns, c: CpuMemory, effects: Floats) -> Floats:
         + c.transient * columns.transient
         + c.activations * columns.kept
         + exchanged
-        + c.overhead * MEGA
+        + (c.overhead + np.where(columns.linked, c.node_overhead, 0.0)) * MEGA
     )
     result: Floats = needed * np.exp(effects)
     return result
