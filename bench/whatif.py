@@ -84,7 +84,8 @@ def step_spread(here: Here) -> float:
 
 def grown(known: MeasuredCell, here: Here, calibration: CpuCalibration, growth: Growth) -> Curve:
     """The curve of one measured cell over 1, 2, 4, ... devices."""
-    places, end = [], ""
+    places: list[Place] = []
+    end = ""
     per_device = max(1, known.cell.global_batch // known.cell.devices)
     devices = 1
     while devices <= growth.most_devices:

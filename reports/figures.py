@@ -170,11 +170,11 @@ def scaling(data: Scaling) -> Figure:
         x=-50 / (WIDTH - 72),
         pad=5,
     )
-    legend(figure, handles, labels)
+    legend_below(figure, handles, labels)
     return figure
 
 
-def legend(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
+def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
     """The legend below a figure, a line for each handle."""
     figure.legend(
         handles,
@@ -239,7 +239,7 @@ def links(data: Bandwidths) -> Figure:
         x=-50 / (WIDTH - 72),
         pad=20,
     )
-    legend(figure, handles, [shortened(line.label, 52) for line in data.lines])
+    legend_below(figure, handles, [shortened(line.label, 52) for line in data.lines])
     return figure
 
 
@@ -293,5 +293,5 @@ def losses(data: Losses) -> Figure:
         pad=5,
     )
     handles, labels = axes.get_legend_handles_labels()
-    legend(figure, list(handles), labels)
+    legend_below(figure, list(handles), labels)
     return figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reports.figures import canvas, legend
+from reports.figures import canvas, legend_below
 from reports.svg import PAPER, SERIES, SOFT, WIDTH
 from reports.text import plain, shortened
 
@@ -99,5 +99,5 @@ def predicted(data: Predicted) -> Figure:
     if any(line.measured for line in lines):
         handles += axes.plot([], [], "o", color=SOFT, markersize=8)
         labels.append("filled: measured")
-    legend(figure, handles, labels)
+    legend_below(figure, handles, labels)
     return figure

@@ -140,9 +140,10 @@ def plan(
         )
         plan_here.answer(asked, options, json_output)
         return
-    for name, value in (("--results", results), ("--precision", precision), ("--unseen", unseen)):
-        if value:
-            raise UsageError(f"{name} goes with --here only")
+    only_here = {"--results": bool(results), "--precision": bool(precision), "--unseen": unseen}
+    for option, given in only_here.items():
+        if given:
+            raise UsageError(f"{option} goes with --here only")
     if model is None:
         raise UsageError("--model is missing; name one such as llama-8b, or ask for --here")
     from rich.markup import escape
