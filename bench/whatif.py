@@ -115,8 +115,7 @@ def _place(cell: Cell, here: Here, growth: Growth) -> Place:
     same = [
         k.result.samples_per_second
         for k in here.cells
-        if not growth.link
-        and not k.result.oversubscribed
+        if not k.result.oversubscribed
         and k.measured.facts.setting == facts.setting
         and k.measured.facts.label == facts.label
     ]

@@ -44,6 +44,8 @@ class Predicted:
     notes: tuple[str, ...] = ()
     within: int = 0
     """The most devices that were measured; 0: nothing was, or it is not known."""
+    logarithmic: bool = True
+    """Of the values' axis; otherwise it begins at 0."""
 
 
 def predicted(data: Predicted) -> Figure:
@@ -52,7 +54,8 @@ def predicted(data: Predicted) -> Figure:
     rows = 17 * (len(lines) + 1)
     figure, axes = canvas(300 + rows, 62, 14, 44 + rows, 22)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if data.logarithmic:
+        axes.set_yscale("log")
     handles: list[Artist] = []
     for index, line in enumerate(lines):
         colour = SERIES[index]
@@ -78,6 +81,8 @@ def predicted(data: Predicted) -> Figure:
                 color=colour,
                 zorder=4,
             )
+    if not data.logarithmic:
+        axes.set_ylim(0)
     if data.within:
         axes.axvline(data.within, color=SOFT, linewidth=1.0, linestyle=":")
     counts = sorted({n for line in lines for n in line.devices})

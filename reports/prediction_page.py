@@ -115,7 +115,14 @@ def _chart(
     words = "; ".join(
         f"{line.label} {number(line.values[0])} to {number(line.values[-1])}" for line in lines
     )
-    data = Predicted(name, title, unit, tuple(lines), f"{title} ({unit}), predicted: {words}")
+    data = Predicted(
+        name,
+        title,
+        unit,
+        tuple(lines),
+        f"{title} ({unit}), predicted: {words}",
+        logarithmic=name != "memory",
+    )
     return panels.drawn(data, predicted)
 
 

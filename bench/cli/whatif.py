@@ -115,7 +115,7 @@ def _table(title: str, curve: Curve) -> Table:
     from rich.table import Table
 
     table = Table(title=escape(title), title_justify="left")
-    for column in ("devices", "samples/s", "of ideal", "measured", ""):
+    for column in ("devices", "samples/s", "of ideal", "measured here", ""):
         table.add_column(column, justify="right")
     first = curve.points[0]
     for point in curve.points:
@@ -126,6 +126,6 @@ def _table(title: str, curve: Curve) -> Table:
             f"{point.predicted:,.1f} ({point.low:,.0f} to {point.high:,.0f})",
             f"{point.predicted / ideal:.0%}",
             "" if point.measured is None else f"{point.measured:,.1f}",
-            f"{beyond:.0f} doublings outside of what was measured" if beyond else "",
+            f"outside of what was measured by {beyond:.0f} doublings" if beyond else "",
         )
     return table

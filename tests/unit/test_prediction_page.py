@@ -66,7 +66,7 @@ def test_curves_are_marked_as_predictions_beside_what_was_measured() -> None:
     curves = [Curve("ddp", points(), ""), Curve("pipeline", points()[:3], "8 devices: no blocks")]
     page = scaling_page("llama-mini, weak scaling", curves, "a machine")
     assert page.count("<svg") == 1
-    assert "11 doublings outside" in page
+    assert "outside by 11 doublings" in page
     assert "Right of the dotted line, at 2 devices, nothing was measured." in page
     assert "ends: 8 devices: no blocks" in page
     assert "filled: measured" in page
