@@ -25,8 +25,9 @@ RUN = _names(
 )
 IDENTITY = _names(
     "run_id cell_id cell_name label system strategy options workload data sequence_length devices"
-    " device processes data_parallel pipeline_parallel tensor_parallel precision regime"
-    " global_batch micro_batches recompute optimizer launcher wraps_ddp threads_per_device"
+    " device processes data_parallel pipeline_parallel tensor_parallel sequence_parallel"
+    " precision regime global_batch micro_batches recompute optimizer launcher wraps_ddp"
+    " threads_per_device"
 )
 FIGURES = _names(
     "status reason expected ranked place same_as_above trials disturbed_trials stand_in"

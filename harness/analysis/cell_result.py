@@ -52,6 +52,7 @@ class CellResult:
     data_parallel: int | None = None
     pipeline_parallel: int | None = None
     tensor_parallel: int | None = None
+    sequence_parallel: int | None = None
     precision: str = ""
     regime: str = "strong"
     global_batch: int = 0

@@ -50,6 +50,7 @@ _SHARED = [
     "data_parallel",
     "pipeline_parallel",
     "tensor_parallel",
+    "sequence_parallel",
     "precision",
     "regime",
     "global_batch",

@@ -105,6 +105,8 @@ class TrialPlacement(Record):
     data_parallel: Int32 | None = None
     pipeline_parallel: Int32 | None = None
     tensor_parallel: Int32 | None = None
+    sequence_parallel: Int32 | None = since(10, None)
+    """number of ranks that share each sample's tokens"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,8 @@ def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None
     if layout.tensor > 1 or layout.pipeline > 1 or cell.precision != "fp32":
         return None
     samples = cell.global_batch // layout.shares // cell.micro_batches
-    return float(activation_bytes(workload, samples, cell.sequence_length, cell.recompute))
+    tokens = cell.sequence_length // layout.sequence
+    return float(activation_bytes(workload, samples, tokens, cell.recompute))
 
 
 def profile_record(

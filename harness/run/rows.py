@@ -114,6 +114,7 @@ def trial_record(
         data_parallel=layout.data,
         pipeline_parallel=layout.pipeline,
         tensor_parallel=layout.tensor,
+        sequence_parallel=layout.sequence,
         packages=strategy.requires,
         wraps_ddp=strategy.same_as_ddp(cell),
         stand_in=stand_in,

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How devices are used: data x pipeline x tensor parallel, where neighbouring ranks are tensor
-    parallel."""
+    """How devices are used: data x pipeline x sequence x tensor parallel, where neighbouring ranks
+    are tensor parallel."""
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    sequence: int = 1
+    """Sequence-parallel ranks: they train on the same samples, each on its part of the tokens."""
     devices_per_process: int = 1
     """More than 1 where one process drives several devices (DataParallel)."""
     servers: int = 0
@@ -28,7 +30,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.sequence * self.tensor
 
     @property
     def processes(self) -> int:
@@ -47,6 +49,12 @@ class Layout:
         )
 
     @property
+    def replicas(self) -> int:
+        """Ranks that train the same part of the model on other tokens: their gradients are
+        averaged, and states may be sharded among them."""
+        return self.data * self.sequence
+
+    @property
     def shares(self) -> int:
         """Number of parts that the global batch is divided into, one for each data-parallel
         process."""
@@ -55,7 +63,8 @@ class Layout:
     def share(self, rank: int) -> int:
         """Number of the part of the global batch that a rank receives. A parameter server receives
         the last one and does not use it."""
-        return min(rank // (self.pipeline * self.tensor), self.shares - 1)
+        together = self.pipeline * self.sequence * self.tensor
+        return min(rank // together, self.shares - 1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime import ZeROOptimizer
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from harness.workloads.workload import HasLogits
 
 HALF = Tolerance(
     6e-3,
@@ -59,9 +61,18 @@ def undo_first_step(engine: DeepSpeedEngine) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
-def engine_step(job: Job, engine: DeepSpeedEngine) -> TrainStep:
+def engine_step(
+    job: Job,
+    engine: DeepSpeedEngine,
+    model: Callable[[Tensor], Tensor | HasLogits] | None = None,
+    divisor: int = 1,
+) -> TrainStep:
     """One step of DeepSpeed's own loop: the engine divides by the number of micro-batches, and
-    updates after the last of them."""
+    updates after the last of them.
+
+    `model`: calls the engine, which is called itself where it is not given; `divisor`: of the loss
+    whose gradients are taken.
+    """
     import torch
 
     plain, parts = own_precision(job), job.cell.micro_batches
@@ -69,8 +80,8 @@ def engine_step(job: Job, engine: DeepSpeedEngine) -> TrainStep:
     def step(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
         for part in batch.split(parts):
-            loss = plain.loss(engine, part)
-            engine.backward(loss)
+            loss = plain.loss(model or engine, part)
+            engine.backward(loss / divisor if divisor > 1 else loss)
             engine.step()
             total += loss.detach() / parts
         return total

@@ -21,7 +21,7 @@ def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFa
     """
     width = 4 if cell.precision == "fp32" else 2
     moments = 2 if cell.optimizer == "adamw" else 1
-    whole, ranks, sizes = sum(facts.sizes), layout.data, facts.sizes
+    whole, ranks, sizes = sum(facts.sizes), layout.replicas, facts.sizes
     buffers = float(facts.buffer_bytes)
     frozen = (facts.parameter_bytes - facts.trained_bytes) * width / 4
     if options.stage == 0:
@@ -58,7 +58,7 @@ def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFa
 def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
     """Of trained parameters: the rank's parts of them, less what lies on a disk or in host memory,
     where that is not the device."""
-    swapping = options.swapping(cell, layout.data, facts.sizes)
+    swapping = options.swapping(cell, layout.replicas, facts.sizes)
     width, parts, groups = swapping.width, swapping.parts, swapping.groups
     moments = 2 if cell.optimizer == "adamw" else 1
     bucket = options.bucket(facts.sizes)
@@ -117,7 +117,11 @@ def zero_traffic(
     stage 3 with recomputation: it gathers again what a block computes again, unless it still has it
     from forward or keeps it for the gradients that come next, which hangs on its prefetching.
     """
-    width, ranks, parts = (4 if cell.precision == "fp32" else 2), layout.data, cell.micro_batches
+    width, ranks, parts = (
+        (4 if cell.precision == "fp32" else 2),
+        layout.replicas,
+        cell.micro_batches,
+    )
     model_bytes = float(width * sum(facts.sizes))
     if options.stage < 3:
         reduced = all_reduced(ranks, model_bytes) * (parts if options.stage == 2 else 1)

@@ -147,7 +147,7 @@ class ZeroOptions(Strategy):
             pinned = {"device": place, "pin_memory": cell.device == "cuda"}
             buffers = {
                 "max_in_cpu": 0,
-                "buffer_size": largest_part(sizes, layout.data),
+                "buffer_size": largest_part(sizes, layout.replicas),
                 "buffer_count": SWAP_BUFFERS,
             }
             zero["offload_param"] = pinned | (disk | buffers if place == "nvme" else {})

@@ -17,6 +17,8 @@ from harness.workloads import Workload
 from harness.workloads.counts import ModelFacts
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
 
@@ -60,14 +62,24 @@ class Deepspeed(ZeroOptions):
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
         config = self.config(job.cell, job.layout, sizes, folder)
         optimizer = engines.zero_optimizer(job, model, self.offload_optimizer != "none")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        groups = self.groups(job, model)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, mpu=groups
+        )
         if self.stage == 0:
             engines.undo_first_step(engine)
         self.register(job, engine, folder if self.on_disk else None)
-        return engines.engine_step(job, engine)
+        return self.train_step(job, engine)
 
     def build(self, job: Job) -> nn.Module:
         return job.model()
+
+    def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
+        """What tells DeepSpeed which ranks do what; None: all of them are data parallel."""
+        return None
+
+    def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
+        return engines.engine_step(job, engine)
 
     def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
         """Shows an engine to the harness, also one that another library made."""

@@ -181,6 +181,8 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
+    if layout.sequence > 1:
+        workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.shards_parameters)
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)

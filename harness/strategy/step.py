@@ -12,9 +12,11 @@ from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import Optimizer
+
+    from harness.workloads.workload import HasLogits
 
 
 LOSS_SCALE = 4096.0
@@ -22,7 +24,7 @@ LOSS_SCALE = 4096.0
 
 def standard_step(
     job: Job,
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor | HasLogits],
     optimizer: Optimizer,
     *,
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = None,

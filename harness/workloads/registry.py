@@ -79,6 +79,8 @@ def make_workload(name: str) -> Workload:
             " hf:PATH_OR_ID, and these with +SUFFIX"
         )
     config = {**family.common, **of_size}
+    query_heads = config.get("num_attention_heads", config.get("n_head", 0))
+    hidden = config.get(family.hidden_size_key, 0)
     return Workload(
         name=name,
         kind=family.kind,
@@ -89,8 +91,9 @@ def make_workload(name: str) -> Workload:
         vocabulary=config.get("vocab_size", 0),
         max_tokens=config.get("max_position_embeddings", config.get("n_positions", 0)),
         blocks=config.get("num_hidden_layers", config.get("n_layer", 0)),
-        heads=config.get("num_key_value_heads")
-        or config.get("num_attention_heads", config.get("n_head", 0)),
+        heads=config.get("num_key_value_heads") or query_heads,
+        query_heads=query_heads,
+        head_width=config.get("head_dim") or (hidden // query_heads if query_heads else 0),
         experts=config.get("num_experts", config.get("num_local_experts", 0)),
         split=family.split,
         block_path=family.split.blocks if family.split else "",
@@ -126,6 +129,9 @@ def _from_hub(name: str) -> Workload:
         max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
         blocks=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        query_heads=config.num_attention_heads,
+        head_width=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         experts=getattr(config, "num_experts", getattr(config, "num_local_experts", 0)),
     )
     if family is None:

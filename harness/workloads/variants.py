@@ -119,6 +119,14 @@ class Variant(Workload):
             " that does not split the model"
         )
 
+    def check_sequence(self, layout: Layout, tokens: int) -> None:
+        super().check_sequence(layout, tokens)
+        if self.adapter in (*PROMPTS, "prefix"):
+            raise Refused(
+                f"the virtual tokens of {self.name} come before the first token of a sample, and"
+                f" each rank would put them before its part; use {self.base.name}+lora"
+            )
+
     def tolerance(self, cell: Cell) -> Tolerance | None:
         if self.storage == "int8" and cell.device == "cuda":
             return _INT8_ON_GPU

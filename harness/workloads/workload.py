@@ -54,6 +54,10 @@ class Workload:
     heads: int = 0
     """Attention heads (of keys and values where these are fewer), which tensor parallelism divides
     among the ranks."""
+    query_heads: int = 0
+    """Attention heads of queries."""
+    head_width: int = 0
+    """Elements of a head's query or key of one token."""
     experts: int = 0
     """Experts of each mixture of experts; 0: there is none."""
     split: Split | None = None
@@ -259,6 +263,21 @@ class Workload:
             raise Refused(
                 f"{self.name} has {self.heads} attention heads, which do not divide by"
                 f" {layout.tensor}"
+            )
+
+    def check_sequence(self, layout: Layout, tokens: int) -> None:
+        """Raises Refused where samples of so many tokens cannot be divided among these
+        sequence-parallel ranks."""
+        ranks = layout.sequence
+        if self.kind != "causal":
+            raise Refused(
+                f"the tokens of a sample are split over ranks, and {self.name} has one label for"
+                " all of them; use a causal workload, such as a llama"
+            )
+        if tokens % ranks:
+            raise Refused(
+                f"sequences of {tokens} tokens do not divide into {ranks} equal parts; use a"
+                f" multiple of {ranks} as sequence_length"
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:

@@ -1,0 +1,189 @@
+"""What strategies have in common that split each sample's tokens over ranks: which ranks, which
+tokens, and what is exchanged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from harness.strategies._collectives import average_gradients
+from harness.strategy import (
+    Batch,
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    TrainStep,
+    Workload,
+    all_reduced,
+    make_workload,
+    passed_once,
+    standard_step,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from harness.workloads.workload import HasLogits
+
+Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
+"""An attention of transformers: (module, queries, keys, values, mask, keyword arguments) ->
+(output, weights). Queries, keys and values: (samples, heads, tokens, head width); output: (samples,
+tokens, heads, head width)."""
+
+
+def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
+    """Groups of this many neighbouring ranks (None: one group of all) that share samples; the
+    groups are data parallel. Raises Refused where the devices do not divide."""
+    ranks = sequence_ranks or devices
+    if devices % ranks:
+        raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
+    return Layout(data=devices // ranks, sequence=ranks)
+
+
+def check_heads(workload: Workload, ranks: int) -> None:
+    """Raises Refused where the attention heads, of keys and values where these are fewer, cannot be
+    dealt out evenly."""
+    if workload.heads % ranks:
+        raise Refused(
+            f"{workload.name} has {workload.heads} attention heads, of keys and values where these"
+            f" are fewer, which do not divide among {ranks} ranks; use a divisor of"
+            f" {workload.heads} as sequence_ranks"
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of each sample: the tokens `number` / `parts` to `number + 1` / `parts`."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def of(cls, job: Job) -> Part:
+        return cls(job.rank % job.layout.sequence, job.layout.sequence)
+
+    def cut(self, batch: Batch) -> Batch:
+        """This part of a batch. Labels are the next tokens, already shifted, so that the last token
+        of a part has the first one of the next part as its label."""
+        inputs, labels = (
+            tensor.chunk(self.parts, dim=1)[self.number] for tensor in (batch.inputs, batch.labels)
+        )
+        return Batch(batch.step, inputs, labels)
+
+    def positions(self, job: Job) -> Tensor:
+        """(1, tokens of the part): their places in the whole sample."""
+        import torch
+
+        whole = torch.arange(job.cell.sequence_length, device=job.device)
+        return whole.chunk(self.parts)[self.number][None]
+
+
+def at_positions(
+    model: Callable[..., Tensor | HasLogits], positions: Tensor
+) -> Callable[[Tensor], Tensor | HasLogits]:
+    """The model called with the places of its tokens in the sample: left to itself it would count
+    from 0 in each part."""
+    return functools.partial(model, position_ids=positions)
+
+
+def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
+    """A step on a rank's tokens, which are at these places of their samples, with the mean of all
+    ranks' gradients.
+
+    Every rank has equally many tokens. Attention sends gradients back to where keys and values came
+    from, so that a rank's are those of the sum of all ranks' losses by its copy of the parameters:
+    their mean is the gradient of the mean over all tokens.
+    """
+    parameters = list(model.parameters())
+    optimizer = job.optimizer(parameters)
+    job.register(model, optimizer)
+    average = functools.partial(average_gradients, parameters)
+    return standard_step(job, at_positions(model, positions), optimizer, before_update=average)
+
+
+def sequence_group(job: Job) -> ProcessGroup:
+    """The group of the ranks that share this rank's samples; to be called on all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, names = (job.layout.data, job.layout.sequence), ("data", "sequence")
+    mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=names)
+    return mesh.get_group("sequence")
+
+
+def config_of(model: nn.Module) -> PretrainedConfig:
+    return cast("PreTrainedModel", model).config
+
+
+def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
+    """Lets all layers of a model attend by this function, under this name in transformers.
+
+    transformers makes no mask for an attention that it does not know, which is right here: a mask
+    for this rank's tokens would be that of a sample of its own. The attention of whole samples is
+    causal by itself.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attention)
+    config_of(model)._attn_implementation = name
+
+
+def whole_attention() -> Attention:
+    """transformers' own attention by torch, causal where it is given no mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return cast("Attention", sdpa_attention_forward)
+
+
+def even_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """torch's causal attention with as many heads of keys and values as of queries, an Attention
+    without dropout: it can be replaced by torch's ring attention, which takes no others."""
+    from torch.nn import functional
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    output = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling
+    )
+    return output.transpose(1, 2), None
+
+
+def exchanged_for_heads(
+    cell: Cell, layout: Layout, gathers_positions: bool = False
+) -> float | None:
+    """Bytes that a rank must send per step for the all-to-alls of DeepSpeed-Ulysses (arXiv
+    2309.14509, section 3.2), mean of the ranks; None where tensors are not all fp32.
+
+    For each block four all-to-alls forward, of the rank's queries, keys, values and outputs, and
+    the same four of their gradients; what is computed again is exchanged again. A rank keeps its
+    own share of each. With h elements a token in queries and outputs and as many in keys and
+    values that is the paper's 4Nh/P. `gathers_positions`: whether the library also gathers the
+    tokens' places, of 8 bytes each, for every block that it computes.
+    """
+    workload, ranks = make_workload(cell.workload), layout.sequence
+    if cell.precision != "fp32" or not workload.query_heads:
+        return None
+    widths = 2 * workload.head_width * (workload.query_heads + workload.heads)
+    tokens = cell.global_batch / layout.data * cell.sequence_length / ranks
+    passes = 2 if cell.recompute == "none" else 3
+    exchanged = passed_once(ranks, 4.0 * tokens * widths) * passes
+    gathered = passed_once(ranks, 8.0 * cell.sequence_length) * (passes - 1) * cell.micro_batches
+    return workload.blocks * (exchanged + (gathered if gathers_positions else 0.0))
+
+
+def averaged(layout: Layout, facts: ModelFacts) -> float:
+    """Bytes that a rank must send per step for the mean of all gradients over all ranks."""
+    return all_reduced(layout.replicas, facts.trained_bytes)

@@ -1,0 +1,80 @@
+"""Ring attention: torch's context_parallel passes keys and values from rank to rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from harness.spec.errors import Unavailable
+from harness.strategies import _sequence
+from harness.strategy import (
+    Batch,
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    States,
+    Strategy,
+    TrainStep,
+    Workload,
+)
+from harness.strategy.formulas import model_states
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ContextParallel(Strategy):
+    """Ring attention (torch's context_parallel): keys and values go round, queries stay.
+
+    All heads stay on every rank, so that their number does not limit the ranks (arXiv 2310.01889).
+    torch gives a rank one part from the front and one from the back of the sequence, because under
+    a causal mask later tokens attend to more. Gradients are averaged by hand.
+    """
+
+    pass_by: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values reach the other ranks: gathered at once, or passed on in a ring."""
+
+    def layout(self, devices: int) -> Layout:
+        return Layout(sequence=devices)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if cell.device == "cpu":
+            raise Unavailable(
+                "torch's ring attention has kernels for GPUs only (flash, memory-efficient and"
+                " cuDNN attention): it needs one GPU for each rank"
+            )
+        if cell.sequence_length % (2 * cell.devices):
+            raise Refused(
+                f"each of {cell.devices} ranks gets two equal parts of a sequence, and"
+                f" {cell.sequence_length} tokens do not divide so; use a multiple of"
+                f" {2 * cell.devices} as sequence_length"
+            )
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        set_rotate_method(self.pass_by)
+        mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
+        model = job.model()
+        _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
+        # It is cut in place with each batch, so that it says where the rank's tokens are.
+        positions = torch.empty(0, dtype=torch.long, device=job.device)
+        step = _sequence.averaging_step(job, model, positions)
+        whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]
+
+        def ring_step(batch: Batch) -> Tensor | None:
+            positions.resize_(whole_positions.shape).copy_(whole_positions)
+            buffers = [batch.inputs.clone(), batch.labels.clone(), positions]
+            with context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+            ):
+                return step(Batch(batch.step, buffers[0], buffers[1]))
+
+        return ring_step

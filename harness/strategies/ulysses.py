@@ -1,0 +1,74 @@
+"""DeepSpeed-Ulysses by hand: ranks exchange parts of the sequence for attention heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from harness.strategies import _sequence
+from harness.strategies._deepspeed import settle
+from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep, Workload
+from harness.strategy.formulas import model_states
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Ulysses(Strategy):
+    """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
+
+    Between attentions a rank has all heads of its part of the tokens, within them a part of the
+    heads of all tokens (arXiv 2309.14509). Every rank keeps the whole model, and gradients are
+    averaged after backward.
+    """
+
+    requires = ("deepspeed",)
+
+    sequence_ranks: int | None = Field(default=None, ge=1)
+    """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data
+    parallel."""
+
+    def layout(self, devices: int) -> Layout:
+        return _sequence.sequence_layout(devices, self.sequence_ranks)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        _sequence.check_heads(workload, self.layout(cell.devices).sequence)
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """All-to-alls of queries, keys, values, outputs and their gradients, and an all-reduce of
+        every gradient."""
+        exchanged = _sequence.exchanged_for_heads(cell, layout)
+        return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
+
+    def setup(self, job: Job) -> TrainStep:
+        settle(job.device.type, job.local_processes)
+        import deepspeed
+        from deepspeed.sequence.layer import DistributedAttention
+
+        deepspeed.init_distributed(verbose=False)
+        model, whole = job.model(), _sequence.whole_attention()
+
+        def local(
+            query: Tensor, key: Tensor, value: Tensor, module: nn.Module, options: dict[str, Any]
+        ) -> Tensor:
+            """All tokens, a part of the heads: (samples, tokens, heads, head width) each."""
+            heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            return whole(module, *heads_first, None, **options)[0]
+
+        exchange = DistributedAttention(local, _sequence.sequence_group(job), 2, 1)
+
+        def attention(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any
+        ) -> tuple[Tensor, None]:
+            tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            return exchange(*tokens_first, 0, None, module, options), None
+
+        if job.layout.sequence > 1:
+            _sequence.attend_by(model, "distributed_attention", attention)
+        part = _sequence.Part.of(job)
+        step = _sequence.averaging_step(job, model, part.positions(job))
+        return lambda batch: step(part.cut(batch))

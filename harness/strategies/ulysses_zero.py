@@ -1,0 +1,85 @@
+"""DeepSpeed-Ulysses for transformers' models (UlyssesSPAttentionHF), with ZeRO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from harness.strategies import _deepspeed_engine as engines
+from harness.strategies import _sequence
+from harness.strategies.deepspeed import Deepspeed
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed import DeepSpeedEngine
+    from torch import nn
+
+
+class UlyssesZero(Deepspeed):
+    """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks that share samples or not.
+
+    Tokens are exchanged for heads around each attention (arXiv 2309.14509), and states are sharded
+    over the data-parallel and the sequence-parallel ranks together.
+    """
+
+    precisions = ("fp32", "bf16")
+
+    sequence_ranks: int | None = Field(default=None, ge=1)
+    """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data
+    parallel."""
+
+    def layout(self, devices: int) -> Layout:
+        return _sequence.sequence_layout(devices, self.sequence_ranks)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        super().check(cell, workload)
+        _sequence.check_heads(workload, self.layout(cell.devices).sequence)
+
+    def same_as_ddp(self, cell: Cell) -> str | None:
+        return None
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """ZeRO's, all-to-alls of queries, keys, values, outputs and their gradients, and an
+        all-gather of the tokens' places for each block."""
+        of_zero = super().traffic(cell, layout, facts)
+        exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
+        return None if of_zero is None or exchanged is None else of_zero + exchanged
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return None
+
+    def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
+        if job.layout.sequence == 1:
+            return None
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        deepspeed.init_distributed(verbose=False)
+        config = _sequence.config_of(model)
+        if not hasattr(config, "num_key_value_heads"):  # DeepSpeed asks every config for it
+            config.num_key_value_heads = config.num_attention_heads
+        groups: ModuleType = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=job.layout.sequence,
+            micro_batch_size=job.cell.global_batch // job.layout.data // job.cell.micro_batches,
+            seq_length_is_variable=True,
+        )
+        return groups
+
+    def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
+        part = _sequence.Part.of(job)
+        model = _sequence.at_positions(engine, part.positions(job))
+        step = engines.engine_step(job, engine, model, self.gradient_factor(job))
+        return lambda batch: step(part.cut(batch))
+
+    def gradient_factor(self, job: Job) -> int:
+        """How many times too large DeepSpeed's averaged gradients are.
+
+        Stages 0 to 2 divide the sum of all ranks' gradients by the number of data-parallel ranks,
+        as if each rank's loss were that of the whole sequence; stage 3 divides by all ranks.
+        """
+        return job.layout.sequence if self.stage < 3 else 1
