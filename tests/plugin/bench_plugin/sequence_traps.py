@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from harness.strategies import _sequence
 from harness.strategies.ulysses import Ulysses
 from harness.strategies.ulysses_zero import UlyssesZero
@@ -26,6 +24,8 @@ class UlyssesTraps(Ulysses):
     """Which."""
 
     def setup(self, job: Job) -> TrainStep:
+        import torch
+
         if self.without == "positions":  # as the model counts, left to itself
             _sequence.Part.positions = lambda part, job: torch.arange(
                 job.cell.sequence_length // part.parts
