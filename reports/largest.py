@@ -1,5 +1,5 @@
-"""The largest trainable model of each strategy within a budget of memory, against what the formula
-predicts."""
+"""The largest trainable model, or the longest sequence, of each strategy within a budget of memory,
+against what the formula predicts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class LargestModel(CellResult):
-    """The largest model that a strategy trains, as a cell; without an id where there is none."""
+    """The largest model, or the longest sequence, that a strategy trains, as a cell; without an id
+    where there is none. Sizes are parameters, or tokens."""
 
     reached: int | None = None
-    """Parameters."""
     next: int | None = None
-    """Parameters of the smallest model that does not train."""
+    """The smallest size that does not train."""
     predicted: int | None = None
-    """Parameters by the formula."""
+    """By the formula."""
     ratio: float | None = None
     step: int | None = None
     setup_peak_memory_bytes: int | None = None
@@ -55,6 +55,17 @@ class Largest:
     limits: tuple[tuple[str, str], ...]
     """Strategy, and what it ran out of memory with, or why it has no size."""
     probes: int
+    tokens: bool = False
+    """Whether sequences grew, and sizes are tokens; else the model did, and they are parameters."""
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.tokens else "parameters"
+
+    @property
+    def what(self) -> str:
+        """What was sought."""
+        return "longest sequence" if self.tokens else "largest model"
 
 
 def is_search(run: RunRecord) -> bool:
@@ -79,6 +90,7 @@ def largest(results: Results) -> Largest | None:
     if not rows or plan.search is None:
         return None
     cells = {cell.label: cell for cell in plan.cells}
+    tokens = int(plan.search.get("tokens", 0))
     lines = [_line(row, cells.get(row.label)) for row in rows]
     reasons = [
         (row.label, f"{row.status}: {row.reason}" if row.reason else limits(row)) for row in rows
@@ -90,16 +102,18 @@ def largest(results: Results) -> Largest | None:
     return Largest(
         size(plan.search["budget"]),
         max(reached, key=lambda line: line.reached or 0, default=None),
-        _bars(lines),
-        _table(lines),
+        _bars(lines, bool(tokens)),
+        _table(lines, bool(tokens)),
         (*chains, *order_notes(rows, plan.search["order"])),
         tuple((label, text) for label, text in reasons if text),
         sum(row.probes for row in rows),
+        bool(tokens),
     )
 
 
 def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
-    reached = cell.model_copy(update={"workload": row.workload}) if cell else None
+    size = {"sequence_length": row.parameters} if row.tokens and row.parameters else {}
+    reached = cell.model_copy(update={"workload": row.workload, **size}) if cell else None
     return LargestModel(
         run_id="",
         cell_id=reached.id if reached and row.parameters else "",
@@ -143,46 +157,48 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
     return f"Measured: {words}; theory has {' < '.join(row.label for row in present)}"
 
 
-def _bars(lines: Sequence[LargestModel]) -> Bars:
-    """Millions of parameters reached, most first, with the formula's as a mark."""
+def _bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
+    """Millions of parameters, or tokens, reached, most first, with the formula's as a mark."""
     ordered = sorted(lines, key=lambda line: -(line.reached or 0))
-    bars = [_bar(line, ordered[0].reached) for line in ordered]
+    bars = [_bar(line, ordered[0].reached, tokens) for line in ordered]
     words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
+    what = "Longest sequence in" if tokens else "Largest trainable model in millions of"
+    unit = "tokens" if tokens else "parameters"
     return Bars(
         "largest",
         "Reached, and by the formula",
-        "millions of parameters; in brackets: over the formula's",
+        f"{'' if tokens else 'millions of '}{unit}; in brackets: over the formula's",
         tuple(bars),
-        "Largest trainable model in millions of parameters, in brackets over the formula's:"
-        f" {words}",
+        f"{what} {unit}, in brackets over the formula's: {words}",
         target="formula",
     )
 
 
-def _bar(line: LargestModel, best: int | None) -> Bar:
-    value, target = (n / MILLION if n else None for n in (line.reached, line.predicted))
+def _bar(line: LargestModel, best: int | None, tokens: bool) -> Bar:
+    scale, suffix = (1, "") if tokens else (MILLION, "M")
+    value, target = (n / scale if n else None for n in (line.reached, line.predicted))
     ratio = "" if line.ratio is None else f" ({number(line.ratio)})"
     return Bar(
         f"{line.label} x{line.devices}" if line.devices else line.label,
         value,
-        f"{number(value)}M{ratio}" if value else line.status,
+        f"{number(value)}{suffix}{ratio}" if value else line.status,
         strong=bool(value) and line.reached == best,
         target=target,
         failed=not value and line.status != "unfinished",
     )
 
 
-def _table(lines: Sequence[LargestModel]) -> Grid[LargestModel]:
+def _table(lines: Sequence[LargestModel], tokens: bool) -> Grid[LargestModel]:
+    unit, what = ("tokens", "sequence") if tokens else ("parameters", "model")
+    most, least = ("longest", "shortest") if tokens else ("largest", "smallest")
     columns: list[Column[LargestModel]] = [
         Column("Ranks", "", "", figure("devices", lambda ranks: plain(ranks or None))),
-        Column("Reached", "parameters", "the largest model that trains", figure("reached", plain)),
-        Column(
-            "Too large", "parameters", "the smallest model that does not", figure("next", plain)
-        ),
-        Column("Search step", "parameters", "of one block", figure("step", plain)),
+        Column("Reached", unit, f"the {most} {what} that trains", figure("reached", plain)),
+        Column("Too large", unit, f"the {least} {what} that does not", figure("next", plain)),
+        Column("Search step", unit, "" if tokens else "of one block", figure("step", plain)),
         Column(
             "Formula",
-            "parameters",
+            unit,
             "what states, and what a step needs beside them, allow",
             figure("predicted", plain),
         ),
@@ -194,5 +210,5 @@ def _table(lines: Sequence[LargestModel]) -> Grid[LargestModel]:
         Column("Parity", "", "", word("parity_verdict")),
         Column("Search", "", "", word("status")),
     ]
-    label = f"Largest trainable model, {len(lines)} strategies"
+    label = f"{most.title()} trainable {what}, {len(lines)} strategies"
     return full_grid("largest-table", label, lines, columns)

@@ -33,8 +33,8 @@ def verdict_text(report: RunReport) -> Paragraphs:
             return [f"No strategy has trained a model within {search.budget} per rank yet."]
         return [
             (
-                f"Within {search.budget} per rank, the largest model that trains here has"
-                f" {plain(best.reached)} parameters, under **{escaped(named(best))}**."
+                f"Within {search.budget} per rank, the {search.what} that trains here has"
+                f" {plain(best.reached)} {search.unit}, under **{escaped(named(best))}**."
             ),
             *map(escaped, search.order),
         ]

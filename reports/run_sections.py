@@ -8,7 +8,7 @@ from reports.sections import Section
 
 SECTIONS: tuple[Section[RunReport], ...] = (
     Section("verdict", "Verdict", parts.verdict_part, markdown_parts.verdict_text),
-    Section("largest", "Largest trainable model", parts.largest_part),
+    Section("largest", "Largest trainable model, or longest sequence", parts.largest_part),
     Section("systems", "Systems", parts.systems_part),
     Section("ranking", "Throughput", parts.ranking_part, markdown_parts.ranking_text),
     Section("memory", "Peak memory", parts.memory_part),

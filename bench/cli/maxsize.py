@@ -1,4 +1,5 @@
-"""bench maxsize: the largest trainable model of each strategy under a budget of memory per rank."""
+"""bench maxsize: the largest trainable model, or the longest sequence, of each strategy under a
+budget of memory per rank."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,23 +17,35 @@ from bench.cli.options import JsonAtEnd, ResultsAddedTo
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from bench.matrix import Axes
-    from harness.analysis.maxsize import MaxsizeResult
+    from bench.host import Host
+    from bench.matrix import Axes, Matrix
     from harness.record.plan import Plan
     from harness.record.trial import TrialRecord
     from harness.spec.cell import Cell
 
-HOME = Path(__file__).parents[1] / "maxsize.yaml"
+HOME = Path(__file__).parents[1]
+CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
+"""What grows -> the strategies that are searched by default."""
+BUDGETS = {"model": "1GiB", "sequence": "512MiB"}
+"""The time of a step grows with the square of its sequences."""
+LONG_TOKENS = 4096
+"""Tokens of a sequence whose activations about fill the budget of a model of the default width."""
 
 
 def maxsize(
+    grow: Annotated[
+        Literal["model", "sequence"] | None,
+        typer.Option(
+            "--grow", help="What is made larger: the model (by default), or its sequences."
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
             "--budget",
-            help="Memory of a rank beyond its imports, on a GPU in all; by default 1GiB.",
+            help="Memory of a rank beyond its imports, on a GPU in all; by default 1GiB, for"
+            " sequences 512MiB.",
         ),
     ] = None,
     strategy: Annotated[
@@ -53,7 +67,7 @@ def maxsize(
         typer.Option(
             "--hidden",
             min=64,
-            help="Hidden size of the models; by default so small that blocks are fine steps.",
+            help="Hidden size of the models; by default one that fits the budget.",
         ),
     ] = None,
     settings: Annotated[
@@ -63,12 +77,12 @@ def maxsize(
         ),
     ] = None,
     cells: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--cells",
             help="YAML file with the strategies and the order that theory expects of them.",
         ),
-    ] = HOME,
+    ] = None,
     results: ResultsAddedTo = Path("results"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest search, as it was planned.")
@@ -78,11 +92,12 @@ def maxsize(
     ] = True,
     json_output: JsonAtEnd = False,
 ) -> None:
-    """Finds the largest model that each strategy trains.
+    """Finds the largest model, or the longest sequence, that each strategy trains.
 
     Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
     """
     from bench.cli import terminal
+    from bench.cli.maxsize_table import show
     from harness.analysis.maxsize_table import maxsize_results
     from harness.record.plan import resumable
     from harness.record.search import MATRIX
@@ -95,16 +110,17 @@ def maxsize(
     store.require_writable()
     console = terminal.console(quiet=json_output)
     if resume:
-        if budget or strategy or ranks or hidden or settings:
+        if grow or budget or strategy or ranks or hidden or settings or cells:
             raise UsageError(
-                "--resume goes on with a search as it was planned: leave --budget, --strategy,"
-                " --ranks, --hidden and --set out"
+                "--resume goes on with a search as it was planned: leave --grow, --budget,"
+                " --strategy, --ranks, --hidden, --set and --cells out"
             )
         plan = resumable(store, MATRIX)
     else:
         console.print("counting parameters, states and activations")
-        changes = _changes(settings or [])
-        plan = _plan(budget or "1GiB", strategy or [], ranks, hidden, cells, changes)
+        grown = grow or "model"
+        asked = Asked(grown, budget or BUDGETS[grown], ranks, hidden, cells or CELLS[grown])
+        plan = _plan(asked, strategy or [], _changes(settings or [], grown))
     runner = Runner(store, plan)
     if not resume:
         runner.begin()
@@ -112,7 +128,7 @@ def maxsize(
         finished = Search(runner, Progress(console, plan)).run()
     loaded = store.load([plan.run_id], steps=False)
     rows = maxsize_results(loaded)
-    notes = _show(console, plan, rows)
+    notes = show(console, plan, rows)
     page = None
     if report:
         from reports import write_report
@@ -149,66 +165,99 @@ def maxsize(
     raise typer.Exit(0 if fine else 1)
 
 
-def _changes(settings: list[str]) -> Axes:
+def _changes(settings: list[str], grow: str) -> Axes:
     """Values of axes by `--set`; raises UsageError for one that the search itself sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError
 
     changes = parse_changes(settings)
     instead = {"workload": "--hidden", "memory_limit_bytes": "--budget", "devices": "--ranks"}
+    if grow == "sequence":
+        instead["sequence_length"] = "--grow model"
     for axis in changes.keys() & instead.keys():
         raise UsageError(f"--set {axis}: the search sets it itself; use {instead[axis]}")
     return changes
 
 
-def _plan(
-    budget_text: str,
-    strategies: list[str],
-    ranks: int | None,
-    hidden: int | None,
-    file: Path,
-    changes: Axes,
-) -> Plan:
+@dataclass(frozen=True)
+class Asked:
+    """What is to be searched."""
+
+    grow: Literal["model", "sequence"]
+    budget: str
+    ranks: int | None
+    """None: as many as this host has."""
+    hidden: int | None
+    """None: one that fits the budget."""
+    file: Path
+
+    def budget_on(self, host: Host) -> int:
+        """Bytes; raises UsageError for more than the host has."""
+        from bench.matrix import parse_bytes
+        from harness.spec.errors import UsageError
+
+        budget, many = parse_bytes(self.budget), self.ranks or host.many
+        needed = budget * (1 if host.device == "cuda" else many)
+        if not 0 < needed <= host.memory_bytes:
+            whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
+            raise UsageError(
+                f"--budget {self.budget!r}: give more than 0 and no more than the"
+                f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
+            )
+        return budget
+
+    def workloads(self, budget: int, many: int) -> dict[str, str]:
+        """What the names in the file mean: models of one block, or of a size that stays."""
+        from harness.run.maxsize import hidden_size, long_hidden_size, wide_size
+
+        if self.grow == "sequence":
+            main = self.hidden or long_hidden_size(budget, LONG_TOKENS, many)
+            return {"main": f"llama-{main}x4"}
+        main = self.hidden or hidden_size(budget)
+        return {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
+
+
+def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
     """The search's plan; raises UsageError for what this host cannot do."""
     from pydantic import Field
 
     from bench.expand import expand
     from bench.host import Host
-    from bench.matrix import Matrix, parse_bytes, read_as
-    from harness.run.maxsize import hidden_size, plan_of, wide_size
-    from harness.spec.errors import UsageError
+    from bench.matrix import Matrix, read_as
+    from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
         """A matrix whose cells are searched, and chains of their labels in the order of theory."""
 
         order: list[list[str]] = Field(default_factory=list)
 
-    read = read_as(str(file), Families)
+    read = read_as(str(asked.file), Families)
     host = Host.here()
-    budget, many = parse_bytes(budget_text), ranks or host.many
-    needed = budget * (1 if host.device == "cuda" else many)
-    if not 0 < needed <= host.memory_bytes:
-        whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
-        raise UsageError(
-            f"--budget {budget_text!r}: give more than 0 and no more than the"
-            f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
-        )
-    entries = [
-        {**entry, "devices": many} if entry.get("devices") == "many" else entry
-        for entry in read.cells
-    ]
-    main = hidden or hidden_size(budget)
-    families = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
-    here = read.model_copy(update={"cells": entries, "workloads": families})
+    many, budget = asked.ranks or host.many, asked.budget_on(host)
+    workloads = asked.workloads(budget, many)
+    tokens = token_step(workloads["main"], many, budget) if asked.grow == "sequence" else 0
+    grown = {"sequence_length": tokens} if tokens else {}
     expanded = expand(
-        here,
+        _with_ranks(read, many).model_copy(update={"workloads": workloads}),
         host,
-        name=str(file),
+        name=str(asked.file),
         only=strategies,
-        changes={**changes, "memory_limit_bytes": budget},
+        changes={**changes, **grown, "memory_limit_bytes": budget},
         only_option="--strategy",
     )
-    return plan_of(expanded.cells, expanded.left_out, budget, read.order)
+    order = [[label.replace("=ranks", f"={many}") for label in chain] for chain in read.order]
+    return plan_of(expanded.cells, expanded.left_out, budget, order, tokens)
+
+
+def _with_ranks(matrix: Matrix, many: int) -> Matrix:
+    """The matrix for so many ranks: what `devices: many` and the number `ranks` mean."""
+    entries = [
+        {**entry, "devices": many} if entry.get("devices") == "many" else entry
+        for entry in matrix.cells
+    ]
+    return matrix.model_copy(
+        update={"cells": entries, "numbers": {**matrix.numbers, "ranks": many}}
+    )
 
 
 class Progress:
@@ -247,7 +296,10 @@ class Progress:
             words = f"{trial.status}: {trial.reason}"
         assert trial.parameters is not None
         assert trial.wall_seconds is not None
-        size = f"{cell.workload.rpartition('x')[2]} blocks, {millions(trial.parameters)} parameters"
+        blocks = f"{cell.workload.rpartition('x')[2]} blocks"
+        size = f"{blocks}, {millions(trial.parameters)} parameters"
+        if self.plan.search and self.plan.search.get("tokens"):
+            size = f"{cell.sequence_length} tokens"
         text = (
             f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
             f" {words} ({trial.wall_seconds:.1f} s)"
@@ -255,75 +307,3 @@ class Progress:
         self.out.print(
             escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")
         )
-
-
-def _show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, the bytes responsible and where the order is not the theory's; returns
-    these notes."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from harness.analysis.maxsize import limits, mebibytes, millions, order_notes
-
-    assert plan.search is not None
-    step = next((row.step for row in rows if row.step), 0)
-    title = (
-        f"largest trainable model within {mebibytes(plan.search['budget'])} per rank; a search step"
-        f" is {millions(step)} parameters"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    table.add_column("ranks", justify="right")
-    for column in ("reached", "formula", "ratio", "peak", "set-up peak", "between steps"):
-        table.add_column(column, justify="right")
-    table.add_column("parity")
-    devices = {cell.label: str(cell.devices) for cell in plan.cells}
-    for row in rows:
-        peaks = [
-            mebibytes(size) if size else "-"
-            for size in (row.peak_memory_bytes, row.setup_peak_memory_bytes)
-        ]
-        table.add_row(
-            escape(row.label),
-            devices.get(row.label, "-"),
-            row.largest_model,
-            millions(row.predicted) if row.predicted else "-",
-            f"{row.ratio:.2f}" if row.ratio else "-",
-            *peaks,
-            mebibytes(sum(row.kept.values())) if row.kept else "-",
-            row.parity or "-",
-        )
-    out.print(table)
-    out.print(_filled(rows))
-    for row in rows:
-        if row.reason:
-            out.print(escape(f"{row.label}: {row.status}: {row.reason}"))
-        elif reasons := limits(row):
-            out.print(escape(f"{row.label}: {reasons}"))
-    notes = order_notes(rows, plan.search["order"])
-    for note in notes:
-        out.print(escape(note))
-    return notes
-
-
-def _filled(rows: list[MaxsizeResult]) -> Table:
-    """What filled the budget of each strategy at the smallest size that does not train."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from harness.analysis.maxsize import millions
-
-    names = list(next((row.fill for row in rows if row.fill), {}))
-    table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    table.add_column("at", justify="right")
-    table.add_column("in")
-    for name in names:
-        table.add_column(name.removesuffix(" of threads"), justify="right")
-    for row in rows:
-        if row.fill:
-            sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]
-            table.add_row(
-                escape(row.label), millions(row.next_parameters or 0), row.failed_in or "-", *sizes
-            )
-    return table

@@ -1,4 +1,5 @@
-"""What a search for the largest model found for one strategy, and what filled the memory."""
+"""What a search for the largest model, or the longest sequence, found for one strategy, and what
+filled the memory."""
 
 from __future__ import annotations
 
@@ -38,6 +39,9 @@ class MaxsizeResult:
     reason: str
     workload: str
     budget: int
+    tokens: bool = False
+    """Whether sequences grew, and the sizes below are tokens; else the model did, and they are
+    parameters."""
     step: int | None = None
     """Parameters of one search step."""
     parameters: int | None = None
@@ -66,8 +70,21 @@ class MaxsizeResult:
 
     @property
     def largest_model(self) -> str:
-        """`50.1M`, or what stands in its place."""
-        return millions(self.parameters) if self.parameters else self.status
+        """`50.1M`, `4096 tokens`, or what stands in its place."""
+        return self.text(self.parameters) if self.parameters else self.status
+
+    def text(self, size: int) -> str:
+        """A size in words: parameters, or tokens."""
+        return f"{size} tokens" if self.tokens else millions(size)
+
+    def amount(self, size: int) -> str:
+        """The same with its unit."""
+        return self.text(size) if self.tokens else f"{self.text(size)} parameters"
+
+    @property
+    def too_large(self) -> str:
+        """The smallest size that does not train."""
+        return self.amount(self.next_parameters or 0)
 
     @property
     def ratio(self) -> float | None:
@@ -139,16 +156,13 @@ def limits(row: MaxsizeResult) -> str:
     if row.failed_in:
         beyond = ", ".join(f"{name} {mebibytes(size)}" for name, size in row.responsible)
         sentences.append(
-            f"{millions(row.next_parameters or 0)} parameters run out of memory in {row.failed_in};"
+            f"{row.too_large} run out of memory in {row.failed_in};"
             f" beside ZeRO's model states: {beyond}"
         )
     elif row.failure:
-        sentences.append(
-            f"{millions(row.next_parameters or 0)} parameters fail under the limit only:"
-            f" {row.failure}"
-        )
+        sentences.append(f"{row.too_large} fail under the limit only: {row.failure}")
     setup, steps = row.setup_peak_memory_bytes or 0, row.peak_memory_bytes or 0
-    if row.parameters and setup > steps:
+    if row.parameters and setup > steps and not row.tokens:
         whole = f"every rank first builds the whole model, {mebibytes(4 * row.parameters)}"
         sentences.append(
             f"at {row.largest_model} set-up takes {mebibytes(setup)}, more than the steps'"

@@ -1,4 +1,5 @@
-"""The table of a search for the largest model, from what was recorded alone."""
+"""The table of a search for the largest model, or the longest sequence, from what was recorded
+alone."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from harness.analysis.maxsize import Holding, MaxsizeResult
 from harness.record.plan import Plan
-from harness.record.search import COLUMNS, KINDS, MATRIX, ODD, family
+from harness.record.search import COLUMNS, KINDS, MATRIX, ODD, family, steps_of
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -39,51 +40,61 @@ class Search:
 
     budget: int
     predicted: Mapping[str, Mapping[str, Any]]
-    """By cell: step and parameters by the formula, activations of the first and of each further
-    block."""
+    """By cell: step and size by the formula, activations of the first and of each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     """By cell: the last attempt of each trial, in the order of their attempts."""
     unlimited: Sequence[TrialRecord]
     """Trials without a limit of memory, of probes that failed for another reason than memory."""
+    tokens: int = 0
+    """By which sequences grow in a step; 0: the model grows, by a block."""
 
     @classmethod
     def of(cls, results: Results, plan: Plan) -> Search:
         assert plan.search is not None
         run = results.trials[results.trials["run_id"] == plan.run_id]
         trials = sorted(TrialRecord.from_frame(run), key=lambda trial: trial.attempt)
+        tokens = plan.search.get("tokens", 0)
         last = {(trial.cell_id, trial.trial): trial for trial in trials}
         by_cell: dict[str, list[TrialRecord]] = {}
         for trial in last.values():
-            cell = family(Cell(**json.loads(trial.cell)))
+            cell = family(Cell(**json.loads(trial.cell)), tokens)
             by_cell.setdefault(cell.id, []).append(trial)
         unlimited = [trial for trial in trials if trial.memory_limit_bytes is None]
-        return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited)
+        return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
+
+    def size(self, trial: TrialRecord) -> int:
+        """Parameters, or tokens of a sequence, whichever grows."""
+        return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
-        """What was found for one strategy. `cell`: of one block."""
+        """What was found for one strategy. `cell`: after one step."""
         trials = self.trials.get(cell.id, ())
         trains = {
-            trial.workload
+            self.size(trial)
             for trial in self.unlimited
             if trial.label == cell.label and trial.status == "ok"
         }
         odd = [trial for trial in trials if trial.status in ODD]
-        stopped = next((trial for trial in odd if trial.workload not in trains), None)
-        short = [trial for trial in odd if trial.workload in trains]
+        stopped = next((trial for trial in odd if self.size(trial) not in trains), None)
+        short = [trial for trial in odd if self.size(trial) in trains]
         short += [trial for trial in trials if trial.status == "out_of_memory"]
-        smallest = min(short, key=_parameters, default=None)
+        smallest = min(short, key=self.size, default=None)
         fits = [trial for trial in trials if trial.status == "ok" and trial.trial == 0]
         verified = [trial for trial in trials if trial.status == "ok" and trial.trial == 1]
         if stopped is not None:
             status, reason = "stopped", f"{stopped.cell_name}: {stopped.status}: {stopped.reason}"
         elif verified:
             status, reason = ("found" if smallest else "all fit"), ""
-        elif smallest is not None and smallest.workload == cell.workload:
+        elif smallest is not None and self._first(smallest):
             status, reason = "none fits", smallest.reason
         else:
             status, reason = "unfinished", "the search has not been finished"
-        best = max(verified or fits, key=_parameters, default=None)
+        best = max(verified or fits, key=self.size, default=None)
         return self._result(cell, status, reason, best, smallest)
+
+    def _first(self, trial: TrialRecord) -> bool:
+        """Whether the trial is of one step."""
+        return steps_of(Cell(**json.loads(trial.cell)), self.tokens) == 1
 
     def _result(
         self,
@@ -103,8 +114,9 @@ class Search:
             workload=best.workload if best else cell.workload,
             budget=self.budget,
             step=predicted["step"],
-            parameters=best.parameters if best else None,
-            next_parameters=smallest.parameters if smallest else None,
+            tokens=bool(self.tokens),
+            parameters=self.size(best) if best else None,
+            next_parameters=self.size(smallest) if smallest else None,
             predicted=predicted["parameters"],
             peak_memory_bytes=best.peak_memory_bytes if best else None,
             setup_peak_memory_bytes=best.setup_peak_memory_bytes if best else None,
@@ -114,14 +126,21 @@ class Search:
             failed_in=smallest.failed_in if smallest else None,
             failure=smallest.reason if smallest and smallest.status != "out_of_memory" else "",
             holding=_holding(smallest.failed_holding) if smallest else None,
-            formula=_formula(smallest, predicted["activations"]) if smallest else {},
+            formula=self._formula(smallest, predicted["activations"]) if smallest else {},
             probes=len(trials),
             seconds=sum(trial.wall_seconds or 0.0 for trial in trials),
         )
 
-
-def _parameters(trial: TrialRecord) -> int:
-    return trial.parameters or 0
+    def _formula(self, trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
+        """What the formula gives for a trial's states and activations, bytes by kind; empty where
+        there is no formula."""
+        columns = {**COLUMNS, "transient": "transient"}
+        sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
+        if None in sizes.values():
+            return {}
+        steps = steps_of(Cell(**json.loads(trial.cell)), self.tokens)
+        first, further = activations
+        return sizes | {"activations": float(first + (steps - 1) * further)}
 
 
 def _kept(trial: TrialRecord) -> dict[str, int]:
@@ -144,15 +163,3 @@ def _holding(text: str | None) -> Holding | None:
         buffers={name: float(size) for name, size in (held.get("buffers") or {}).items()},
         largest=tuple(held.get("largest") or ()),
     )
-
-
-def _formula(trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
-    """What the formula gives for a trial's states and activations, bytes by kind; empty where there
-    is no formula."""
-    columns = {**COLUMNS, "transient": "transient"}
-    sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
-    if None in sizes.values():
-        return {}
-    blocks = int(trial.workload.rpartition("x")[2])
-    first, further = activations
-    return sizes | {"activations": float(first + (blocks - 1) * further)}

@@ -1,4 +1,5 @@
-"""What a search for the largest model records, and the names of its cells."""
+"""What a search for the largest model, or the longest sequence, records, and the cells that it
+tries."""
 
 from __future__ import annotations
 
@@ -13,14 +14,25 @@ KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 
 
-def sized(cell: Cell, blocks: int) -> Cell:
-    """The cell with that many blocks: `llama-320x1` becomes `llama-320x40`."""
-    return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{blocks}"})
+def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
+    """The cell after this many steps of a search: `llama-320x1` becomes `llama-320x40`, or its
+    sequences get 40 times `tokens` tokens.
+
+    `tokens`: by which the sequence grows in a step; 0: the model does, by a block.
+    """
+    if tokens:
+        return cell.model_copy(update={"sequence_length": steps * tokens})
+    return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
 
 
-def family(cell: Cell) -> Cell:
-    """The cell of one block that a probe's cell was made from."""
-    return sized(cell, 1)
+def family(cell: Cell, tokens: int = 0) -> Cell:
+    """The cell of one step that a probe's cell was made from."""
+    return sized(cell, 1, tokens)
+
+
+def steps_of(cell: Cell, tokens: int = 0) -> int:
+    """How many steps of a search this cell is."""
+    return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
 
 
 ODD = ("failed", "timeout", "diverged", "unavailable", "refused")

@@ -1,5 +1,5 @@
-"""The largest trainable model: a search over the number of blocks with real steps under an enforced
-budget of memory per rank.
+"""The largest trainable model, or the longest sequence: a search over the number of blocks, or of
+tokens, with real steps under an enforced budget of memory per rank.
 
 Every probe is a recorded trial of the run's matrix `maxsize`: its number is 0, that of the verified
 trial at the size found is 1. A larger model is taken to need no less memory: what fits is below
@@ -9,8 +9,9 @@ what does not. Model: ZeRO, arXiv 1910.02054, table 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,7 @@ from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import LeftOut, Plan
-from harness.record.search import KINDS, MATRIX, ODD, sized
+from harness.record.search import KINDS, MATRIX, ODD, sized, steps_of
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_record
@@ -30,7 +31,7 @@ from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts, parameters_of
 
-MOST_BLOCKS = 4096
+MOST_STEPS = 4096
 
 
 # What a rank takes beside its tensors, about: stacks of threads, Python's heap, buffers of gloo. It
@@ -44,6 +45,16 @@ def hidden_size(budget: int) -> int:
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
+def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
+    """The largest hidden size, in heads of 64 that divide among the ranks, of a model of four
+    blocks whose states in AdamW and fp32 (16 bytes for each of 12 hidden^2 parameters of a block)
+    are at most a tenth of the budget, and which so many tokens' activations do not overfill: about
+    136 bytes for a token, block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1,
+    has 34 in half precision, of which some are dropout's)."""
+    most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
+    return 64 * ranks * max(1, int(most) // (64 * ranks))
+
+
 def wide_size(ranks: int) -> int:
     """The smallest hidden size, in heads of 64, whose smallest matrix has 1 MiB of fp32 per rank:
     libraries leave less off a disk."""
@@ -51,7 +62,7 @@ def wide_size(ranks: int) -> int:
 
 
 def largest(
-    fits: Callable[[int], bool], guess: int, most: int = MOST_BLOCKS
+    fits: Callable[[int], bool], guess: int, most: int = MOST_STEPS
 ) -> tuple[int, int | None]:
     """The largest size from 1 that fits (0: none) and the smallest that does not (None: all to
     `most` fit).
@@ -79,32 +90,45 @@ class Prediction:
     """What the formula says of one strategy."""
 
     step: int
-    """Parameters of one block: a search step."""
+    """Parameters of one block, or tokens: a search step."""
     blocks: int | None
-    """Largest number whose states, and what a step needs beside them, fit the budget; None: the
-    strategy has no formula."""
+    """Largest number of steps whose states, and what a training step needs beside them, fit the
+    budget; None: the strategy has no formula."""
     parameters: int | None
+    """Parameters of that many blocks, or that many steps' tokens."""
     activations: tuple[int, int]
-    """Bytes that forward and backward hold at most beside model and gradients: with one block, and
-    for each one more."""
+    """Bytes that forward and backward hold at most beside model and gradients: after the first step
+    of the search, and for each further one."""
 
 
-def formula(cell: Cell, activations: tuple[int, int]) -> dict[str, float] | None:
+def token_step(workload: str, ranks: int, budget: int) -> int:
+    """By how many tokens sequences grow in a step: about 1 % of those whose activations fill the
+    budget, a multiple of twice the ranks, which every strategy can divide."""
+    from harness.workloads.activations import activation_bytes
+
+    model, few = make_workload(workload), 2 * ranks
+    short, long = (activation_bytes(model, 1, n * few * 16) for n in (1, 2))
+    each = (long - short) / (few * 16)
+    return few * max(1, round(budget / each / 100 / few))
+
+
+def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
     """Bytes of the fullest rank at the peak of a step: states between steps, and beside them the
     larger of activations and what the step adds (gradients grow as activations go; ZeRO, arXiv
     1910.02054, section 3). Where blocks are computed again, one block's activations are there until
     the last gradient is. None: no formula.
 
-    `activations`: see Prediction.
+    `activations`: see Prediction; `tokens`: see `sized`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
-    states = strategy.states(cell, layout, model_facts(workload, cell.sequence_length))
+    facts = model_facts(workload, tokens or cell.sequence_length)  # of which states take the sizes
+    states = strategy.states(cell, layout, facts)
     if states is None:
         return None
-    kept = activations[0] + (workload.blocks - 1) * activations[1]
+    kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
     beside = max(states.transient, float(kept))
-    if cell.recompute != "none" and not states.gradients:
+    if cell.recompute != "none" and not states.gradients and not tokens:
         beside = max(beside, activations[0] + states.transient)
     kinds = {kind: float(getattr(states, kind)) for kind in KINDS}
     return {
@@ -115,42 +139,60 @@ def formula(cell: Cell, activations: tuple[int, int]) -> dict[str, float] | None
     }
 
 
-def predict(cell: Cell, budget: int) -> Prediction:
-    """The formula's size for a family of cells, whose workload has one block."""
+def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
+    """The formula's size for a family of cells, of which this one is the first step.
+
+    `tokens`: see `sized`.
+    """
     from harness.workloads.activations import activation_bytes
 
     layout = make_strategy(cell).layout(cell.devices)
     samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
-    of_one_block, of_two = (
+    first, second = (
         activation_bytes(
-            make_workload(sized(cell, n).workload), samples, cell.sequence_length, cell.recompute
+            make_workload(one.workload),
+            samples,
+            one.sequence_length // layout.sequence,
+            cell.recompute,
         )
-        for n in (1, 2)
+        for one in (sized(cell, 1, tokens), sized(cell, 2, tokens))
     )
-    activations = (of_one_block, of_two - of_one_block)
+    activations = (first, second - first)
 
-    def fits(blocks: int) -> bool:
-        needed = formula(sized(cell, blocks), activations)
+    def fits(steps: int) -> bool:
+        needed = formula(sized(cell, steps, tokens), activations, tokens)
         return needed is not None and needed["total"] <= budget
 
-    known = formula(cell, activations) is not None
-    blocks = largest(fits, guess=64)[0] if known else None
+    known = formula(cell, activations, tokens) is not None
+    steps = largest(fits, 64, most_steps(cell, tokens))[0] if known else None
+    if tokens:
+        return Prediction(tokens, steps, steps and steps * tokens, activations)
     step = parameters_of(sized(cell, 2)) - parameters_of(cell)
     return Prediction(
-        step, blocks, parameters_of(sized(cell, blocks)) if blocks else blocks, activations
+        step, steps, parameters_of(sized(cell, steps)) if steps else steps, activations
     )
+
+
+def most_steps(cell: Cell, tokens: int = 0) -> int:
+    """How many steps a search may take: for sequences as many as the model has positions for."""
+    positions = make_workload(cell.workload).max_tokens if tokens else 0
+    return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
 
 def plan_of(
-    cells: Sequence[Cell], left_out: Sequence[LeftOut], budget: int, order: Sequence[Sequence[str]]
+    cells: Sequence[Cell],
+    left_out: Sequence[LeftOut],
+    budget: int,
+    order: Sequence[Sequence[str]],
+    tokens: int = 0,
 ) -> Plan:
-    """The plan of a search: one cell of one block per strategy.
+    """The plan of a search: per strategy its cell after one step.
 
-    `order`: labels, each chain by the size that theory gives.
+    `order`: labels, each chain by the size that theory gives; `tokens`: see `sized`.
     """
     predicted = {}
     for cell in cells:
-        prediction = predict(cell, budget)
+        prediction = predict(cell, budget, tokens)
         predicted[cell.id] = {
             "step": prediction.step,
             "blocks": prediction.blocks,
@@ -163,11 +205,29 @@ def plan_of(
             **vars(plan),
             "search": {
                 "budget": budget,
+                "tokens": tokens,
                 "order": [list(chain) for chain in order],
                 "predicted": predicted,
             },
         }
     )
+
+
+def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: int) -> int:
+    """The number of steps that a search begins with: what the formula says, less what a rank takes
+    beside its tensors.
+
+    Without a formula: 16 bytes a parameter, or activations that fill the budget. No guess is beyond
+    a whole model in fp32, which every rank builds.
+    """
+    usable = max(budget // 2, budget - OVERHEAD)
+    if steps := predicted["blocks"]:
+        guess = round(steps * usable / budget)
+    elif tokens:
+        guess = usable // predicted["activations"][1]
+    else:
+        guess = usable // 16 // predicted["step"]
+    return guess if tokens else min(guess, usable // 4 // predicted["step"])
 
 
 class Stopped(Exception):
@@ -200,32 +260,25 @@ class Search:
         launcher = self.runner.start(plan.cells)
         try:
             for cell in plan.cells:
-                self._search(
-                    launcher,
-                    cell,
-                    plan.search["predicted"][cell.id]["blocks"],
-                    plan.search["budget"],
-                )
+                self._search(launcher, cell, plan.search)
         except KeyboardInterrupt:
             return False
         return True
 
-    def _search(
-        self, launcher: LauncherProtocol, cell: Cell, predicted: int | None, budget: int
-    ) -> None:
+    def _search(self, launcher: LauncherProtocol, cell: Cell, search: Mapping[str, Any]) -> None:
         """All probes of one strategy, then the trial at the size found that is compared with a
         reference run."""
-        step = parameters_of(sized(cell, 2)) - parameters_of(cell)
-        usable = max(budget // 2, budget - OVERHEAD)
-        # Without a formula: 16 bytes a parameter. No guess is beyond a whole model in fp32, which
-        # every rank builds.
-        guess = min(
-            round(predicted * usable / budget) if predicted else usable // 16 // step,
-            usable // 4 // step,
-        )
+        tokens = search.get("tokens", 0)
+        guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
+
+        def after(steps: int) -> Cell:
+            return sized(cell, steps, tokens)
+
         try:
-            low, _ = largest(lambda blocks: self._fits(launcher, sized(cell, blocks)), guess)
-            while low and self._status(launcher, sized(cell, low), 1) == "out_of_memory":
+            low, _ = largest(
+                lambda steps: self._fits(launcher, after(steps)), guess, most_steps(cell, tokens)
+            )
+            while low and self._status(launcher, after(low), 1) == "out_of_memory":
                 low -= 1  # the probe had just fitted, and this trial of the same size did not
         except Stopped:
             return

@@ -19,10 +19,20 @@ from harness.launch.outcome import Ending, RankOutputs, judge
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage
 from harness.record.plan import Plan, resumable
-from harness.record.search import family, sized
+from harness.record.search import family, sized, steps_of
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.maxsize import Search, formula, hidden_size, largest, plan_of, predict, wide_size
+from harness.run.maxsize import (
+    Search,
+    formula,
+    hidden_size,
+    largest,
+    long_hidden_size,
+    plan_of,
+    predict,
+    token_step,
+    wide_size,
+)
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
@@ -31,6 +41,7 @@ from harness.workloads import make_workload
 from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import _count, model_facts, parameters_of
 from harness.workloads.suffixes import ADAPTERS
+from reports.largest import largest as largest_of
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import bench
 
@@ -171,7 +182,9 @@ class Runs(Runner):
     def run_trial(
         self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any
     ) -> TrialRecord:
-        blocks = int(cell.workload.rpartition("x")[2])
+        assert self.plan.search is not None
+        tokens = self.plan.search["tokens"]
+        blocks = steps_of(cell, tokens)
         self.asked = [
             *getattr(self, "asked", []),
             (blocks, key.trial, cell.memory_limit_bytes is None),
@@ -186,7 +199,7 @@ class Runs(Runner):
             "trial": key.trial,
             "attempt": key.attempt,
             "position": position,
-            "parameters": parameters_of(cell),
+            "parameters": parameters_of(family(cell, tokens) if tokens else cell),
             "wall_seconds": 1.0,
         }
         if status == "out_of_memory":
@@ -258,6 +271,38 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     assert "run out of memory in update; beside ZeRO's model states: a bucket 32 MiB" in limits(row)
     assert row.predicted == predict(base(), BUDGET).parameters
     assert json.loads(json.dumps(row.responsible))
+
+
+def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
+    """By 8 tokens a step: 20 steps of them fit."""
+    one = base("ulysses", workload="llama-128x2", sequence_length=8, micro_batches=2)
+    store = Store(tmp_path / "results")
+    runner = Runs(store, plan_of([one], [], BUDGET, [], tokens=8))
+    runner.begin()
+    assert Dry(runner, Silent()).run()
+    [row] = maxsize_results(store.load())
+    assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-128x2")
+    assert (row.parameters, row.next_parameters, row.step) == (160, 168, 8)
+    assert row.largest_model == "160 tokens"
+    assert "168 tokens run out of memory in update" in limits(row)
+    found = largest_of(store.load())
+    assert found is not None
+    assert (found.what, found.unit) == ("longest sequence", "tokens")
+    assert found.winner is not None
+    assert found.winner.cell_id == sized(one, 20, 8).id
+
+
+def test_half_of_a_sequence_is_half_of_its_activations() -> None:
+    """Two ranks that share a sample train twice as long a one as two that have one each."""
+    wide = {"workload": "llama-128x2", "sequence_length": 64, "memory_limit_bytes": 2**28}
+    alone = predict(base("ddp", **wide), 2**28, 64)
+    shared = predict(base("ulysses", **wide, micro_batches=2), 2**28, 64)
+    assert alone.activations[1] == pytest.approx(2 * shared.activations[1], rel=0.05)
+    assert alone.parameters is not None
+    assert shared.parameters is not None
+    assert 1.9 < shared.parameters / alone.parameters < 2.2
+    assert token_step("llama-128x4", 2, 2**29) % 4 == 0
+    assert long_hidden_size(2**29, 4096, 2) == 128
 
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -436,6 +481,7 @@ def ended(scratch: Path) -> Ending:
         (["--resume"], ["nothing to resume"]),
         (["--resume", "--budget", "1GiB"], ["--resume", "--budget"]),
         (["--ranks", "0"], ["--ranks"]),
+        (["--grow", "sequence", "--set", "sequence_length=8"], ["--set sequence_length", "--grow"]),
     ],
     ids=lambda value: "-".join(value),
 )

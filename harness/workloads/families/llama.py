@@ -99,14 +99,15 @@ def _sized(hidden: int, layers: int) -> ModelConfig:
     """Heads of 64, and Llama's feed-forward of 8/3 of the hidden size (arXiv 2302.13971, section
     2.2) rounded up to a multiple of 64.
 
-    Every block has the same number of parameters. Raises UsageError where heads of 64 do not fit.
+    Every block has the same number of parameters. Rotary positions are computed, so that sequences
+    may be of any length. Raises UsageError where heads of 64 do not fit.
     """
     if hidden % 64:
         raise UsageError(
             f"workload llama-{hidden}x{layers}: the hidden size must be a multiple of 64, the size"
             " of a head"
         )
-    return _size(layers, hidden, hidden // 64, -(-hidden * 8 // 3 // 64) * 64, positions=4096)
+    return _size(layers, hidden, hidden // 64, -(-hidden * 8 // 3 // 64) * 64, positions=2**20)
 
 
 FAMILY = Family(
