@@ -98,8 +98,10 @@ def _timed_and_checked(
     sizes = rule.over(matrix)
     timed: Cells = {}
     checked: Cells = {}
-    for index, entry in enumerate(matrix.cells):
-        where = f"matrix {name}, cells[{index}]"
+    places = [(f"cells[{index}]", entry) for index, entry in enumerate(matrix.cells)]
+    places += [(f"cells[{index}] of this host", entry) for index, entry in enumerate(rule.cells)]
+    for place, entry in places:
+        where = f"matrix {name}, {place}"
         for axes in _combinations({**sizes.defaults, "device": host.device, **entry, **changes}):
             cell = _cell(axes, sizes, rule, host, where)
             timed.setdefault(cell.id, cell)

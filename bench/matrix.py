@@ -16,6 +16,7 @@
         defaults: {batch: 32}
         trials: 2                  # in place of the matrix's
         micro_batch_tokens: 4096   # what `micro_batches: fit` means here
+        cells: [{strategy: fsdp2, compile: block}]  # beside the matrix's
         parity: {workloads: {main: llama-mini}, defaults: {batch: 8}}
     cells:                         # a list as a value stands for one cell each, several lists for
                                    # all combinations
@@ -86,6 +87,7 @@ class Rule(Sizes):
     memory_at_least: str = "0B"
     trials: int | None = Field(default=None, ge=1)
     micro_batch_tokens: int | None = Field(default=None, ge=1)
+    cells: list[Axes] = Field(default_factory=list)
     parity: Sizes | None = None
 
     def fits(self, host: Host) -> bool:
@@ -169,8 +171,11 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
     for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
         _known_keys(axes, AXES, f"matrix {path}, {where}")
-    for index, entry in enumerate(matrix.cells):
-        _known_keys(entry, AXES, f"matrix {path}, cells[{index}]")
+    lists = [("", matrix.cells)]
+    lists += [(f"hosts[{index}].", rule.cells) for index, rule in enumerate(matrix.hosts)]
+    for place, entries in lists:
+        for index, entry in enumerate(entries):
+            _known_keys(entry, AXES, f"matrix {path}, {place}cells[{index}]")
     return matrix
 
 

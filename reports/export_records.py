@@ -26,16 +26,16 @@ RUN = _names(
 IDENTITY = _names(
     "run_id cell_id cell_name label system strategy options workload data sequence_length devices"
     " device processes data_parallel pipeline_parallel tensor_parallel sequence_parallel"
-    " precision regime global_batch micro_batches recompute optimizer launcher wraps_ddp"
-    " threads_per_device"
+    " precision regime global_batch micro_batches recompute compile optimizer launcher"
+    " wraps_ddp threads_per_device"
 )
 FIGURES = _names(
     "status reason expected ranked place same_as_above trials disturbed_trials stand_in"
     " oversubscribed samples_per_second samples_per_second_low samples_per_second_high"
     " tokens_per_second tokens_per_second_low tokens_per_second_high step_seconds_p50"
     " step_seconds_p95 data_seconds_p50 setup_seconds startup_seconds first_step_seconds"
-    " wall_seconds trend baseline over_baseline over_baseline_low over_baseline_high"
-    " efficiency_own efficiency_single flops_per_step hardware_flops_per_step"
+    " compile_seconds wall_seconds trend baseline over_baseline over_baseline_low"
+    " over_baseline_high efficiency_own efficiency_single flops_per_step hardware_flops_per_step"
     " mfu bubble_fraction energy_joules_per_sample peak_memory_bytes peak_memory_bytes_low"
     " memory_imbalance memory_method parameter_bytes gradient_bytes optimizer_bytes library_bytes"
     " state_bytes formula_bytes formula_transient_bytes formula_deviation host_state_bytes"

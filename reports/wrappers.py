@@ -49,7 +49,7 @@ class WrappedCell(RankedCell):
 def wrappers(cells: Sequence[CellResult]) -> list[Wrappers]:
     """A comparison for each setting in which several cells wrap DDP."""
     wrapping = [cell for cell in cells if cell.ranked and cell.wraps_ddp is not None]
-    groups = by_setting(wrapping, "micro_batches", "recompute", "regime")
+    groups = by_setting(wrapping, "micro_batches", "recompute", "compile", "regime")
     several = [ranking(group.rows) for group in groups if len(group.rows) > 1]
     return [_wrappers(group, f"wrappers-{i}") for i, group in enumerate(several)]
 

@@ -249,7 +249,8 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
     """What it asks of its user: packages beyond torch, and options not at their default."""
-    axes = (cell.launcher == "spawn") + (cell.micro_batches > 1) + (cell.recompute != "none")
+    axes = (cell.launcher == "spawn") + (cell.micro_batches > 1)
+    axes += (cell.recompute != "none") + (cell.compile != "none")
     return len(cell.packages), len(json.loads(cell.options)) + axes, cell.label
 
 

@@ -58,6 +58,7 @@ class CellResult:
     global_batch: int = 0
     micro_batches: int = 1
     recompute: str = "none"
+    compile: str = "none"
     optimizer: str = ""
     launcher: str = ""
     packages: tuple[str, ...] = ()
@@ -120,6 +121,7 @@ class CellResult:
     setup_seconds: float | None = None
     startup_seconds: float | None = None
     first_step_seconds: float | None = None
+    compile_seconds: float | None = None
     mfu: float | None = None
     bubble_fraction: float | None = None
     memory_imbalance: float | None = None
@@ -197,8 +199,8 @@ class CellResult:
 
     @property
     def plain(self) -> bool:
-        """Whether it takes its batch at a time and computes nothing twice."""
-        return self.micro_batches == 1 and self.recompute == "none"
+        """Whether it takes its batch at a time, computes nothing twice and compiles nothing."""
+        return (self.micro_batches, self.recompute, self.compile) == (1, "none", "none")
 
     @property
     def outcome(self) -> str:

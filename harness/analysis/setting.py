@@ -27,7 +27,7 @@ SCALED = ("devices", "nodes", "links", "global_batch")
 
 The batch is then compared as it is, or for each device (weak scaling).
 """
-SERIES = ("strategy", "options", "micro_batches", "recompute", "launcher")
+SERIES = ("strategy", "options", "micro_batches", "recompute", "compile", "launcher")
 """Fields of a cell: which strategy trains it, and how.
 
 A curve follows one of them over the number of devices.

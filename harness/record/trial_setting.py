@@ -56,6 +56,9 @@ class TrialEnd(Record):
     """process group, model, wrapping; slowest rank"""
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
+    compile_seconds: float | None = since(10, None)
+    """that torch.compile took before the timed steps, slowest rank; part of the first steps; null
+    where nothing is compiled"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,8 @@ class TrialSetting(Record):
     recompute: str = since(9, "none")
     """what blocks compute again during backward: none, selective (all but matrix products and
     attention), full"""
+    compile: str = since(10, "none")
+    """what torch.compile compiles: none, block (each block by itself)"""
     optimizer: str
     seed: Int64
     launcher: str

@@ -35,6 +35,8 @@ class Inputs:
     library_seconds: float
     """Start-up of one of the libraries around torch: DeepSpeed, Horovod, Accelerate and the like.
     """
+    compile_seconds: float
+    """Compiling blocks by torch.compile, most of them from its cache."""
     step_seconds: float
     """A micro-batch that computes nothing: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
@@ -56,6 +58,7 @@ CPU = Inputs(
     rank_seconds=0.1,
     interpreter_seconds=5.0,
     library_seconds=0.5,
+    compile_seconds=20.0,
     step_seconds=0.012,
     fp32_flops_per_second=57e9,
     bf16_flops_per_second=75e9,
@@ -75,6 +78,7 @@ GPU = Inputs(
     rank_seconds=0.15,
     interpreter_seconds=10.0,
     library_seconds=1.5,
+    compile_seconds=30.0,
     step_seconds=0.02,
     fp32_flops_per_second=10e12,
     bf16_flops_per_second=40e12,
@@ -143,6 +147,7 @@ def trial_seconds(
         + known.library_seconds * bool(strategy.requires)
     )
     started += CONTEXT_SECONDS * (cell.device == "cuda")
+    started += known.compile_seconds * (cell.compile != "none")
     if cell.launcher == "spawn" or strategy.one_node:
         started += known.interpreter_seconds
     busy = (

@@ -57,6 +57,7 @@ def left_out_record(
         global_batch=cell.global_batch,
         micro_batches=cell.micro_batches,
         recompute=cell.recompute,
+        compile=cell.compile,
         optimizer=cell.optimizer,
         seed=cell.seed,
         launcher=cell.launcher,

@@ -93,6 +93,8 @@ class Cell(BaseModel):
     recompute: Literal["none", "selective", "full"] = "none"
     """What each block computes again during backward instead of keeping it: nothing, all but
     matrix products and attention, or everything."""
+    compile: Literal["none", "block"] = "none"
+    """What torch.compile compiles before the timed steps: nothing, or each block by itself."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -174,6 +176,8 @@ class Cell(BaseModel):
             shown.append(f"micro_batches={self.micro_batches}")
         if self.recompute != "none":
             shown.append(f"recompute={self.recompute}")
+        if self.compile != "none":
+            shown.append(f"compile={self.compile}")
         if self.optimizer != "adamw":
             shown.append(self.optimizer)
         return self.strategy + (f"({', '.join(shown)})" if shown else "")
@@ -211,6 +215,7 @@ class Cell(BaseModel):
                 "regime": "strong",
                 "micro_batches": 1,
                 "recompute": "none",
+                "compile": "none",
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,
                 "timed_steps": 1,

@@ -24,6 +24,8 @@ class Ddp(Strategy):
     On CPUs PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
     """
 
+    compiles = True
+
     bucket_cap_mb: float | None = None
     """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the
     others, which is not the same as 25."""

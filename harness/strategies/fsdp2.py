@@ -21,6 +21,8 @@ class Fsdp2(Strategy):
     """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are
     needed."""
 
+    compiles = True
+
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them
     (ZeRO-2)."""

@@ -12,6 +12,7 @@ class Single(Strategy):
 
     process_group = False
     max_devices = 1
+    compiles = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)

@@ -65,6 +65,8 @@ class Strategy(BaseModel, ABC):
     recomputes_whole_blocks: ClassVar[bool] = False
     """Whether its library computes blocks again to their end, where torch's checkpoint stops at the
     last tensor that backward needs."""
+    compiles: ClassVar[bool] = False
+    """Whether it trains the same with each block compiled by torch.compile."""
     fixed_steps: ClassVar[bool] = False
     """Whether it must know beforehand how many steps it takes: its launches take as many as the
     cell says, however short they are."""

@@ -114,6 +114,8 @@ class Job:
     train_state: TrainState | None = None
     recomputes: bool = False
     """Whether `model` has made blocks recompute."""
+    compiles: bool = False
+    """Whether `model` has marked blocks to be compiled."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -131,7 +133,25 @@ class Job:
         if self.cell.recompute != "none":
             recompute(model, self.workload.blocks_of(model), self.cell.recompute)
             self.recomputes = True
+        if self.cell.compile != "none":
+            # Compiled when they are first called: by then they are wrapped, split or sharded.
+            for block in self.workload.blocks_of(model):
+                block.compile()
+            self.compiles = True
         return model
+
+    def require_model(self) -> None:
+        """Raises RuntimeError where the cell asks for what `model` does, and it was not called."""
+        cell = self.cell
+        for made, done, axis, value in (
+            (self.recomputes, "recomputed", "recompute", cell.recompute),
+            (self.compiles, "compiled", "compile", cell.compile),
+        ):
+            if value != "none" and not made:
+                raise RuntimeError(
+                    f"strategy {cell.strategy!r} did not build its model by job.model(), so that"
+                    f" nothing is {done}, and the cell asks for {axis} {value}"
+                )
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The cell's optimizer as (class, keyword arguments), for libraries that make their own

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from harness.host.compiler import missing_compiler
 from harness.host.unbuilt import unbuilt
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
@@ -186,5 +187,30 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     workload.check(cell, strategy.shards_parameters)
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)
+    if cell.compile != "none":
+        _admit_compiled(cell, strategy, workload, here)
     strategy.check(cell, workload)
     return strategy, layout
+
+
+def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
+    """Raises Refused where the blocks cannot be compiled one by one, Unavailable where there is no
+    compiler."""
+    if not strategy.compiles:
+        able = [name for name, cls in strategies().items() if cls.compiles]
+        raise Refused(
+            f"{cell.strategy} is not known to train the same with compiled blocks; use"
+            f" {', '.join(able)}, or compile none"
+        )
+    if not workload.block_path:
+        raise Refused(
+            f"{workload.name} does not say which modules its blocks are, and they are compiled one"
+            " by one; use a gpt2, llama or bert workload, or compile none"
+        )
+    if workload.suffixes:
+        raise Refused(
+            f"blocks of {workload.name} with +{' and +'.join(workload.suffixes)} are not known to"
+            " compile; use the workload without, or compile none"
+        )
+    if here and (lacks := missing_compiler()):
+        raise Unavailable(lacks)

@@ -99,6 +99,8 @@ class TrainedAnswer:
     cpu_time: CpuTime
     joules_per_step: float | None
     states: RankStates
+    compile_seconds: float | None = None
+    """That torch.compile took before the timed steps; None: nothing is compiled."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
 from harness.worker.answer import Offload, RankStates, RankStep
 from harness.worker.batches import Batches
+from harness.worker.compilation import compile_seconds
 from harness.worker.control import Control
 from harness.worker.heartbeat import Heartbeat
 from harness.worker.interleave import Place
@@ -82,6 +83,8 @@ class Loop:
         self.states: RankStates | None = None
         """What this rank holds between steps, once `verify` has looked."""
         self.settling = False
+        self.compile_seconds = 0.0
+        """That torch.compile took before the first timed step."""
         self.timed = 0
         """Timed steps so far."""
         self.planned = job.cell.timed_steps
@@ -164,6 +167,9 @@ class Loop:
     def run_step(self, index: int) -> None:
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
+        if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
+            self.compile_seconds = compile_seconds()
+            self.meter.reset()  # a compiler's memory is none of the training's
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
         loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)

@@ -29,6 +29,7 @@ from harness.worker.answer import (
     TrainedAnswer,
     answer_file,
 )
+from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
 from harness.worker.control import Control
 from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
@@ -256,6 +257,7 @@ def _train(
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )
+    prepare_to_compile(cell)
     progress.heartbeat.beat(MEETING)
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
@@ -289,11 +291,7 @@ def _train(
         raise RuntimeError(
             f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
         )
-    if cell.recompute != "none" and not job.recomputes:
-        raise RuntimeError(
-            f"strategy {cell.strategy!r} did not build its model by job.model(), so that nothing is"
-            f" recomputed, and the cell asks for recompute {cell.recompute}"
-        )
+    job.require_model()
     _KEPT.extend([job, step])
     setup_seconds = time.perf_counter() - begin
     setup_peak = meter.peak().allocated
@@ -320,6 +318,7 @@ def _train(
     gc.enable()
     busy = busy_share(loop) if layout.pipeline > 1 else None
     assert loop.states is not None
+    compile_seconds = checked_compile_seconds(cell, loop.compile_seconds)
     return TrainedAnswer(
         setup_seconds=setup_seconds,
         setup_peak_memory_bytes=setup_peak,
@@ -339,4 +338,5 @@ def _train(
         cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
         joules_per_step=loop.joules_per_step(),
         states=loop.states,
+        compile_seconds=compile_seconds,
     )

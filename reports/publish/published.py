@@ -49,6 +49,7 @@ AXES = (
     "global_batch",
     "micro_batches",
     "recompute",
+    "compile",
     "optimizer",
     "launcher",
 )
