@@ -165,7 +165,7 @@ def maxsize(
     raise typer.Exit(0 if fine else 1)
 
 
-def _changes(settings: list[str], grow: str) -> Axes:
+def _changes(settings: list[str], grow: str = "model") -> Axes:
     """Values of axes by `--set`; raises UsageError for one that the search itself sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError

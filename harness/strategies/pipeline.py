@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.strategy import Cell, Job, Layout, ModelFacts, Strategy, TrainStep
 from harness.strategy.formulas import hidden_bytes
-from harness.strategy.schedules import check_micro_batches
+from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
 
 
@@ -19,14 +17,12 @@ class Pipeline(Strategy):
 
     precisions = ("fp32", "bf16")
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = (
-        "1f1b"
-    )
-    """Order of forwards and backwards; the zero-bubble ones compute weight gradients apart, where a
-    rank would wait."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards; the zero-bubble ones and dualpipev compute weight gradients
+    apart, where a rank would wait; looped_bfs runs all micro-batches of a stage at once."""
     stages_per_rank: int = Field(default=2, ge=1)
-    """Virtual stages of a rank under an interleaved schedule; zbv always has 2 (down and up its V),
-    gpipe and 1f1b 1."""
+    """Virtual stages of a rank under an interleaved schedule and looped_bfs; zbv and dualpipev
+    always have 2 (down and up their V), gpipe and 1f1b 1."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -37,33 +33,36 @@ class Pipeline(Strategy):
                 f"schedule {self.schedule} has stages_per_rank={self._per_rank}, not"
                 f" {self.stages_per_rank}"
             )
-        if cell.recompute != "none" and self.schedule in ("interleaved_zero_bubble", "zbv"):
+        if cell.recompute != "none" and self.schedule in WEIGHTS_APART:
             raise Refused(
                 f"schedule {self.schedule} computes gradients of weights in passes of their own, in"
-                " each of which torch's checkpoint would compute the block again; use gpipe, 1f1b"
-                " or interleaved_1f1b"
+                " each of which torch's checkpoint would compute the block again; use gpipe, 1f1b,"
+                " interleaved_1f1b or looped_bfs"
             )
         workload.check_split(Layout(pipeline=cell.devices * self._per_rank))
         check_micro_batches(self.schedule, cell.devices, cell.micro_batches)
 
     @property
     def _per_rank(self) -> int:
-        return {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
+        if self.schedule in ("gpipe", "1f1b"):
+            return 1
+        return 2 if self.schedule in V_SHAPED else self.stages_per_rank
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Hidden states forward and their gradients back over each boundary between ranks, and tied
         gradients between the ends.
 
-        Mean of the ranks: the first and the last have one neighbour only. Of zbv's boundaries one
+        Mean of the ranks: the first and the last have one neighbour only. Of a V's boundaries one
         is within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:
             return None
         ranks, split = layout.pipeline, make_workload(cell.workload).split
-        boundaries = 2 * (ranks - 1) if self.schedule == "zbv" else ranks * self._per_rank - 1
+        v_shaped = self.schedule in V_SHAPED
+        boundaries = 2 * (ranks - 1) if v_shaped else ranks * self._per_rank - 1
         sizes = dict(zip(facts.trainable, facts.sizes, strict=True))
-        apart = split is not None and ranks > 1 and self.schedule != "zbv"
+        apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
 
@@ -74,7 +73,7 @@ class Pipeline(Strategy):
         ranks, count = job.layout.pipeline, job.layout.pipeline * self._per_rank
         own = (
             [job.rank, count - 1 - job.rank]
-            if self.schedule == "zbv"
+            if self.schedule in V_SHAPED
             else range(job.rank, count, ranks)
         )
         pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])

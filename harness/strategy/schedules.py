@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from harness.spec.errors import Refused
+
+Schedule = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+]
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules in which a rank has one stage on the way down a V and one on the way up: the first rank
+has both ends."""
+WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
+"""Schedules that compute gradients of weights in passes of their own."""
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
@@ -12,6 +29,11 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
         raise Refused(
             f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
             f" {micro_batches}"
+        )
+    if schedule == "dualpipev" and micro_batches < 2 * ranks:
+        raise Refused(
+            f"schedule dualpipev needs a micro-batch for each of its {2 * ranks} stages, two a"
+            f" rank; the cell has {micro_batches}"
         )
     rounds = max(1, micro_batches // ranks)
     if schedule.startswith("interleaved") and micro_batches % rounds:

@@ -181,6 +181,10 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
         ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
         ({"strategy": "deepspeed", "options": {"stage": 3}}, "gathers parameters within a block"),
         ({"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}}, "again"),
+        (
+            {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "dualpipev"}},
+            "agai",
+        ),
     ],
     ids=str,
 )
