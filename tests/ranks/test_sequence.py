@@ -13,7 +13,7 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
 SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}
 """Its update shows the scale of a gradient, which AdamW's hides."""
-ONE_STEP: dict[str, Any] = {"parity_steps": 1, "warmup_steps": 1, "timed_steps": 1}
+ONE_STEP: dict[str, Any] = {"parity_steps": 1, "warmup_steps": 1, "timed_steps": 2}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

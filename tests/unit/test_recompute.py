@@ -183,7 +183,7 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
         ({"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}}, "again"),
         (
             {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "dualpipev"}},
-            "agai",
+            "passes of their own",
         ),
     ],
     ids=str,
