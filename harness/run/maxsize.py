@@ -221,13 +221,14 @@ def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: i
     a whole model in fp32, which every rank builds.
     """
     usable = max(budget // 2, budget - OVERHEAD)
+    step = int(predicted["step"])
     if steps := predicted["blocks"]:
-        guess = round(steps * usable / budget)
+        guess = round(int(steps) * usable / budget)
     elif tokens:
-        guess = usable // predicted["activations"][1]
+        guess = usable // int(predicted["activations"][1])
     else:
-        guess = usable // 16 // predicted["step"]
-    return guess if tokens else min(guess, usable // 4 // predicted["step"])
+        guess = usable // 16 // step
+    return guess if tokens else min(guess, usable // 4 // step)
 
 
 class Stopped(Exception):

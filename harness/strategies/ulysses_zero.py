@@ -9,7 +9,7 @@ from pydantic import Field
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, Refused, TrainStep, Workload
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,6 +36,12 @@ class UlyssesZero(Deepspeed):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
+        if workload.family and "num_key_value_heads" not in workload.config:
+            raise Refused(
+                "DeepSpeed's UlyssesSPAttentionHF is for models whose config says how many heads"
+                f" of keys and values they have; {workload.name}'s does not: use the strategy"
+                " ulysses, or a llama workload"
+            )
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
     def same_as_ddp(self, cell: Cell) -> str | None:
@@ -58,9 +64,6 @@ class UlyssesZero(Deepspeed):
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         deepspeed.init_distributed(verbose=False)
-        config = _sequence.config_of(model)
-        if not hasattr(config, "num_key_value_heads"):  # DeepSpeed asks every config for it
-            config.num_key_value_heads = config.num_attention_heads
         groups: ModuleType = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation="sdpa",

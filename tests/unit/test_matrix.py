@@ -239,6 +239,7 @@ SYSTEMS = {
     "22 lower precision",
     "23 synchronised batch norm",
     "24 uneven memory",
+    "26 sequence parallel",
 }
 
 
