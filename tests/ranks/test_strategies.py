@@ -206,6 +206,14 @@ def test_a_segment_shorter_than_the_run_is_checked_in_the_middle(run_cells: RunC
     assert set(results.steps[results.steps["phase"] == "settling"]["step"]) == {4}
 
 
+def test_further_schedules_train_the_same(run_cells: RunCells) -> None:
+    """With tied embeddings: on one rank under a V, on both ends of the pipeline else."""
+    axes = {"workload": "gpt2-micro", "micro_batches": 4, "timed_steps": 1, "parity_steps": 4}
+    schedules = ("looped_bfs", "dualpipev")
+    cells = [cell("pipeline", **axes, options={"schedule": name}) for name in schedules]
+    assert set(run_cells(*cells).trials["parity_verdict"]) == {"exact"}
+
+
 def test_embeddings_that_do_not_stay_tied_across_stages_diverge(run_cells: RunCells) -> None:
     """Without the exchange of their gradients the two copies train apart; matrix full has the
     pipeline of a GPT-2 that exchanges them."""

@@ -1,0 +1,114 @@
+"""Sequence parallelism without ranks: who has which tokens, what is exchanged, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Batch, Layout
+from harness.strategies._sequence import Part, even_attention
+from harness.strategy.registry import make_strategy, validate
+from harness.workloads import make_workload
+from harness.workloads.counts import ModelFacts, model_facts
+
+
+def sequence_cell(strategy: str = "ulysses", **axes: Any) -> Cell:
+    return Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", **axes})
+
+
+def test_ranks_that_share_a_sequence_get_the_same_samples() -> None:
+    layout = Layout(data=2, sequence=2)
+    assert (layout.devices, layout.processes, layout.shares, layout.replicas) == (4, 4, 2, 4)
+    assert [layout.share(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_parts_of_a_batch_keep_their_labels() -> None:
+    tokens = torch.arange(18).reshape(2, 9)
+    batch = Batch(3, tokens[:, :-1], tokens[:, 1:])
+    first, second = (Part(number, 2).cut(batch) for number in (0, 1))
+    assert first.inputs.tolist() == [[0, 1, 2, 3], [9, 10, 11, 12]]
+    assert first.labels[:, -1].tolist() == second.inputs[:, 0].tolist() == [4, 13]
+    assert second.step == 3
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_all_to_alls_by_hand(recompute: str) -> None:
+    """Two blocks of llama-nano, 32 wide: a rank has 8 x 32 of 64 tokens, and sends half of its
+    queries, keys, values and outputs, and of their gradients; what is computed again once more.
+    And an all-reduce of 10 gradients between two ranks, or four."""
+    facts = ModelFacts(("a",), 10, 0, (10,))
+    passes = {"none": 2, "full": 3}[recompute]
+    for devices, sharing, samples, reduced in ((2, None, 8, 40), (4, 2, 4, 60)):
+        options = {"sequence_ranks": sharing} if sharing else {}
+        cell = sequence_cell(devices=devices, options=options, recompute=recompute)
+        strategy = make_strategy(cell)
+        sent = strategy.traffic(cell, strategy.layout(devices), facts)
+        assert sent == 2 * passes * 4 * (4 * samples * 32 * 32) / 2 + reduced
+
+
+def test_states_are_sharded_over_ranks_that_share_samples_too() -> None:
+    cell = sequence_cell("ulysses_zero", options={"stage": 3}, workload="llama-micro")
+    strategy, layout = validate(cell, make_workload("llama-micro"), here=False)
+    facts = model_facts(make_workload("llama-micro"), 64)
+    states = strategy.states(cell, layout, facts)
+    assert states is not None
+    assert layout.data == 1
+    assert states.parameters == pytest.approx(facts.parameter_bytes / 2)
+
+
+def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
+    from harness.strategies._sequence import whole_attention
+
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True  # type: ignore[assignment]
+    query, (key, value) = torch.randn(1, 4, 6, 8), torch.randn(2, 1, 2, 6, 8)
+    whole, _ = whole_attention()(module, query, key, value, None, scaling=0.3)
+    even, _ = even_attention(module, query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(even, whole)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "reason"),
+    [
+        ({"sequence_length": 33}, Refused, "33 tokens do not divide into 2 equal parts"),
+        ({"workload": "bert-micro"}, Refused, "one label for all of them"),
+        ({"workload": "llama-nano+prompt"}, Refused, "come before the first token"),
+        ({"devices": 4}, Refused, "2 attention heads.*do not divide among 4 ranks"),
+        ({"devices": 4, "options": {"sequence_ranks": 3}}, Refused, "groups of sequence_ranks=3"),
+        ({"strategy": "ulysses_zero", "workload": "gpt2-nano"}, Refused, "heads of keys"),
+        ({"strategy": "context_parallel"}, Unavailable, "needs one GPU for each rank"),
+        (
+            {"strategy": "context_parallel", "device": "cuda", "sequence_length": 34},
+            Refused,
+            "use a multiple of 4",
+        ),
+        (
+            {"strategy": "pipeline", "micro_batches": 2, "options": {"schedule": "dualpipev"}},
+            Refused,
+            "a micro-batch for each of its 4 stages",
+        ),
+        ({"strategy": "zero_redundancy", "compile": "block"}, Refused, "use ddp, fsdp2, single"),
+        ({"strategy": "ddp", "compile": "block", "workload": "resnet-micro"}, Refused, "blocks"),
+        ({"strategy": "ddp", "compile": "block", "workload": "llama-nano+lora"}, Refused, "known"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_said(axes: dict[str, Any], kind: type[Exception], reason: str) -> None:
+    cell = sequence_cell(**{"workload": "llama-nano", **axes})
+    if cell.strategy == "pipeline":
+        cell = cell.model_copy(update={"workload": "llama-micro"})
+    with pytest.raises(kind, match=reason):
+        validate(cell, make_workload(cell.workload), here=False)
+
+
+def test_without_a_compiler_compiled_cells_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = sequence_cell("ddp", compile="block")
+    assert cell.label == "ddp(compile=block)"
+    assert cell.reference().compile == "none"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unavailable, match=r"no no-such-compiler: install.*g\+\+"):
+        validate(cell, make_workload(cell.workload))
