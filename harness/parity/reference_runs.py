@@ -160,7 +160,7 @@ def memory_bytes(reference: Cell) -> int:
         make_workload(split_name(reference.workload)[0]),
     )
     facts = model_facts(workload, reference.sequence_length)
-    moments = 2 if reference.optimizer == "adamw" else 1
+    moments = reference.moments
     states = facts.parameter_bytes + (1 + moments) * facts.trained_bytes + facts.buffer_bytes
     samples = reference.global_batch // reference.micro_batches
     activations = samples * activation_bytes(base, 1, reference.sequence_length)

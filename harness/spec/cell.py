@@ -95,8 +95,9 @@ class Cell(BaseModel):
     matrix products and attention, or everything."""
     compile: Literal["none", "block"] = "none"
     """What torch.compile compiles before the timed steps: nothing, or each block by itself."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with momentum 0.9."""
+    optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "sgd"] = "adamw"
+    """AdamW as torch chooses to compute it, tensor lists at a time (foreach) or in one kernel
+    (fused); or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
@@ -196,6 +197,11 @@ class Cell(BaseModel):
         )
 
     @property
+    def moments(self) -> int:
+        """Tensors of its own size that the optimizer keeps for a parameter."""
+        return 1 if self.optimizer == "sgd" else 2
+
+    @property
     def total_steps(self) -> int:
         """Steps of a trial: enough for the timed ones and for parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
@@ -216,6 +222,7 @@ class Cell(BaseModel):
                 "micro_batches": 1,
                 "recompute": "none",
                 "compile": "none",
+                "optimizer": "sgd" if self.optimizer == "sgd" else "adamw",
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,
                 "timed_steps": 1,

@@ -20,7 +20,7 @@ def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFa
     States offloaded from a GPU are not on the device.
     """
     width = 4 if cell.precision == "fp32" else 2
-    moments = 2 if cell.optimizer == "adamw" else 1
+    moments = cell.moments
     whole, ranks, sizes = sum(facts.sizes), layout.replicas, facts.sizes
     buffers = float(facts.buffer_bytes)
     frozen = (facts.parameter_bytes - facts.trained_bytes) * width / 4
@@ -60,7 +60,7 @@ def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFact
     where that is not the device."""
     swapping = options.swapping(cell, layout.replicas, facts.sizes)
     width, parts, groups = swapping.width, swapping.parts, swapping.groups
-    moments = 2 if cell.optimizer == "adamw" else 1
+    moments = cell.moments
     bucket = options.bucket(facts.sizes)
     optimizer_leaves = options.offload_optimizer != "none" and cell.device == "cuda"
     parameters_leave = options.offload_parameters != "none" and cell.device == "cuda"

@@ -57,6 +57,17 @@ def check_heads(workload: Workload, ranks: int) -> None:
         )
 
 
+def check_config(workload: Workload) -> None:
+    """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not know how to serve:
+    it asks the config for heads of keys and values, and joins heads as Llama's attention does."""
+    if workload.family and "num_key_value_heads" not in workload.config:
+        raise Refused(
+            "DeepSpeed's UlyssesSPAttentionHF is for models whose config says how many heads of"
+            f" keys and values they have; {workload.name}'s does not: use the strategy ulysses, or"
+            " a llama workload"
+        )
+
+
 @dataclass(frozen=True)
 class Part:
     """A rank's part of each sample: the tokens `number` / `parts` to `number + 1` / `parts`."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other"
-LOCAL = {
-    "adamw": Tolerance(0.3, 0.75, f"{REASON} gradients"),
-    "sgd": Tolerance(0.3, 1.5, f"{REASON} gradients"),
+LOCAL = {  # by the number of the optimizer's moments: AdamW's two, SGD's one
+    2: Tolerance(0.3, 0.75, f"{REASON} gradients"),
+    1: Tolerance(0.3, 1.5, f"{REASON} gradients"),
 }
 
 
@@ -52,7 +52,7 @@ class Collectives(Strategy):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         linear = cell.optimizer == "sgd" and self.period == 1
         same = self.average == "gradients" or linear or cell.devices == 1
-        return EXACT if same else LOCAL[cell.optimizer]
+        return EXACT if same else LOCAL[cell.moments]
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         return (

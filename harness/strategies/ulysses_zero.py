@@ -9,7 +9,7 @@ from pydantic import Field
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, Refused, TrainStep, Workload
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,12 +36,7 @@ class UlyssesZero(Deepspeed):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
-        if workload.family and "num_key_value_heads" not in workload.config:
-            raise Refused(
-                "DeepSpeed's UlyssesSPAttentionHF is for models whose config says how many heads"
-                f" of keys and values they have; {workload.name}'s does not: use the strategy"
-                " ulysses, or a llama workload"
-            )
+        _sequence.check_config(workload)
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
     def same_as_ddp(self, cell: Cell) -> str | None:

@@ -21,7 +21,7 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
     1910.02054, section 3.1, for fp32). What the layers keep beside their parameters is whole on
     every rank.
     """
-    moments = 2.0 if cell.optimizer == "adamw" else 1.0
+    moments = float(cell.moments)
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=moments * facts.trained_bytes / shards,

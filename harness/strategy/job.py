@@ -171,6 +171,8 @@ class Job:
             "eps": cell.epsilon,
             "weight_decay": cell.weight_decay,
         }
+        if cell.optimizer != "adamw":
+            kwargs[cell.optimizer.removeprefix("adamw_")] = True
         return torch.optim.AdamW, kwargs
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:

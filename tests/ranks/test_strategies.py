@@ -214,6 +214,15 @@ def test_further_schedules_train_the_same(run_cells: RunCells) -> None:
     assert set(run_cells(*cells).trials["parity_verdict"]) == {"exact"}
 
 
+def test_each_way_to_compute_adamw_is_the_same_training(run_cells: RunCells) -> None:
+    axes = {"timed_steps": 1, "parity_steps": 4}
+    cells = [cell("fsdp2", **axes, optimizer=f"adamw_{way}") for way in ("foreach", "fused")]
+    trials = run_cells(*cells).trials
+    assert set(trials["parity_verdict"]) == {"exact"}
+    for trial in trials.to_dict("records"):
+        states_follow_the_formula(pd.Series(trial))
+
+
 def test_embeddings_that_do_not_stay_tied_across_stages_diverge(run_cells: RunCells) -> None:
     """Without the exchange of their gradients the two copies train apart; matrix full has the
     pipeline of a GPT-2 that exchanges them."""

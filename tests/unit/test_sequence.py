@@ -1,4 +1,4 @@
-"""Sequence parallelism without ranks: who has which tokens, what is exchanged, and what is refused."""
+"""Sequence parallelism without ranks: who has which tokens, what is exchanged and refused."""
 
 from __future__ import annotations
 
