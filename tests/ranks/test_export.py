@@ -182,7 +182,7 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
         "torchrun",
         {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}},
     ),
-    ("fsdp1", "torchrun", {"micro_batches": 2}),
+    ("fsdp1", "torchrun", {"micro_batches": 2, "optimizer": "adamw_fused"}),
     ("fsdp2", "torchrun", {"micro_batches": 2, "options": {"prefetch": True}}),
     ("zero_redundancy", "torchrun", {"optimizer": "sgd"}),
     ("ddp", "slurm", {"recompute": "selective"}),

@@ -107,6 +107,19 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
     )
 
 
+def test_the_script_compiles_blocks_where_the_cell_does() -> None:
+    plain, compiled = (
+        export_files(small("ddp", compile=kind), "torchrun")[0]["train.py"]
+        for kind in ("none", "block")
+    )
+    added = [line for line in compiled.splitlines() if line not in plain.splitlines()]
+    assert [line.strip() for line in added if not line.startswith('"""')] == [
+        'for block in model.get_submodule("model.layers"):',
+        "block.compile()",
+    ]
+    ast.parse(compiled)
+
+
 def test_what_the_document_says_is_so() -> None:
     """The table of docs/export.md."""
     text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
