@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports import facts, markdown_parts, parts
+from reports import experts, facts, markdown_parts, parts
 from reports.run_report import RunReport
 from reports.sections import Section
 
@@ -26,6 +26,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         "Parity",
     ),
     Section("bubble", "Pipeline bubble", parts.bubble_part),
+    Section("experts", "Experts", experts.experts_part, experts.experts_text),
     Section("wrappers", "Launchers compared", parts.wrappers_part),
     Section(
         "variants",

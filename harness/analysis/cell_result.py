@@ -124,6 +124,7 @@ class CellResult:
     compile_seconds: float | None = None
     mfu: float | None = None
     bubble_fraction: float | None = None
+    expert_imbalance: float | None = None
     memory_imbalance: float | None = None
     wall_seconds: float | None = None
     energy_joules_per_sample: float | None = None
@@ -139,6 +140,8 @@ class CellResult:
     """Smallest of the trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """In the trial with the largest peak."""
+    expert_tokens: str | None = None
+    """Of its first finished trial that knows them."""
     sent_bytes_per_step: float | None = None
     """Of the rank that sends most, median over trials."""
 

@@ -14,7 +14,8 @@ A column says since which version the schema has it. What the first versions wer
      host; cores of each rank; noise of the reference.
   8  the control that runs between the steps, and work that a step leaves behind.
   9  recomputation of blocks, and the operations that it adds; table conclusions.
-  10 ranks that share sequences; compiled blocks, and how long compiling took.
+  10 ranks that share sequences; compiled blocks, and how long compiling took; tokens that each
+     expert of a mixture gets, and their imbalance.
 """
 
 from __future__ import annotations

@@ -76,6 +76,12 @@ class TrialEfficiency(Record):
     """model FLOPs utilisation; null where the device's peak is unknown"""
     bubble_fraction: float | None = None
     """share of stage time spent waiting, measured in a pass of its own"""
+    expert_tokens: str | None = since(10, None)
+    """JSON: of each block with a mixture of experts the tokens that each expert gets, counted in
+    the last warm-up step"""
+    expert_imbalance: float | None = since(10, None)
+    """tokens of the busiest expert over the mean of its block's experts, in the block where that is
+    most"""
 
 
 @dataclass(frozen=True, kw_only=True)

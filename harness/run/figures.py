@@ -19,6 +19,7 @@ from harness.analysis.stats import over_cycles, percentile, slowest, trend
 from harness.host.gpu_record import as_json
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
+from harness.measure.routing import ExpertTokens, imbalance_of_experts
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer, TrainedAnswer
@@ -50,6 +51,7 @@ def with_figures(
     trial = _with_gpus(trial, ranks)
     trial = _with_states(trial, ranks)
     trial = _with_traffic(trial, ranks)
+    trial = _with_experts(trial, ranks)
     losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
     joules = all_known([rank.joules_per_step for rank in ranks])
     return replace(
@@ -216,6 +218,22 @@ def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
         offload_written_bytes_per_step=sum(written) if written else None,
         # All ranks see the same folder.
         offload_kept_bytes=max(o.kept for o in offload),
+    )
+
+
+def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    """Tokens that each expert got, over all ranks."""
+    counts: ExpertTokens = {}
+    for rank in ranks:
+        for block, tokens in (rank.expert_tokens or {}).items():
+            before = counts.get(block, (0,) * len(tokens))
+            counts[block] = tuple(a + b for a, b in zip(before, tokens, strict=True))
+    if not counts:
+        return trial
+    return replace(
+        trial,
+        expert_tokens=json.dumps([counts[block] for block in sorted(counts)]),
+        expert_imbalance=imbalance_of_experts(counts),
     )
 
 

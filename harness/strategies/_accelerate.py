@@ -12,6 +12,7 @@ from harness.strategy.step import LOSS_SCALE
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -21,10 +22,12 @@ def make_accelerator(
     fsdp2: Mapping[str, object] | None,
     deepspeed: Mapping[str, object] | None,
     launched: bool,
+    parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
     """For FSDP2 by these settings, DeepSpeed by this config, or DDP.
 
     `launched`: `accelerate launch` has handed them over already, by environment variables.
+    `parallelism`: the mesh, where it is not of one dimension.
     """
     import torch
     from accelerate import Accelerator
@@ -36,7 +39,7 @@ def make_accelerator(
     )
 
     cpu = job.device.type == "cpu"
-    if fsdp2 and cpu:
+    if (fsdp2 or parallelism) and cpu:
         pretend_gpus()
     handlers: list[object] = [GradScalerKwargs(init_scale=LOSS_SCALE)]
     given: dict[str, object] = (
@@ -52,6 +55,8 @@ def make_accelerator(
                 "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed, zero3_init_flag=False)
             }
         )
+    if parallelism:
+        given["parallelism_config"] = parallelism
     if fsdp2 and not launched:
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2)
     # DeepSpeed finds its device itself, and is left out where `cpu` is said.
@@ -66,7 +71,8 @@ def make_accelerator(
 
 
 def pretend_gpus() -> None:
-    """Accelerate looks for FSDP only where it believes itself on GPUs."""
+    """Accelerate looks for FSDP, and takes a ParallelismConfig, only where it believes itself on
+    GPUs."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -79,7 +85,8 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
     import torch
     from accelerate.utils import DistributedType
 
-    plain = DistributedType.MULTI_CPU if job.device.type == "cpu" else DistributedType.MULTI_GPU
+    on_cpus = job.device.type == "cpu" and job.layout.tensor == 1
+    plain = DistributedType.MULTI_CPU if on_cpus else DistributedType.MULTI_GPU
     wanted = DistributedType.FSDP if fsdp2 else DistributedType.DEEPSPEED if deepspeed else plain
     if accelerator.num_processes != job.cell.devices:
         raise RuntimeError(

@@ -31,6 +31,15 @@ Sender = tuple[object, str, str]
 """Object or module, name of its function, and the collective operation that it does."""
 
 
+@dataclass(frozen=True)
+class Router:
+    """A module that chooses the experts of each token."""
+
+    module: nn.Module
+    tokens: Callable[[Any], Tensor]
+    """Output of the module -> tokens of each expert, (experts,)."""
+
+
 @dataclass
 class TrainState:
     """What a strategy shows the harness: looked at before and after the steps, never during a timed
@@ -64,6 +73,9 @@ class TrainState:
     """Functions that send their first argument among all ranks without torch.distributed."""
     wire: Wire = "gloo"
     """Whose algorithms move the bytes: torch's gloo backend's, or rings."""
+    routers: Mapping[int, Router] | None = None
+    """Of a mixture of experts, by number of the block, where the workload's own modules have
+    others in their place."""
     over_tcp: bool = True
     """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those
     sent are unknown."""
@@ -81,6 +93,7 @@ class Shown(TypedDict, total=False):
     waits: Sequence[Wait]
     collectives: Sequence[Sender]
     wire: Wire
+    routers: Mapping[int, Router] | None
     over_tcp: bool
 
 

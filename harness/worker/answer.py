@@ -101,6 +101,9 @@ class TrainedAnswer:
     states: RankStates
     compile_seconds: float | None = None
     """That torch.compile took before the timed steps; None: nothing is compiled."""
+    expert_tokens: dict[int, tuple[int, ...]] | None = None
+    """By number of the block, those that each expert got from this rank's samples in the last
+    warm-up step; none where another rank counts the same samples. None: there are no experts."""
 
 
 @dataclass(frozen=True)

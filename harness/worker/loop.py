@@ -17,6 +17,7 @@ from harness.measure.energy import Energy
 from harness.measure.gpu_use import RankGpus
 from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
+from harness.measure.routing import ExpertTokens, counted, routers_of
 from harness.measure.states import retained, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity.deviations import update_deviations
@@ -82,6 +83,8 @@ class Loop:
         self.deviations: dict[str, float] | None = None
         self.states: RankStates | None = None
         """What this rank holds between steps, once `verify` has looked."""
+        self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
+        """None where the model has no mixture of experts whose router is known."""
         self.settling = False
         self.compile_seconds = 0.0
         """That torch.compile took before the first timed step."""
@@ -154,6 +157,16 @@ class Loop:
             not counted or self.timed >= self.planned
         )
 
+    def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """In the last warm-up step the tokens of each expert are counted. Of tensor-parallel ranks,
+        which see the same samples, one counts."""
+        job = self.job
+        counts = index == job.cell.warmup_steps - 1 and job.rank % job.layout.tensor == 0
+        if self.expert_tokens is None or job.train_state is None or not counts:
+            return contextlib.nullcontext()
+        routers = job.train_state.routers or routers_of(job.train_state.model, job.workload)
+        return counted(routers, self.expert_tokens)
+
     def take_turn(self, index: int) -> None:
         """Waits for it. The step after that does not count: caches are cold."""
         assert self.place is not None
@@ -172,7 +185,8 @@ class Loop:
             self.meter.reset()  # a compiler's memory is none of the training's
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
-        loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
+        with self.counting_tokens(index):
+            loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
         warm = index < self.job.cell.warmup_steps
         phase = "warmup" if warm else "settling" if self.settling else "timed"
         self.settling = False

@@ -339,4 +339,5 @@ def _train(
         joules_per_step=loop.joules_per_step(),
         states=loop.states,
         compile_seconds=compile_seconds,
+        expert_tokens=loop.expert_tokens,
     )

@@ -41,6 +41,9 @@ class Split(ABC):
     by_row: ClassVar[tuple[str, ...]] = ()
     """The same of those that it splits by their inputs; behind each an all-reduce adds the ranks'
     parts."""
+    mixture: ClassVar[str] = ""
+    """Path within a block of its mixture of experts, with the modules `gate`, the router, and
+    `experts`; empty where the family has none."""
     sequence_parallel: ClassVar[bool] = False
     """Whether `tensor_plan` also describes a split of the sequence."""
 

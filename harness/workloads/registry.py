@@ -95,6 +95,7 @@ def make_workload(name: str) -> Workload:
         query_heads=query_heads,
         head_width=config.get("head_dim") or (hidden // query_heads if query_heads else 0),
         experts=config.get("num_experts", config.get("num_local_experts", 0)),
+        experts_per_token=config.get("num_experts_per_tok", 0),
         split=family.split,
         block_path=family.split.blocks if family.split else "",
         batch_norm=family.batch_norm,
@@ -133,6 +134,7 @@ def _from_hub(name: str) -> Workload:
         head_width=getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads,
         experts=getattr(config, "num_experts", getattr(config, "num_local_experts", 0)),
+        experts_per_token=getattr(config, "num_experts_per_tok", 0),
     )
     if family is None:
         return workload

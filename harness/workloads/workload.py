@@ -60,6 +60,8 @@ class Workload:
     """Elements of a head's query or key of one token."""
     experts: int = 0
     """Experts of each mixture of experts; 0: there is none."""
+    experts_per_token: int = 0
+    """Experts that each token is sent to."""
     split: Split | None = None
     block_path: str = ""
     """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is
@@ -226,6 +228,18 @@ class Workload:
         """The blocks of a model that `build` made; none where the workload does not say which they
         are."""
         return list(model.get_submodule(self.block_path).children()) if self.block_path else []
+
+    @property
+    def mixture_path(self) -> str:
+        """Path of the mixture of experts within a block, with the modules `gate`, the router, and
+        `experts`; empty where there is none or it is not known."""
+        return self.split.mixture if self.split else ""
+
+    def mixtures_of(self, model: nn.Module) -> list[str]:
+        """Paths of the mixtures of experts in a model that `build` made, one for each block."""
+        ends = f".{self.mixture_path}.gate"
+        names = [name for name, _ in model.named_modules()] if self.mixture_path else []
+        return [name.removesuffix(".gate") for name in names if name.endswith(ends)]
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding

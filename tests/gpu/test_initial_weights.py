@@ -28,6 +28,7 @@ OFFLOADED = [("fairscale_fsdp", {"cpu_offload": True}), ("fsdp2", {"cpu_offload"
 JOINS_FIRST = {
     "accelerate",
     "deepspeed",
+    "deepspeed_moe",
     "deepspeed_pipeline",
     "horovod",
     "tiled_linear",

@@ -3,6 +3,7 @@ parallelism changes nothing."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,10 +19,20 @@ CELLS: dict[str, dict[str, Any]] = {
         "workload": "qwen3-moe-nano",
         "options": {"stage": 3},
     },
+    # Loaded by transformers in parts; Accelerate takes its config on GPUs only.
+    "tensor": {
+        "strategy": "parallelism_config",
+        "workload": "qwen3-moe-nano",
+        "options": {"tensor": 2},
+    },
 }
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_it_is_the_same_training(run_cells: RunCells, name: str) -> None:
+    """And the tokens of its experts are counted once: two for each of 8 samples of 32 tokens, also
+    where ranks see the same samples or blocks are computed again."""
     trial = run_cells(cell(**CELLS[name])).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
+    assert [sum(tokens) for tokens in json.loads(trial["expert_tokens"])] == [2 * 8 * 32] * 2
+    assert 1 <= trial["expert_imbalance"] <= 2

@@ -240,6 +240,7 @@ SYSTEMS = {
     "23 synchronised batch norm",
     "24 uneven memory",
     "26 sequence parallel",
+    "27 expert parallel",
 }
 
 

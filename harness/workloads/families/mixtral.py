@@ -12,6 +12,7 @@ class MixtureSplit(LlamaSplit):
 
     by_column = ()
     by_row = ()
+    mixture = "mlp"
     sequence_parallel = False
 
 

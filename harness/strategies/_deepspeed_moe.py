@@ -1,0 +1,150 @@
+"""DeepSpeed's `MoE` layer in the place of a workload's own mixtures, with the same weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from harness.strategies._deepspeed_engine import full_parameters
+from harness.strategy import Workload
+from harness.strategy.job import Router
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+PARTS = ("gate_up_proj", "down_proj")
+
+
+class Expert(nn.Module):
+    """One of the experts that transformers keeps in parameters of three dimensions."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]):
+        """`gate_up`: (2 x intermediate, hidden); `down`: (hidden, intermediate)."""
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(gate_up.detach().clone())
+        self.down_proj = nn.Parameter(down.detach().clone())
+        self.activation = activation
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., hidden) -> the same shape."""
+        gate, up = F.linear(rows, self.gate_up_proj).chunk(2, dim=-1)
+        return F.linear(self.activation(gate) * up, self.down_proj)
+
+
+class Mixture(nn.Module):
+    """DeepSpeed's layer with the interface of a block's mixture in transformers.
+
+    Left alone DeepSpeed's trains something else: it drops the tokens that are more than an expert's
+    capacity, and draws the second expert of a token at random, with the router's scores for
+    likelihood. Both are turned off.
+    """
+
+    def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
+        """`mixture`: transformers' own, whose weights are copied. `ranks`: among which the experts
+        are divided. `first`: number of this rank's first expert."""
+        super().__init__()
+        experts: Any = mixture.get_submodule("experts")
+        router = mixture.get_submodule("gate").get_parameter("weight")
+        whole = [experts.get_parameter(part) for part in PARTS]
+        count, hidden = router.shape
+        self.moe = MoE(
+            hidden,
+            Expert(*(tensor[0] for tensor in whole), copy.deepcopy(experts.act_fn)),
+            num_experts=count,
+            ep_size=ranks,
+            k=experts_per_token,
+            min_capacity=0,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        ).to(router.device)
+        self.first = first
+        with torch.no_grad():
+            self.router.copy_(router)
+            for number, expert in enumerate(self.own, first):
+                for part, tensor in zip(PARTS, whole, strict=True):
+                    expert.get_parameter(part).copy_(tensor[number])
+
+    @property
+    def router(self) -> nn.Parameter:
+        """(experts, hidden)"""
+        return self.moe.deepspeed_moe.gate.wg.weight  # type: ignore[no-any-return]
+
+    @property
+    def own(self) -> Sequence[nn.Module]:
+        """The experts of this rank, in order."""
+        own: Sequence[nn.Module] = self.moe.deepspeed_moe.experts.deepspeed_experts
+        return own
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(samples, tokens, hidden) -> the same shape."""
+        output: Tensor = self.moe(hidden)[0]
+        return output
+
+
+def replace_mixtures(
+    model: nn.Module, workload: Workload, ranks: int, rank: int
+) -> dict[str, Mixture]:
+    """Puts DeepSpeed's layer in the place of the mixture of each block, in place; returns them by
+    path.
+
+    DeepSpeed divides the experts among neighbouring ranks, so that this one's are known before it
+    makes their process group, which `deepspeed.initialize` does (see `check_groups`).
+    """
+    first = rank % ranks * (workload.experts // ranks)
+    made = {}
+    for path in workload.mixtures_of(model):
+        mixture = Mixture(model.get_submodule(path), ranks, first, workload.experts_per_token)
+        model.set_submodule(path, mixture)
+        made[path] = mixture
+    return made
+
+
+def check_groups(mixtures: Mapping[str, Mixture]) -> None:
+    """Raises RuntimeError where DeepSpeed's group has this rank in another place than the one whose
+    experts it was given."""
+    for path, mixture in mixtures.items():
+        place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
+        if place * mixture.moe.num_local_experts != mixture.first:
+            raise RuntimeError(
+                f"this rank was given the experts from {mixture.first} on in {path}, but DeepSpeed"
+                f" has it as number {place} of those that share them"
+            )
+
+
+def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
+    """DeepSpeed's routers by number of the block. The last of their outputs are the tokens of each
+    expert."""
+    layers = [mixture.moe.deepspeed_moe.gate for mixture in mixtures.values()]
+    return {block: Router(gate, lambda output: output[-1]) for block, gate in enumerate(layers)}
+
+
+def whole_parameters(
+    engine: DeepSpeedEngine, mixtures: Mapping[str, Mixture]
+) -> Iterator[tuple[str, Tensor]]:
+    """The workload's own parameters by name, whole: the experts of all ranks in one.
+
+    Called on all ranks together.
+    """
+    parameters = dict(full_parameters(engine))
+    inside = tuple(f"{path}." for path in mixtures)
+    yield from ((name, p) for name, p in parameters.items() if not name.startswith(inside))
+    for path, mixture in mixtures.items():
+        layer = f"{path}.moe.deepspeed_moe"
+        yield f"{path}.gate.weight", parameters[f"{layer}.gate.wg.weight"]
+        group = groups._get_expert_parallel_group(mixture.moe.expert_group_name)
+        for part in PARTS:
+            experts = f"{layer}.experts.deepspeed_experts"
+            own = [parameters[f"{experts}.{i}.{part}"] for i in range(len(mixture.own))]
+            mine = torch.stack([tensor.detach() for tensor in own])
+            every = [torch.empty_like(mine) for _ in range(mixture.moe.ep_size)]
+            dist.all_gather(every, mine, group=group)
+            yield f"{path}.experts.{part}", torch.cat(every)

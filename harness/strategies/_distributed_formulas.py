@@ -1,0 +1,143 @@
+"""Formulas of what transformers' `DistributedConfig` keeps on each rank and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from harness.strategies._distributed_config import ADDED_UP, Sizes, any_block, plans_of
+from harness.strategy import (
+    Cell,
+    Layout,
+    ModelFacts,
+    States,
+    Workload,
+    all_reduced,
+    model_states,
+    passed_once,
+)
+from harness.strategy.formulas import hidden_bytes
+
+
+def mesh_states(cell: Cell, workload: Workload, sizes: Sizes, facts: ModelFacts) -> States:
+    """What each rank keeps: of every parameter, its gradient and moments the part that its plans
+    leave to it."""
+    plans = plans_of(workload)
+
+    def parts(name: str) -> int:
+        if sizes.expert > 1 and plans.is_expert(name):
+            return sizes.shards * sizes.tensor
+        split = sizes.tensor > 1 and plans.style(name) not in (None, ADDED_UP, "replicate")
+        return sizes.shards * (sizes.tensor if split else 1)
+
+    held = sum(size / parts(name) for name, size in _named(facts))
+    states, share = model_states(cell, facts), held / sum(facts.sizes)
+    return dataclasses.replace(
+        states,
+        parameters=share * states.parameters,
+        optimizer=share * states.optimizer,
+        transient=share * states.transient,
+    )
+
+
+def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
+    return zip(facts.trainable, facts.sizes, strict=True)
+
+
+def exchange(
+    cell: Cell, workload: Workload, sizes: Sizes, rows: float, numbers: bool = True
+) -> float:
+    """Bytes that a rank must send, mean of the ranks, to bring the tokens of a step to their
+    experts or back, for one layer.
+
+    `rows`: bytes of the hidden states of all samples that a rank sees in a step, of which each of a
+    token's experts gets one. Those that stay on the rank are `1 / expert` of them if the router
+    treats all experts alike, and are not sent. `numbers`: with them go the numbers of tokens, 8
+    bytes for each expert and micro-batch.
+    """
+    sent = rows / sizes.tensor * workload.experts_per_token
+    counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
+    return passed_once(sizes.expert, sent + counts)
+
+
+def sharded_traffic(
+    cell: Cell,
+    layout: Layout,
+    workload: Workload,
+    sizes: Sizes,
+    facts: ModelFacts,
+    reductions: int | None = None,
+) -> float | None:
+    """Without tensor parallelism: FSDP's gathers and scatters, and the tokens' way to their experts
+    and back, forward and backward.
+
+    FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default in
+    every one too. Final norm and head stay gathered between forward and backward; experts are
+    sharded among the ranks that hold the same ones.
+    """
+    hidden = hidden_bytes(cell, layout)
+    if hidden is None:
+        return None
+    plans, parts = plans_of(workload), cell.micro_batches
+    reduced = reductions or parts
+    total = 0.0
+    for name, size in _named(facts):
+        apart = sizes.expert > 1 and plans.is_expert(name)
+        ranks = sizes.copies if apart else sizes.shards
+        gathers = 2 if apart or plans.gathered_twice(name) else 1
+        own = 4.0 * size / (sizes.expert if apart else 1)
+        total += passed_once(ranks, (gathers * parts + reduced) * own)
+        total += reduced * all_reduced(sizes.replicas, own / ranks)
+    if sizes.expert > 1:
+        total += workload.blocks * _exchanges(cell, workload, sizes, hidden)
+    return total
+
+
+def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> float:
+    """A layer's in a step: to the experts and back, forward and backward, and once more where the
+    block is computed again."""
+    forward = exchange(cell, workload, sizes, hidden) + exchange(
+        cell, workload, sizes, hidden, numbers=False
+    )
+    backward = 2 * exchange(cell, workload, sizes, hidden, numbers=False)
+    return forward * (2 if cell.recompute != "none" else 1) + backward
+
+
+def tensor_traffic(
+    cell: Cell, layout: Layout, workload: Workload, sizes: Sizes, facts: ModelFacts
+) -> float | None:
+    """Without data parallelism: all-reduces of hidden states, forward behind each layer split by
+    row and the embedding, backward behind each split by column, the head among them, whose logits
+    are gathered.
+
+    A layer of experts that is split like an MLP sums its output forward, and backward the gradients
+    of its input and of the tokens' weights. Whole experts on each rank get their tokens by
+    `exchange`, each rank sending its part of the tokens; outputs and gradients of inputs and
+    weights are gathered. A block that is computed again repeats its collectives of forward but the
+    last.
+    """
+    hidden = hidden_bytes(cell, layout)
+    if hidden is None:
+        return None
+    plans, ranks = plans_of(workload), sizes.tensor
+    styles = {
+        module: style
+        for name, _ in _named(facts)
+        if (style := plans.tensor.get(any_block(module := name.rpartition(".")[0])))
+        and not plans.is_expert(name)
+    }
+    again = cell.recompute != "none"
+    rows = sum(style == "rowwise" for style in styles.values())
+    columns = sum(style.startswith("colwise") for style in styles.values())
+    repeated = (rows if workload.experts else rows - workload.blocks) if again else 0
+    reduced = rows + columns + 1 + repeated
+    added = sum(4.0 * size for name, size in _named(facts) if plans.style(name) == ADDED_UP)
+    logits = hidden / workload.hidden_size * workload.vocabulary
+    total = all_reduced(ranks, reduced * hidden + added) + passed_once(ranks, logits)
+    if not workload.experts:
+        return total
+    weights = hidden / workload.hidden_size * workload.experts_per_token
+    if sizes.expert == 1:
+        return total + workload.blocks * all_reduced(ranks, 2 * hidden + weights)
+    gathered = passed_once(ranks, 2 * hidden + weights)
+    return total + workload.blocks * (gathered + _exchanges(cell, workload, sizes, hidden))

@@ -1,0 +1,44 @@
+"""What strategies on a mesh of replicas x shards x tensor have in common."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from harness.strategies._distributed_config import Sizes, check_mesh
+from harness.strategies._distributed_formulas import mesh_states
+from harness.strategy import Cell, Layout, ModelFacts, Refused, States, Strategy
+from harness.workloads import Workload, make_workload
+
+
+class MeshStrategy(Strategy):
+    """A strategy that splits a model by its own plans in transformers; ranks that are neither
+    tensor parallel nor replicas shard what is left by FSDP2."""
+
+    precisions = ("fp32", "bf16")
+
+    tensor: int = Field(default=1, ge=1)
+    """Ranks over which weights are split by the model's own plan (`tp_plan="auto"`)."""
+    replicas: int = Field(default=1, ge=1)
+    """Replicas that each shard the model for themselves (HSDP)."""
+
+    def sizes(self, devices: int) -> Sizes:
+        """The mesh of this many devices; raises Refused where they do not divide."""
+        if devices % (self.tensor * self.replicas):
+            by = f"tensor {self.tensor} x replicas {self.replicas}"
+            raise Refused(f"{devices} devices do not divide by {by}")
+        shards = devices // (self.tensor * self.replicas)
+        return Sizes(self.replicas, shards, self.tensor)
+
+    def layout(self, devices: int) -> Layout:
+        sizes = self.sizes(devices)
+        return Layout(data=sizes.replicas * sizes.shards, tensor=sizes.tensor)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        check_mesh(cell, workload, self.sizes(cell.devices))
+
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        return mesh_states(cell, make_workload(cell.workload), self.sizes(cell.devices), facts)

@@ -1,0 +1,86 @@
+"""DeepSpeed's `MoE` layer: experts divided among ranks, all else data parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pydantic import Field
+
+from harness.strategies import _deepspeed_engine as engines
+from harness.strategies._deepspeed import settle
+from harness.strategies._deepspeed_formulas import zero_states
+from harness.strategies.deepspeed import Deepspeed
+from harness.strategy import Cell, Job, Layout, ModelFacts, Refused, States, Strategy, TrainStep
+from harness.workloads import Workload, make_workload
+
+
+class DeepspeedMoe(Strategy):
+    """DeepSpeed's `MoE` layer in the place of a model's own: experts divided among ranks, all else
+    data parallel by ZeRO stage 0.
+
+    The layer gets the weights of the model's own and trains the same: no token is dropped, no
+    expert drawn at random (see _deepspeed_moe.py). Each rank sends every expert as many rows as the
+    busiest expert of its ranks gets, the rest of them zeros: that hangs on the routing, so there is
+    no formula for its traffic.
+    """
+
+    requires = ("deepspeed",)
+    preload = Deepspeed.preload
+    precisions = ("fp32",)
+
+    expert: int = Field(default=2, ge=1)
+    """Ranks among which the experts of each layer are divided (`ep_size`)."""
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if not workload.mixture_path or workload.suffixes:
+            raise Refused(
+                f"{workload.name} has no experts that DeepSpeed could divide; use a mixtral or"
+                " qwen3-moe workload without a suffix"
+            )
+        if workload.experts_per_token < 2:
+            raise Refused(
+                "of a token's only expert DeepSpeed does not normalise the weight, as the model"
+                " does; use a workload with 2 or more experts for each token"
+            )
+        for what, count in (("devices", cell.devices), ("experts", workload.experts)):
+            if count % self.expert:
+                raise Refused(
+                    f"{count} {what} do not divide by expert {self.expert}; use a divisor of"
+                    f" {count}"
+                )
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """As ZeRO stage 0 of a model with this rank's experts alone."""
+        inside = make_workload(cell.workload).mixture_path + ".experts."
+        sizes = [
+            size // self.expert if inside in name else size
+            for name, size in zip(facts.trainable, facts.sizes, strict=True)
+        ]
+        size = 4 * sum(sizes)
+        own = dataclasses.replace(
+            facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
+        )
+        return zero_states(Deepspeed(stage=0), cell, layout, own)
+
+    def setup(self, job: Job) -> TrainStep:
+        settle(job.device.type, job.local_processes)
+        import deepspeed
+
+        from harness.strategies import _deepspeed_moe as moe
+
+        model, zero = job.model(), Deepspeed(stage=0)
+        mixtures = moe.replace_mixtures(model, job.workload, self.expert, job.rank)
+        sizes = [p.numel() for p in model.parameters()]
+        config = zero.config(job.cell, job.layout, sizes)
+        optimizer = job.optimizer(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        moe.check_groups(mixtures)
+        job.register(
+            engine.module,
+            engine.basic_optimizer,
+            gather=lambda: moe.whole_parameters(engine, mixtures),
+            states=lambda: engines.retained_by_engine(engine),
+            waits=engines.engine_waits(engine),
+            routers=moe.routers(mixtures),
+        )
+        return engines.engine_step(job, engine)

@@ -1,0 +1,54 @@
+"""transformers' own parallelism: a model loaded in parts by its `DistributedConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pydantic import Field
+
+from harness.strategies import _distributed_config as mesh
+from harness.strategies import _distributed_formulas as formulas
+from harness.strategies._distributed_mesh import MeshStrategy
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep
+from harness.strategy.step import standard_step
+from harness.workloads import make_workload
+
+
+class DistributedConfigParallel(MeshStrategy):
+    """transformers' own FSDP2, tensor and expert parallelism, by the model's own plans
+    (`from_pretrained` with a `DistributedConfig`).
+
+    Its expert parallelism drops no token, and an expert's gradient is the mean over all samples
+    however many ranks hold it.
+    """
+
+    expert: int = Field(default=1, ge=1)
+    """Ranks among which the experts of each layer are divided, a multiple of `tensor`; tokens are
+    sent to their experts and back."""
+
+    def sizes(self, devices: int) -> mesh.Sizes:
+        return dataclasses.replace(super().sizes(devices), expert=self.expert)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """See `sharded_traffic` and `tensor_traffic` of _distributed_formulas.py; None for both at
+        once, and in bf16."""
+        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
+        if sizes.tensor == 1:
+            return formulas.sharded_traffic(cell, layout, workload, sizes, facts)
+        if layout.data > 1:
+            return None
+        return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """Not with tensor parallelism, whose ranks see the same samples."""
+        if to not in ("torchrun", "slurm") or self.tensor > 1:
+            return None
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}
+        shards = self.sizes(cell.devices).shards
+        return Export("distributed_config.py.j2", {"shards": shards}, variables=hidden)
+
+    def setup(self, job: Job) -> TrainStep:
+        model = mesh.load(job, self.sizes(job.cell.devices))
+        optimizer = job.optimizer(model.parameters())
+        job.register(model, optimizer)
+        return standard_step(job, model, optimizer)

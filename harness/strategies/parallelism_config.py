@@ -1,0 +1,81 @@
+"""Hugging Face Accelerate's own mesh: sharded, replicated or tensor parallel by its
+`ParallelismConfig`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from harness.strategies import _accelerate
+from harness.strategies import _distributed_formulas as formulas
+from harness.strategies._accelerate_config import fsdp2_settings
+from harness.strategies._accelerate_engine import FSDP2_HALF, recompute_by_transformers
+from harness.strategies._distributed_config import load
+from harness.strategies._distributed_mesh import MeshStrategy
+from harness.strategy import (
+    EXACT,
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    Tolerance,
+    TrainStep,
+    Unavailable,
+)
+from harness.workloads import Workload, make_workload
+
+
+class ParallelismConfigMesh(MeshStrategy):
+    """Accelerate with a `ParallelismConfig`: FSDP2 over all ranks or within replicas, or tensor
+    parallelism of a model that transformers loads in parts.
+
+    Accelerate takes no such config on CPUs (MULTI_CPU) and is told to be on GPUs there; its own
+    preparation then runs over gloo.
+    """
+
+    requires = ("accelerate",)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        super().check(cell, workload)
+        sizes = self.sizes(cell.devices)
+        if sizes.tensor > 1 and sizes.shards * sizes.replicas > 1:
+            raise Unavailable(
+                f"Accelerate {version('accelerate')} combines tensor parallelism with FSDP2 by"
+                " ReplicateParallel, which it imports from transformers and which transformers"
+                f" {version('transformers')} no longer has; use distributed_config"
+            )
+        if sizes.replicas > 1 and sizes.shards == 1:
+            raise Refused(
+                f"Accelerate shards within each of the {sizes.replicas} replicas, which have 1"
+                " device each; use more devices, fewer replicas, or ddp"
+            )
+
+    def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        return FSDP2_HALF if self.tensor == 1 and cell.precision != "fp32" else EXACT
+
+    def stand_in(self, cell: Cell) -> str | None:
+        real = "Accelerate takes a ParallelismConfig on GPUs only: told to be on one, its own"
+        return f"{real} preparation then runs over gloo" if cell.device == "cpu" else None
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """As transformers' own (_distributed_formulas.py), whose units Accelerate has too; but it
+        reduces gradients after the last micro-batch only."""
+        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
+        if sizes.tensor > 1:
+            return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
+        return formulas.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)
+
+    def setup(self, job: Job) -> TrainStep:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        sizes = self.sizes(job.cell.devices)
+        whole = load(job, sizes) if self.tensor > 1 else job.model(recompute_by_transformers)
+        config = ParallelismConfig(
+            dp_replicate_size=sizes.replicas, dp_shard_size=sizes.shards, tp_size=sizes.tensor
+        )
+        fsdp2 = None if self.tensor > 1 else fsdp2_settings(job.workload)
+        accelerator = _accelerate.make_accelerator(job, fsdp2, None, False, config)
+        _accelerate.verify(job, accelerator, bool(fsdp2), deepspeed=False)
+        model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
+        job.register(model, optimizer)
+        return _accelerate.train_step(job, accelerator, model, optimizer)

@@ -1,0 +1,190 @@
+"""Mixtures of experts: who gets which tokens, what libraries do to them if left alone, formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness.measure.routing import ExpertTokens, counted, imbalance_of_experts, routers_of
+from harness.record.trial import TrialRecord
+from harness.run import figures
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable
+from harness.strategies import _distributed_config as mesh
+from harness.strategy.registry import make_strategy, validate
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
+from harness.workloads.recompute import recompute_blocks
+
+
+def cell(strategy: str, workload: str = "mixtral-nano", devices: int = 2, **axes: Any) -> Cell:
+    return Cell(strategy=strategy, workload=workload, devices=devices, sequence_length=32, **axes)
+
+
+def test_tokens_of_each_expert_are_counted_once() -> None:
+    """Also where blocks are computed again during backward, and in a wrapper."""
+    workload = make_workload("mixtral-nano")
+    plain, again = workload.build(0), workload.build(0)
+    recompute_blocks(again, workload.blocks_of(again), "full")
+    inputs = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
+
+    def tokens(model: nn.Module, wrapper: nn.Module) -> ExpertTokens:
+        counts: ExpertTokens = {}
+        with counted(routers_of(wrapper, workload), counts):
+            workload.logits(model, inputs).sum().backward()
+        workload.logits(model, inputs)
+        return counts
+
+    counts = tokens(plain, nn.ModuleDict({"module": plain}))
+    assert counts == tokens(again, again)
+    assert sorted(counts) == [0, 1]
+    assert {sum(tokens) for tokens in counts.values()} == {4 * 16 * 2}
+    assert {len(tokens) for tokens in counts.values()} == {4}
+
+
+def test_counts_of_ranks_are_added_up() -> None:
+    ranks: Any = [
+        SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
+        SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
+        SimpleNamespace(expert_tokens={}),  # tensor parallel with another
+    ]
+    empty: Any = TrialRecord.__new__(TrialRecord)
+    for column in TrialRecord.columns():
+        object.__setattr__(empty, column.name, None)
+    trial = figures._with_experts(empty, ranks)
+    assert json.loads(trial.expert_tokens or "") == [[6, 2], [4, 4]]
+    assert trial.expert_imbalance == imbalance_of_experts({0: (6, 2), 1: (4, 4)}) == 1.5
+    no_experts: Any = [SimpleNamespace(expert_tokens=None)]
+    assert figures._with_experts(empty, no_experts) is empty
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workload", "devices", "axes", "reason"),
+    [
+        ("distributed_config", "llama-nano", 2, {"options": {"expert": 2}}, "has no experts"),
+        ("distributed_config", "mixtral-nano", 3, {"options": {"expert": 3}}, "do not divide"),
+        ("distributed_config", "mixtral-nano", 4, {"options": {"tensor": 4, "expert": 2}}, "4"),
+        ("distributed_config", "mixtral-nano", 3, {"options": {"tensor": 2}}, "3 devices do not"),
+        ("distributed_config", "mixtral-nano", 1, {}, "use 2 devices or more"),
+        ("distributed_config", "resnet-micro", 2, {}, "without a suffix"),
+        ("distributed_config", "gpt2-nano", 2, {"options": {"tensor": 2}}, "no tensor-parallel"),
+        ("deepspeed_moe", "llama-nano", 2, {}, "has no experts that DeepSpeed could divide"),
+        ("deepspeed_moe", "mixtral-nano", 3, {}, "3 devices do not divide by expert 2"),
+        ("parallelism_config", "llama-nano", 2, {"options": {"replicas": 2}}, "1 device each"),
+    ],
+)
+def test_cells_that_cannot_run_say_why(
+    strategy: str, workload: str, devices: int, axes: dict[str, Any], reason: str
+) -> None:
+    one = cell(strategy, workload, devices, global_batch=12, **axes)
+    with pytest.raises(Refused, match=reason):
+        validate(one, make_workload(workload))
+
+
+def test_gradients_of_norms_within_heads_would_be_added_up_twice() -> None:
+    """transformers all-reduces what has accumulated, in every micro-batch."""
+    axes: dict[str, Any] = {"options": {"tensor": 2}, "micro_batches": 2}
+    for strategy in ("distributed_config", "parallelism_config"):
+        with pytest.raises(Refused, match="once more, those of the micro-batches before"):
+            validate(cell(strategy, "qwen3-moe-nano", **axes), make_workload("qwen3-moe-nano"))
+        validate(cell(strategy, **axes), make_workload("mixtral-nano"))
+
+
+def test_accelerate_combines_no_tensor_parallelism_with_sharding() -> None:
+    """As long as transformers has no ReplicateParallel: if it has, the reason is out of date."""
+    one = cell("parallelism_config", devices=4, options={"tensor": 2})
+    with pytest.raises(Unavailable, match="ReplicateParallel"):
+        validate(one, make_workload(one.workload))
+    with pytest.raises(ImportError):
+        from transformers.integrations.tensor_parallel import (
+            ReplicateParallel,  # type: ignore[attr-defined] # noqa: F401
+        )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [mesh.Sizes(1, 2, 1, 2), mesh.Sizes(1, 1, 2, 2), mesh.Sizes(1, 1, 2), mesh.Sizes(2, 2, 1)],
+)
+def test_transformers_takes_the_plans_that_it_is_given(sizes: mesh.Sizes) -> None:
+    """An empty plan, which by its docstring applies no tensor-parallel rule, is refused by it."""
+    with torch.device("meta"):
+        model: Any = make_workload("mixtral-nano").build(0, saved_weights=False)
+    config = mesh.distributed_config(sizes)
+    model._resolve_parallel_plans(config)
+    if sizes.tensor > 1:
+        with pytest.raises(ValueError, match="has no `tp_plan`"):
+            model._resolve_parallel_plans(dataclasses.replace(config, tp_plan={}))
+
+
+def test_a_mesh_of_the_hosts_accelerator_is_no_mesh_of_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    job: Any = SimpleNamespace(device=torch.device("cpu"), model=lambda recompute: None)
+    with pytest.raises(RuntimeError, match=r"cuda devices for a cell on cpu.*CUDA_VISIBLE_DEVICES"):
+        mesh.load(job, mesh.Sizes(1, 2, 1))
+
+
+@pytest.mark.parametrize("workload", ["mixtral-nano", "qwen3-moe-nano"])
+def test_deepspeeds_layer_computes_what_transformers_does(workload: str) -> None:
+    """Forward and gradients, where one expert gets most tokens: left alone DeepSpeed drops those
+    beyond its capacity, and draws second experts at random."""
+    pytest.importorskip("deepspeed")
+    from harness.strategies._deepspeed_moe import Mixture
+
+    model = make_workload(workload).build(0)
+    own: Any = model.get_submodule("model.layers.0.mlp")
+    with torch.no_grad():
+        own.gate.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
+        own.gate.weight[0] *= 4
+    other = Mixture(own, ranks=1, first=0, experts_per_token=2)
+    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
+    outputs = [mixture(hidden) for mixture in (own, other)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        F.mse_loss(output, torch.ones_like(output)).backward()
+    torch.testing.assert_close(own.gate.weight.grad, other.router.grad)
+    stacked = torch.stack([expert.down_proj.grad for expert in other.own])
+    torch.testing.assert_close(own.experts.down_proj.grad, stacked)
+
+
+def test_deepspeed_has_a_rank_where_its_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from harness.strategies import _deepspeed_moe as moe
+
+    workload = make_workload("mixtral-nano")
+    model = workload.build(0)
+    mixtures = moe.replace_mixtures(model, workload, ranks=2, rank=1)
+    assert [mixture.first for mixture in mixtures.values()] == [2, 2]
+    for place in (1, 0):
+        monkeypatch.setattr(moe.groups, "_get_expert_parallel_rank", lambda name, at=place: at)
+        if place == 1:
+            moe.check_groups(mixtures)
+            continue
+        with pytest.raises(RuntimeError, match="was given the experts from 2 on"):
+            moe.check_groups(mixtures)
+
+
+def test_traffic_by_hand() -> None:
+    """Two ranks, of each rank 4 samples of 32 tokens: 4 exchanges of 256 rows of 32 numbers in
+    each of 2 blocks, half of which stay, and numbers of tokens; experts are not gathered, the rest
+    is, blocks and embedding twice."""
+    one = cell("distributed_config", options={"expert": 2}, global_batch=8)
+    strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
+    layout = strategy.layout(2)
+    rows = 2 * (4 * 256 * 32 * 4 + 4 * 8) / 2
+    named = dict(zip(facts.trainable, facts.sizes, strict=True))
+    dense = {name: size for name, size in named.items() if ".experts." not in name}
+    kept = named["lm_head.weight"] + named["model.norm.weight"]
+    gathered = 4 * (3 * sum(dense.values()) - kept) / 2
+    assert strategy.traffic(one, layout, facts) == rows + gathered
+    states = strategy.states(one, layout, facts)
+    assert states is not None
+    assert states.parameters == facts.parameter_bytes / 2
