@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.recompute import recompute_blocks
+from tests.unit.html_page import page_of
+from tests.unit.made_results import stored, trial_rows
 
 
 def cell(strategy: str, workload: str = "mixtral-nano", devices: int = 2, **axes: Any) -> Cell:
@@ -63,6 +66,21 @@ def test_counts_of_ranks_are_added_up() -> None:
     assert trial.expert_imbalance == imbalance_of_experts({0: (6, 2), 1: (4, 4)}) == 1.5
     no_experts: Any = [SimpleNamespace(expert_tokens=None)]
     assert figures._with_experts(empty, no_experts) is empty
+
+
+def test_the_report_draws_them(tmp_path: Path) -> None:
+    rows = trial_rows(
+        cell("even"), [9.0, 9.1], expert_tokens="[[8, 8], [9, 7]]", expert_imbalance=1.125
+    )
+    rows += trial_rows(
+        cell("odd"), [5.0, 5.1], expert_tokens="[[15, 1], [9, 7]]", expert_imbalance=1.875
+    )
+    page = page_of(stored(tmp_path, rows), tmp_path)
+    assert "experts" in page.headings
+    text = page.text[page.text.index("Imbalance of experts") :]
+    assert text.index("even x2") < text.index("odd x2")
+    for words in ("1.88", "block 1, expert 0", "Tokens of each expert: mixtral-nano, even"):
+        assert words in text
 
 
 @pytest.mark.parametrize(
