@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.measure.states import local_part, retained_by
 from harness.strategies._accelerate_engine import recompute_by_transformers
-from harness.strategy import Cell, Job, Refused, Workload
+from harness.strategy import Cell, Job, Refused, Retained, Workload
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
     from transformers.distributed import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
@@ -150,6 +152,17 @@ def load(job: Job, sizes: Sizes) -> nn.Module:
     if job.cell.recompute != "none":
         recompute_by_transformers(whole, (), job.cell.recompute)
     return whole
+
+
+def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
+    """For TrainState: what this rank keeps, of each parameter its part.
+
+    On a CPU that is a view of the file that it was loaded from, which is mapped whole: only the
+    pages that are written to are in memory.
+    """
+    for kind, name, tensor in retained_by(model, [optimizer]):
+        part = isinstance(tensor, int) or kind != "parameters"
+        yield kind, name, tensor if part else local_part(tensor).nbytes
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:

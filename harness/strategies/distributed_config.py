@@ -50,5 +50,5 @@ class DistributedConfigParallel(MeshStrategy):
     def setup(self, job: Job) -> TrainStep:
         model = mesh.load(job, self.sizes(job.cell.devices))
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer)
+        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
         return standard_step(job, model, optimizer)

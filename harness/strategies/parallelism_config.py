@@ -9,7 +9,7 @@ from harness.strategies import _accelerate
 from harness.strategies import _distributed_formulas as formulas
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._accelerate_engine import FSDP2_HALF, recompute_by_transformers
-from harness.strategies._distributed_config import load
+from harness.strategies._distributed_config import load, retained_parts
 from harness.strategies._distributed_mesh import MeshStrategy
 from harness.strategy import (
     EXACT,
@@ -77,5 +77,5 @@ class ParallelismConfigMesh(MeshStrategy):
         accelerator = _accelerate.make_accelerator(job, fsdp2, None, False, config)
         _accelerate.verify(job, accelerator, bool(fsdp2), deepspeed=False)
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
-        job.register(model, optimizer)
+        job.register(model, optimizer, states=lambda: retained_parts(model, optimizer))
         return _accelerate.train_step(job, accelerator, model, optimizer)
