@@ -57,7 +57,7 @@ class Mixture(nn.Module):
         count, hidden = router.shape
         self.moe = MoE(
             hidden,
-            Expert(*(tensor[0] for tensor in whole), copy.deepcopy(experts.act_fn)),
+            Expert(whole[0][0], whole[1][0], copy.deepcopy(experts.act_fn)),
             num_experts=count,
             ep_size=ranks,
             k=experts_per_token,

@@ -15,7 +15,7 @@ from harness.strategy import Cell, Job, Refused, Retained, Workload
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
 """Style of a parameter that every rank holds whole and whose gradient the ranks add up."""
@@ -161,8 +161,10 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
     pages that are written to are in memory.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
-        part = isinstance(tensor, int) or kind != "parameters"
-        yield kind, name, tensor if part else local_part(tensor).nbytes
+        if kind == "parameters" and not isinstance(tensor, int):
+            yield kind, name, local_part(tensor).nbytes
+        else:
+            yield kind, name, tensor
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
@@ -175,7 +177,7 @@ def distributed_config(sizes: Sizes) -> DistributedConfig:
     Without tensor parallelism `tp_plan` is left out: an empty plan, by the docstring "no tensor
     parallel rule", raises.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(
         tp_size=sizes.tensor,
