@@ -120,9 +120,8 @@ def _of_question(
     """The cells whose strategy divides the devices as the layout does, and can run."""
     axes = (layout.data, layout.pipeline, layout.tensor)
     for name, options in _known_options():
-        sizes = {"pipeline": layout.pipeline, "tensor": layout.tensor}
         fields = strategies()[name].model_fields
-        own = {axis: size for axis, size in sizes.items() if axis in fields}
+        own = {axis: size for axis, size in vars(layout).items() if axis in fields}
         try:
             cell = with_defaults(
                 Cell(

@@ -96,7 +96,15 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         seen.add((cell.strategy, to))
     torch_only = {
         (s, t)
-        for s in ("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed")
+        for s in (
+            "single",
+            "ddp",
+            "fsdp1",
+            "fsdp2",
+            "zero_redundancy",
+            "deepspeed",
+            "distributed_config",
+        )
         for t in ("torchrun", "slurm")
     }
     assert (
