@@ -309,6 +309,7 @@ def _series(cell: Cell) -> tuple[object, ...]:
     """Which strategy trains a cell and how; of equal cells it is equal, whether options were left
     at their defaults or written out. Records that are older than the defaults in them have those
     of today."""
-    options = {**(with_defaults(cell).defaults or {}), **cell.options}
+    known = cell if cell.defaults is not None else with_defaults(cell)
+    options = {**(known.defaults or {}), **cell.options}
     text = json.dumps(options, sort_keys=True)
     return cell.strategy, text, cell.micro_batches, cell.recompute, cell.launcher
