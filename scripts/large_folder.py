@@ -2,8 +2,9 @@
 each the 143 cells of the kept full run once, and measures how long commands take in it, start of
 the process included. Exit code 1 where one takes longer than it may.
 
-A folder that is there already is measured as it is; without one it is made among the temporary
-files and removed. Only the newest run has steps: no command that is measured reads those of others.
+In a folder that is there already the missing runs are made; without one it is made among the
+temporary files and removed. Only the newest run has steps: no command that is measured reads those
+of others.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import pyarrow as pa
+
 from harness.record.files import read_file, write_file
 from harness.record.plan import kept_plan
 from harness.record.run import RunRecord
+from harness.record.run_files import RunFiles
 from harness.record.schema import arrow_schema
 from harness.record.step import StepRecord
 from harness.record.store import Store, load
@@ -74,24 +78,35 @@ def write_first(store: Store, number: int) -> None:
     store.gather(name)
 
 
+@functools.cache
+def trials_of(folder: Path, run_id: str) -> dict[str, pa.Table]:
+    """Table `trials` of a run, by the names of its files."""
+    files = sorted((folder / "trials" / run_id).glob("*.parquet"))
+    return {file.name: read_file("trials", file) for file in files}
+
+
 def write_like(store: Store, first: int, number: int) -> None:
-    """Another run, with the rows of the first one's trials."""
-    name, schema = name_of(number), arrow_schema("trials")
+    """Another run, with the rows of the first one's trials; nothing where it is there already."""
+    name, schema, files = name_of(number), arrow_schema("trials"), RunFiles(store.folder)
+    if files.copy("trials", name).exists():
+        return
     run = RunRecord.from_row(store.run_row(name_of(first)))
     began = BEGAN + timedelta(hours=number)
     store.write_run(dataclasses.replace(run, run_id=name, started_at=began))
-    for file in sorted((store.folder / "trials" / name_of(first)).glob("*.parquet")):
-        rows = read_file("trials", file)
+    written: dict[Path, pa.Table] = {}
+    for file, rows in trials_of(store.folder, name_of(first)).items():
         place = rows.column_names.index("run_id")
         rows = rows.set_column(place, schema.field("run_id"), [[name] * len(rows)])
-        write_file(store.folder / "trials" / name / file.name, schema, [rows])
-    store.gather(name)
+        written[write_file(store.folder / "trials" / name / file, schema, [rows])] = rows
+    whole = pa.concat_tables(written.values()).combine_chunks()
+    files.write_copy("trials", name, list(written), [whole])
 
 
 def make(store: Store, runs: int) -> None:
-    """Writes so many runs, with a process for each of two cores."""
+    """Writes so many runs, those that are missing, with a process for each of two cores."""
     last = runs - 1
-    write_first(store, last)
+    if name_of(last) not in store.run_ids():
+        write_first(store, last)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.map(functools.partial(write_like, store, last), range(last), chunksize=8)
 
@@ -120,7 +135,7 @@ def main() -> None:
 
 def slow(store: Store, runs: int) -> bool:
     """Whether a command takes longer than it may."""
-    if not store.run_ids():
+    if len(store.run_ids()) < runs:
         make(store, runs)
     late = False
     for command in COMMANDS:

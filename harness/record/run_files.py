@@ -4,13 +4,17 @@ be read faster and can be made anew."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.record.files import nullable, read_file, read_undamaged, write_file
 from harness.record.key import TrialKey
 from harness.record.schema import VERSION, VERSION_KEY
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _COPIED = "files"
 """Key in the metadata of a run's copy: the number of files it was made of, and a digest of their
@@ -49,14 +53,20 @@ class RunFiles:
             files = self.single(table, run_id)
             if not files or self._has(table, run_id, files):
                 continue
-            metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
-            schema = nullable(table).with_metadata(metadata)
             parts = (
                 pa.concat_tables(rows).combine_chunks()
                 for i in range(0, len(files), _AT_ONCE)
                 if (rows := read_undamaged(table, files[i : i + _AT_ONCE]))
             )
-            write_file(self.copy(table, run_id), schema, parts)
+            self.write_copy(table, run_id, files, parts)
+
+    def write_copy(
+        self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
+    ) -> Path:
+        """A copy of these files, whose rows are `parts`."""
+        metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
+        schema = nullable(table).with_metadata(metadata)
+        return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
         """Makes single files of a run's copy, of which alone was kept: beside single files of later
