@@ -26,15 +26,38 @@ def sole_writer(folder: Path, run_id: str, share: tuple[int, int] = (0, 1)) -> I
         wanted.append((runs / f".{run_id}.{number}-of-{of}.lock", fcntl.LOCK_EX))
     with contextlib.ExitStack() as held:
         for file, how in wanted:
-            with contextlib.suppress(OSError):
-                runs.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-                held.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise UsageError(
-                        f"run {run_id!r} in {str(folder)!r} is being run by another process: wait"
-                        " for its end, or stop it"
-                    ) from None
+            try:
+                held.callback(_release, file, _locked(file, how))
+            except BlockingIOError:
+                raise UsageError(
+                    f"run {run_id!r} in {str(folder)!r} is being run by another process: wait for"
+                    " its end, or stop it"
+                ) from None
+            except OSError:  # no locks here, or a folder that cannot be written, which others say
+                continue
         yield
+
+
+def _locked(file: Path, how: int) -> int:
+    """A descriptor of this file with a lock; raises BlockingIOError where another process has
+    one."""
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            # Whoever held it before may have removed the file in between.
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _release(file: Path, descriptor: int) -> None:
+    """Removes the file unless others hold it too."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()
+    os.close(descriptor)

@@ -52,6 +52,7 @@ def test_a_run_has_one_writer_until_it_ends_or_is_killed(tmp_path: Path) -> None
         process.kill()
         process.wait()
         assert may_write(tmp_path)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_shares_of_a_run_are_written_side_by_side(tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_shares_of_a_run_are_written_side_by_side(tmp_path: Path) -> None:
         assert may_write(tmp_path, (1, 2))
         assert not may_write(tmp_path, (0, 2))
         assert not may_write(tmp_path)
+        assert may_write(tmp_path, (1, 2))
 
 
 def test_a_folder_without_locks_is_written_all_the_same(
