@@ -26,7 +26,7 @@ MATRIX = """
 trials: {trials}
 timed_seconds: 0
 defaults: {{workload: llama-nano, sequence_length: 8, batch: 1, devices: 1, warmup_steps: 1,
-  timed_steps: 1, parity_steps: 1}}
+  timed_steps: 1}}
 cells: [{{strategy: single}}]
 """
 

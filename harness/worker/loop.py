@@ -150,11 +150,15 @@ class Loop:
             folder_bytes(train_state.offload_folder),
         )
 
+    @property
+    def counted(self) -> bool:
+        """Whether the trial takes steps until enough of them are timed, as by turns and by time."""
+        return self.spec.turns is not None or self.control is not None
+
     def over(self) -> bool:
         """Whether all steps were taken; by turns and by time more of them than the cell says."""
-        counted = self.spec.turns is not None or self.control is not None
         return len(self.steps) >= self.job.cell.total_steps and (
-            not counted or self.timed >= self.planned
+            not self.counted or self.timed >= self.planned
         )
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
@@ -183,6 +187,8 @@ class Loop:
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
             self.compile_seconds = compile_seconds()
             self.meter.reset()  # a compiler's memory is none of the training's
+        if index + 1 == self.job.cell.total_steps and not (self.timed or self.counted):
+            self.settling = False  # there is no other step that could be timed
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
         with self.counting_tokens(index):

@@ -20,13 +20,16 @@ from tests.faults.kinds import KINDS
 FAULTS = int(os.environ.get("FAULTS", "20"))
 SEED = int(os.environ.get("SEED", "20261123"))
 LONG = {
+    "the fork server is killed",
+    "a run is killed",
     "a run is asked to end",
     "a run is suspended",
     "a machine is suspended",
     "two runs write to one folder",
     *HOST_KINDS,
 }
-"""Kinds that take runs as processes of their own: one such kind is enough in the short campaign."""
+"""Kinds that take runs as processes of their own, or another fork server, which take ten times as
+long; tests/ranks/test_resume.py kills runs too."""
 LEFT_OUT = left_out(list(KINDS)) if "FAULTS" in os.environ else {}
 CHOSEN = [
     kind
