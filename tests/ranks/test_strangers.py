@@ -42,7 +42,7 @@ def python(process: int, module: str, *words: object) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None:
     rendezvous, recorded = tmp_path / "rendezvous", tmp_path / "recorded"
-    slow = cell("faulty", nodes=2, options={"fault": "slow"}, timed_steps=50)
+    slow = cell("faulty", nodes=2, options={"fault": "slow"}, timed_steps=30)
     axes = slow.model_dump(exclude_defaults=True) | {"batch": 8}
     matrix = tmp_path / "m.yaml"
     matrix.write_text(json.dumps({"trials": 1, "timed_seconds": 0, "cells": [axes]}))
