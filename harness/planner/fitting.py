@@ -16,6 +16,10 @@ SCALE = 0.05
 PRIOR_WEIGHT = 0.7
 """A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
 MOST_EVALUATIONS = 60
+ENOUGH = 1e-8
+"""Relative change of the loss at which a fit ends; `MANY_ENOUGH` with effects, where hundreds of
+unknowns move a little for long."""
+MANY_ENOUGH = 1e-6
 
 Constants = TypeVar("Constants")
 """A frozen dataclass whose fields are declared with their bounds (see constants.py)."""
@@ -60,6 +64,7 @@ def fit(
         loss="cauchy",
         f_scale=SCALE,
         max_nfev=MOST_EVALUATIONS,
+        ftol=ENOUGH if effects is None else MANY_ENOUGH,
         # With it all effects of a kind are varied at once: a row depends on one of each.
         jac_sparsity=None if effects is None else _dependencies(len(prior), effects),
     )

@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.cli.plan import plan as command
+from bench.cli.validate import validate
+from bench.cli.whatif import whatif
+from bench.expand import cells_of
 from harness.planner.here.calibrate import (
     CpuCalibration,
     calibrate_cells,
@@ -28,9 +31,10 @@ from harness.planner.here.scores import first_choices, score
 from harness.planner.here.words import explanation
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from harness.strategy.registry import with_defaults
 from tests.commands import ask, told
+from tests.unit.made_results import stored, trial_rows
 
-ROOT = Path(__file__).parents[2]
 MEGA = 1e6
 TRUE_TIME = CpuTime(fp32_rate=60.0, memory_rate=18.0, operator=8e-6, local_rate=0.4)
 TRUE_MEMORY = CpuMemory(overhead=12.0, activations=1.4)
@@ -191,24 +195,79 @@ def test_too_little_gets_a_sentence(many: list[Measured], calibration: CpuCalibr
         plan_here("s", [], calibration, 8, 10**9, "throughput", reasons)
 
 
-REFERENCE = ("--results", str(ROOT / "results" / "reference"))
+SPEEDS = {
+    ("single", 1): 100.0,
+    ("ddp", 1): 98.0,
+    ("ddp", 2): 170.0,
+    ("fsdp2", 2): 120.0,
+    ("zero_redundancy", 2): 140.0,
+    ("tensor", 2): 90.0,
+    ("pipeline", 2): 150.0,
+}
+"""Samples per second by strategy and ranks."""
 
 
-@pytest.mark.filterwarnings("ignore:Former")  # a plug-in for tests still uses a former name
-def test_the_command_answers_from_kept_results() -> None:
-    answer = json.loads(told(command, "--here", *REFERENCE, "--model", "llama-micro", "--json"))
-    first = answer["candidates"][0]
-    assert first["seconds"] > 0
-    assert answer["setting"].startswith("llama-micro in fp32 on 2 ranks")
-    assert {row["measured"] for row in answer["candidates"]} == {True, False}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A results folder with two small workloads, of which the second is twice as fast."""
+    rows = []
+    for workload, times in (("llama-nano", 1.0), ("gpt2-nano", 2.0)):
+        for (strategy, devices), speed in SPEEDS.items():
+            parts = 4 if strategy == "pipeline" else 1
+            cell = Cell(strategy=strategy, devices=devices, workload=workload, micro_batches=parts)
+            speeds = [times * speed * share for share in (0.99, 1.0, 1.01)]
+            rows += trial_rows(with_defaults(cell), speeds, peak_mib=20.0 / devices)
+    results = tmp_path_factory.mktemp("here")
+    stored(results, rows)
+    return str(results)
+
+
+@pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
+def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) -> None:
+    files = ("--matrix", str(tmp_path / "open.yaml"), "--html", str(tmp_path / "plan.html"))
+    here = ("--here", "--results", folder, "--json")
+    answer = json.loads(told(command, *here, *files, "--model", "gpt2-nano"))
+    by_label = {row["label"]: row for row in answer["candidates"]}
+    assert answer["candidates"][0]["label"] == "ddp"
+    assert by_label["ddp"]["measured"]
+    assert by_label["ddp"]["samples_per_second"] == pytest.approx(340)
+    assert not all(row["measured"] for row in answer["candidates"])
+    assert answer["setting"].startswith("gpt2-nano in fp32 on 2 ranks, 8 samples of 64 tokens")
+    chosen = [cell.strategy for cell in cells_of(str(tmp_path / "open.yaml"), [])]
+    assert chosen[0] == "ddp"
+    page = (tmp_path / "plan.html").read_text()
+    assert "llama-nano" in page
+    assert "measurement" in page
+    unseen = json.loads(told(command, *here, "--unseen", "--model", "gpt2-nano"))
+    assert not any(row["measured"] for row in unseen["candidates"])
+    assert unseen["workloads"] == ["llama-nano"]
+    with pytest.raises(UsageError, match="unknown workload 'nothing'"):
+        ask(command, *here, "--model", "nothing")
+    with pytest.raises(UsageError, match="--link 'fast': write a link as none, 1gbit"):
+        ask(command, *here, "--link", "fast")
+
+    scores = json.loads(told(validate, *here))
+    parts = scores["each workload predicted from all others"]
+    assert {part["part"] for part in parts["scores"]} == {"llama-nano", "gpt2-nano", "all"}
+    assert all(part["known"] == part["cells"] for part in parts["scores"])
+    assert {choice["best"] for choice in parts["first_choices"]} >= {"ddp", "single"}
+
+    curves = json.loads(
+        told(whatif, "ddp llama-nano*", "--results", folder, "--devices", "64", "--json")
+    )
+    points = {point["devices"]: point for point in curves["curves"][0]["points"]}
+    assert list(points) == [1, 2, 4, 8, 16, 32, 64]
+    assert points[2]["measured"] == pytest.approx(170)
+    assert points[64]["measured"] is None
+    widths = [points[n]["high"] / points[n]["low"] for n in (2, 4, 64)]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--here", "--device", "h100-80gb"), "--device says nothing of this machine"),
-        (("--here", *REFERENCE, "--model", "nothing"), "unknown workload 'nothing'"),
-        (("--here", *REFERENCE, "--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
         (("--here", "--results", "/nowhere"), "no runs in results folder '/nowhere'"),
         (("--model", "llama-8b", "--unseen"), "--unseen goes with --here only"),
         ((), "--model is missing"),
