@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from harness.planner.here.plan import CpuCandidate, CpuPlan, Variant
 
 
+RANKS = 2
+"""Unless others are asked for."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """The options that say what is to be trained, as they were given; None: as measured most."""
@@ -56,8 +60,9 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
     from bench.here import read_here, variants_of
     from harness.planner.here.words import explanation
 
+    links = checked(asked, options)
     here = read_here(options.folders, asked.workload)
-    setting = setting_asked(asked, here)
+    setting = setting_asked(asked, links, here)
     calibration = calibrated(here, setting.workload if options.unseen else "")
     variants, refused = variants_of(setting, here, not options.unseen)
     plan = plan_of(setting, here, options, calibration, (variants, refused))
@@ -100,48 +105,59 @@ def _written(plan: CpuPlan, variants: Sequence[Variant], options: Options) -> li
     return write_settled(ordered, options.matrix, options.export)
 
 
-def setting_asked(asked: Asked, here: Here) -> Setting:
-    """The setting that is asked for; what is not given is as it was measured most.
+def checked(asked: Asked, options: Options) -> str:
+    """The text of the link that is asked for, empty without one.
 
-    Raises UsageError for a value that means nothing.
+    Raises UsageError for a value that means nothing, before anything is read.
     """
-    from bench.here import usual_setting
+    from harness.planner.here.plan import Goal
     from harness.spec.errors import UsageError
     from harness.spec.link import link_text
+    from harness.workloads import make_workload
 
-    usual = usual_setting(here.cells)
     try:
         links = link_text(asked.link or "")
     except ValueError as error:
         raise UsageError(f"--link {asked.link!r}: {error}") from None
-    devices = max(2, here.cores if links else 2) if asked.devices is None else asked.devices
-    per_node = 1 if asked.per_node is None else asked.per_node
-    precision = asked.precision or "fp32"
-    for name, value in (
-        ("--devices", devices),
-        ("--per-node", per_node),
-        ("--seq", asked.sequence_length),
-        ("--batch", asked.batch),
+    if asked.workload:
+        make_workload(asked.workload)
+    for name, value, least in (
+        ("--devices", asked.devices, 1),
+        ("--per-node", asked.per_node, 1),
+        ("--seq", asked.sequence_length, 2),
+        ("--batch", asked.batch, 1),
     ):
-        if value is not None and value < (2 if name == "--seq" else 1):
-            raise UsageError(f"{name} {value}: give at least {2 if name == '--seq' else 1}")
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--precision {precision!r}: give fp32, bf16 or fp16")
+        if value is not None and value < least:
+            raise UsageError(f"{name} {value}: give at least {least}")
+    if asked.precision not in (None, "fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision {asked.precision!r}: give fp32, bf16 or fp16")
     if asked.per_node is not None and not links:
         raise UsageError("--per-node goes with --link here: all ranks are on this machine")
+    devices, per_node = asked.devices or RANKS, asked.per_node or 1
     if links and (devices % per_node or devices == per_node):
         raise UsageError(
             f"--devices {devices} with --per-node {per_node}: a link is between at least two nodes"
             " that are filled"
         )
+    if options.goal not in get_args(Goal):
+        raise UsageError(f"--goal {options.goal!r} with --here: give {' or '.join(get_args(Goal))}")
+    return links
+
+
+def setting_asked(asked: Asked, links: str, here: Here) -> Setting:
+    """The setting that is asked for; what is not given is as it was measured most."""
+    from bench.here import usual_setting
+
+    usual = usual_setting(here.cells)
+    devices = asked.devices or RANKS
     return dataclasses.replace(
         usual,
         workload=asked.workload or usual.workload,
         devices=devices,
         global_batch=asked.batch or usual.global_batch,
         sequence_length=asked.sequence_length or usual.sequence_length,
-        precision=precision,
-        nodes=devices // per_node if links else 1,
+        precision=asked.precision or "fp32",
+        nodes=devices // (asked.per_node or 1) if links else 1,
         links=links,
     )
 
@@ -171,11 +187,8 @@ def plan_of(
     """The plan of a setting, whose `variants` can run or were refused for some reason; raises
     UsageError where nothing can run."""
     from harness.planner.here.plan import Goal, plan_here
-    from harness.spec.errors import UsageError
 
-    goal = next((goal for goal in get_args(Goal) if goal == options.goal), None)
-    if goal is None:
-        raise UsageError(f"--goal {options.goal!r} with --here: give {' or '.join(get_args(Goal))}")
+    goal: Goal = next(goal for goal in get_args(Goal) if goal == options.goal)
     able, refused = variants
     return plan_here(
         setting.words, able, calibration, setting.global_batch, here.memory_bytes, goal, refused
