@@ -45,6 +45,8 @@ lint: need
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
+	$(PY) -m bench validate --here --results results/reference
+	if [ -n "$$BENCH_PLANNER_DATA" ]; then $(PY) -m bench validate; fi
 ## make campaign   injects FAULTS faults by SEED; ROUNDS rounds of two writers and a reader; FUZZ random inputs for each parser
 campaign: need
 	FAULTS=$(FAULTS) SEED=$(SEED) $(PY) -m pytest -s tests/faults/test_campaign.py $(ARGS)

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.plan import Plan
+    from harness.planner.plan import Candidate, Plan
 
 
 def plan(
@@ -85,7 +85,7 @@ def plan(
         ),
     ] = False,
     goal: Annotated[
-        str, typer.Option("--goal", help="What to rank by: throughput, memory or cost.")
+        str, typer.Option("--goal", help="What to rank by: throughput, memory, cost or energy.")
     ] = "throughput",
     price: Annotated[
         float | None, typer.Option("--price", help="Price of one device for an hour.")
@@ -243,6 +243,8 @@ def _table(answer: Plan) -> Table:
     priced = answer.candidates[0].price is not None
     if priced:
         table.add_column("price of 1e9 tokens", justify="right")
+    if answer.goal == "energy":
+        table.add_column("J/token", justify="right")
     for row in answer.candidates:
         table.add_row(
             f"{escape(row.strategy)}: {escape(row.layout.text)}",
@@ -252,5 +254,10 @@ def _table(answer: Plan) -> Table:
             f" {row.reserved_high / 1e9:.0f})",
             f"{row.fits:.0%}",
             *([f"{row.price:.2f}"] if priced else []),
+            *([_joules(row)] if row.joules_per_token is not None else []),
         )
     return table
+
+
+def _joules(row: Candidate) -> str:
+    return f"{row.joules_per_token:.3g}\n({row.joules_low:.2g} to {row.joules_high:.2g})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from harness.planner.calibration import Calibration
 from harness.planner.candidates import enumerate_layouts
+from harness.planner.energy import Energy, energy
 from harness.planner.layouts import AXES, Floats, Ints, Layout, Layouts
 from harness.planner.prediction import Predictions, predict, ranked
 from harness.planner.question import Question
@@ -16,7 +18,7 @@ from harness.planner.schedule import one_forward_one_backward
 from harness.planner.steptime import stage_seconds
 from harness.spec.errors import UsageError
 
-GOALS = ("throughput", "memory", "cost")
+GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
@@ -65,6 +67,10 @@ class Candidate:
     """How far outside of the calibrated range the question is; 0 inside."""
     price: float | None = None
     """Of a billion tokens, in the unit of the price given; None without a price."""
+    joules_per_token: float | None = None
+    """Of all devices; None unless energy is the goal. The next two bound its interval."""
+    joules_low: float | None = None
+    joules_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,18 +122,26 @@ def plan(
     rows = np.flatnonzero(~refused)
     order = rows[np.argsort(-result.score[rows], kind="stable")]
     seconds = _refined(question, result, order[:REFINED], calibration)
+    used = None
+    if goal == "energy":
+        used = energy(question, result.time, seconds, result.half_width)
     if goal == "memory":
         kept = order[result.fits[order] >= SURE]
         kept = kept if len(kept) else order
         best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
     else:
-        # On given devices, cost and energy follow from the time alone.
-        best = order[ranked(seconds[order], result.fits[order], result.memory.demand[order])]
+        # On given devices, the cost follows from the time alone.
+        ranks = seconds if used is None else used.per_token
+        best = order[ranked(ranks[order], result.fits[order], result.memory.demand[order])]
     return Plan(
         question,
         goal,
         tuple(
-            _candidate(question, result, int(row), float(seconds[row]), price_per_hour)
+            _with_energy(
+                _candidate(question, result, int(row), float(seconds[row]), price_per_hour),
+                used,
+                int(row),
+            )
             for row in best[:top]
         ),
         len(layouts),
@@ -202,6 +216,16 @@ def _candidate(
         fits=float(result.fits[row]),
         doublings_beyond=float(result.beyond[row]),
         price=price,
+    )
+
+
+def _with_energy(candidate: Candidate, used: Energy | None, row: int) -> Candidate:
+    """The candidate with the energy of its row, where energy is known."""
+    if used is None:
+        return candidate
+    joules, wide = float(used.per_token[row]), float(np.exp(used.half_width[row]))
+    return dataclasses.replace(
+        candidate, joules_per_token=joules, joules_low=joules / wide, joules_high=joules * wide
     )
 
 

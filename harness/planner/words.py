@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from harness.planner.energy import COMPUTING, WAITING
 from harness.planner.memory import model_states
 from harness.planner.plan import Candidate, Plan
 
@@ -33,6 +34,11 @@ def explanation(plan: Plan) -> list[str]:
         sentences.append(
             "On a given number of devices the cheapest layout is the fastest; compare the price of"
             " a billion tokens over several numbers of devices."
+        )
+    if plan.goal == "energy":
+        sentences.append(
+            f"Energy is of the devices alone: {COMPUTING:.0%} of their maximum power while they"
+            f" compute and {WAITING:.0%} while they wait, which is an assumption."
         )
     return [sentence for sentence in sentences if sentence]
 

@@ -225,6 +225,19 @@ def test_the_answer_explains_itself() -> None:
     assert "One device" in " ".join(explanation(one))
 
 
+def test_energy_as_a_goal_takes_least_and_waits_cost_less_than_work() -> None:
+    found = plan(question(), CALIBRATION, goal="energy", top=20)
+    joules = [candidate.joules_per_token or 0.0 for candidate in found.candidates]
+    assert joules[0] <= 1.02 * min(joules)
+    assert all(value > 0 for value in joules)
+    for candidate, value in zip(found.candidates, joules, strict=True):
+        most = 700 * found.question.devices * candidate.seconds / found.question.tokens
+        assert 0.45 * most <= value <= 0.85 * most
+        assert candidate.joules_low is not None
+        assert candidate.joules_low < value < (candidate.joules_high or 0.0)
+    assert "which is an assumption" in explanation(found)[-1]
+
+
 def test_memory_as_a_goal_needs_least() -> None:
     found = plan(question(), CALIBRATION, goal="memory", top=3)
     fast = plan(question(), CALIBRATION, top=1)
@@ -261,7 +274,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "add their rate"),
         (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink of its own"),
         (["--model", "gpt2", "--batch", "0"], "global batch is 0"),
-        (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost"),
+        (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost, energy"),
         (["--model", "gpt2", "--calibration", "/nowhere"], "cannot read calibration"),
     ],
 )
