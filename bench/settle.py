@@ -3,7 +3,7 @@ the suite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -50,23 +50,27 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> None:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
 
 
-def export_first(cells: Sequence[Cell], folder: Path) -> tuple[Cell, list[str]]:
+def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
     """Writes the first of some cells, best first, that has an export, each target in a folder of
-    its own below `folder`; returns the cell and the targets.
+    its own below `folder`; returns what was written, in a sentence.
 
-    Raises UsageError where none has one.
+    `ranked`: cells with their seconds of a step. Raises UsageError where none has an export.
     """
-    for cell in cells:
+    fastest: float | None = None
+    for cell, seconds in ranked:
+        fastest = fastest or seconds
         written = list(_targets(cell))
         if not written:
             continue
         for target, files in written:
             write_files(files, folder / target)
-        return cell, [target for target, _ in written]
-    named = ", ".join(cell.label for cell in cells[:3])
+        slower = seconds / fastest - 1
+        kept = f", the best that has an export, {slower:.0%} slower than the best"
+        targets = ", ".join(target for target, _ in written)
+        return f"wrote {cell.label}{kept if slower > 0 else ''} to {folder} for {targets}"
     raise UsageError(
-        f"none of the chosen cells can be exported ({named}): pipeline and tensor parallelism run"
-        " inside of the suite only"
+        "none of the layouts has an export: pipeline and tensor parallelism run inside of the"
+        " suite only"
     )
 
 
@@ -108,10 +112,31 @@ def cells_of_layout(question: Question, model: str, layout: Layout) -> list[Cell
     ]
     fewest = min((len(strategy.requires) for _, strategy in found), default=0)
     plain = [pair for pair in found if len(pair[1].requires) == fewest]
-    exported = [pair for pair in plain if any(plan_of(pair[1], pair[0], to) for to in TARGETS)]
+    exported = [pair for pair in plain if _has_export(pair[0])]
     chosen = exported or plain
     least = min((len(cell.options) for cell, _ in chosen), default=0)
     return [cell for cell, _ in chosen if len(cell.options) == least]
+
+
+def cells_of_layouts(
+    question: Question, model: str, layouts: Iterable[tuple[Layout, float]]
+) -> Iterator[tuple[Cell, float]]:
+    """The cells of many layouts, each with the number that its layout came with. Once no strategy
+    divides the devices as a layout does, others that divide them alike are passed over."""
+    without: set[tuple[int, ...]] = set()
+    for layout, value in layouts:
+        key = (layout.data, layout.pipeline, layout.tensor, layout.zero)
+        if key in without:
+            continue
+        cells = cells_of_layout(question, model, layout)
+        if not any(_has_export(cell) for cell in cells):
+            without.add(key)
+        yield from ((cell, value) for cell in cells)
+
+
+def _has_export(cell: Cell) -> bool:
+    strategy = make_strategy(cell)
+    return any(plan_of(strategy, cell, target) for target in TARGETS)
 
 
 def _of_question(

@@ -12,6 +12,8 @@ import typer
 from bench.cli.options import JsonObject
 
 Value = TypeVar("Value")
+MOST_EXPORTED = 1000
+"""Layouts, best first, among which one with an export is looked for."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +169,13 @@ def plan(
     constants = load(calibration or DEFAULT)
     answer = predicted(question, constants, goal, top, price)
     sentences = explanation(answer)
-    written = _written(answer, model, matrix, export) if matrix or export else []
+    written = _matrix_written(answer, model, matrix) if matrix else []
+    if export:
+        from bench.settle import cells_of_layouts, export_first
+
+        every = predicted(question, constants, goal, MOST_EXPORTED).candidates
+        ranked = ((candidate.layout, candidate.seconds) for candidate in every)
+        written.append(export_first(cells_of_layouts(question, model, ranked), export))
     if html:
         from bench.plan_pages import cluster_page
         from harness.planner.sweep import sweep
@@ -197,9 +205,10 @@ def plan(
         console.print(escape(sentence))
 
 
-def _written(answer: Plan, model: str, matrix: Path | None, export: Path | None) -> list[str]:
-    """Writes the files that are asked for; returns what was written, in sentences."""
-    from bench.cli.settled import write_settled
+def _matrix_written(answer: Plan, model: str, file: Path) -> list[str]:
+    """Writes the cells of the first layout and of those that are not told apart from it; returns
+    what was written, in sentences."""
+    from bench.cli.settled import matrix_written
     from bench.settle import cells_of_layout
 
     first = answer.candidates[0]
@@ -212,10 +221,8 @@ def _written(answer: Plan, model: str, matrix: Path | None, export: Path | None)
         layout: cells_of_layout(answer.question, model, layout)
         for layout in (first.layout, *open_layouts)
     }
-    missing = [layout.text for layout, cells in by_layout.items() if not cells]
-    cells = [cell for found in by_layout.values() for cell in found]
-    sentences = write_settled(cells, matrix, export)
-    if missing:
+    sentences = [matrix_written([cell for cells in by_layout.values() for cell in cells], file)]
+    if missing := [layout.text for layout, cells in by_layout.items() if not cells]:
         sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")
     return sentences
 

@@ -95,14 +95,21 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
 
 def _written(plan: CpuPlan, variants: Sequence[Variant], options: Options) -> list[str]:
     """Writes the files that are asked for; returns what was written, in sentences."""
-    from bench.cli.settled import write_settled
+    from bench.cli.settled import matrix_written
+    from bench.settle import export_first
     from harness.planner.here.plan import open_questions
 
+    written = []
     candidates = plan.candidates or plan.inexact
     cells = {variant.cell.id: variant.cell for variant in variants}
-    chosen = (candidates[0], *open_questions(candidates))
-    ordered = [cells[candidate.cell_id] for candidate in chosen]
-    return write_settled(ordered, options.matrix, options.export)
+    if options.matrix:
+        chosen = (candidates[0], *open_questions(candidates))
+        ordered = [cells[candidate.cell_id] for candidate in chosen]
+        written.append(matrix_written(ordered, options.matrix))
+    if options.export:
+        ranked = ((cells[candidate.cell_id], candidate.seconds) for candidate in candidates)
+        written.append(export_first(ranked, options.export))
+    return written
 
 
 def checked(asked: Asked, options: Options) -> str:

@@ -1,4 +1,4 @@
-"""What bench plan writes beside its answer: a matrix, and the choice as files."""
+"""The matrix that bench plan writes beside its answer."""
 
 from __future__ import annotations
 
@@ -10,30 +10,21 @@ if TYPE_CHECKING:
     from harness.spec.cell import Cell
 
 
-def write_settled(cells: Sequence[Cell], matrix: Path | None, export: Path | None) -> list[str]:
-    """Writes the files that are asked for, of cells in order of the prediction; returns what was
-    written, in sentences.
+def matrix_written(cells: Sequence[Cell], file: Path) -> str:
+    """Writes cells in order of the prediction; returns what was written, in a sentence.
 
     Raises UsageError where there is nothing to write, or it cannot be written.
     """
-    from bench.settle import export_first, write_matrix
+    from bench.settle import write_matrix
     from harness.spec.errors import UsageError
 
-    if (matrix or export) and not cells:
+    if not cells:
         raise UsageError(
             "no strategy of the suite trains with one of the best layouts, so there is nothing to"
-            " write; ask for fewer devices or another goal"
+            " measure; ask for fewer devices or another goal"
         )
-    written = []
-    if matrix:
-        write_matrix(matrix, cells, "Cells that a prediction could not tell apart.")
-        written.append(
-            f"wrote {len(cells)} cells to {matrix}; measure them with: python -m bench run --matrix"
-            f" {matrix}"
-        )
-    if export:
-        cell, targets = export_first(cells, export)
-        skipped = cells.index(cell)
-        better = f", the best that has an export after {skipped} without one" if skipped else ""
-        written.append(f"wrote {cell.label}{better} to {export} for {', '.join(targets)}")
-    return written
+    write_matrix(file, cells, "Cells that a prediction could not tell apart.")
+    return (
+        f"wrote {len(cells)} cells to {file}; measure them with: python -m bench run --matrix"
+        f" {file}"
+    )

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from bench.expand import cells_of
-from bench.settle import cells_of_layout, export_first, write_matrix
+from bench.settle import cells_of_layout, cells_of_layouts, export_first, write_matrix
 from harness.planner.cluster import cluster_of
 from harness.planner.layouts import Layout
 from harness.planner.question import Question
@@ -76,11 +76,22 @@ def test_a_written_matrix_has_the_same_cells(tmp_path: Path) -> None:
 
 def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
     small = {"workload": "llama-nano", "devices": 2, "sequence_length": 32}
-    cells = [Cell(strategy="tensor", **small), Cell(strategy="ddp", **small)]
-    cell, targets = export_first(cells, tmp_path / "files")
-    assert cell is cells[1]
-    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == sorted(targets)
-    assert "torchrun" in targets
+    cells = [(Cell(strategy="tensor", **small), 1.0), (Cell(strategy="ddp", **small), 1.25)]
+    said = export_first(cells, tmp_path / "files")
+    assert said.startswith("wrote ddp, the best that has an export, 25% slower than the best")
+    targets = {path.name for path in (tmp_path / "files").iterdir()}
+    assert {"torchrun", "slurm"} <= targets
     assert (tmp_path / "files" / "torchrun" / "train.py").exists()
-    with pytest.raises(UsageError, match="none of the chosen cells can be exported"):
+    with pytest.raises(UsageError, match="none of the layouts has an export"):
         export_first(cells[:1], tmp_path / "none")
+
+
+def test_layouts_that_divide_alike_are_asked_once() -> None:
+    layouts = [
+        (Layout(tensor=8, micro_batch=64), 1.0),
+        (Layout(tensor=8, micro_batch=32, accumulation=2), 2.0),
+        (Layout(data=8, zero=3, micro_batch=8), 3.0),
+        (Layout(data=8, zero=3, micro_batch=4, accumulation=2), 4.0),
+    ]
+    cells = list(cells_of_layouts(QUESTION, "llama-7b", layouts))
+    assert {value for _, value in cells} == {1.0, 3.0, 4.0}
