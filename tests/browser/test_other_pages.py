@@ -9,11 +9,21 @@ import pytest
 
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
+from harness.planner.here.scaling import Curve
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
+from reports.prediction_page import (
+    PlanPage,
+    PlanRow,
+    WonRow,
+    WonSquare,
+    plan_page,
+    scaling_page,
+)
 from reports.run_report import only
 from reports.runs_page import runs_page
 from tests.browser.conftest import Watched, serious_faults
+from tests.unit.test_prediction_page import points
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
 
@@ -31,11 +41,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
     found["compare"] = comparison.page(compare_sides(first, last))
+    found["curves"] = scaling_page("made", [Curve("ddp", points(), "8 devices: no")], "machine")
+    square = WonSquare(8, "ZeRO-1 + pipeline", 5e4, 4e4, 6e4, 6e10, 5e10, 7e10)
+    later = WonSquare(16, "", 0, 0, 0, 0, 0, 0, "nothing fits")
+    rows = (PlanRow("data 8 x tensor 2", "1 s", "50,000", "60 GB", "prediction"),)
+    won = (WonRow("llama-8b", (square, later)),)
+    found["plan"] = plan_page(PlanPage("made", ("one",), ("Use it.",), rows, "tokens/s", won))
     write_report(only(results, [run_id(0)]), folder / f"{run_id(0)}.html")
     return {name: write_whole(text, folder / f"{name}.html", "") for name, text in found.items()}
 
 
-@pytest.mark.parametrize("name", ["runs", "index", "compare"])
+@pytest.mark.parametrize("name", ["runs", "index", "compare", "curves", "plan"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_reads_well_and_asks_for_nothing(
     open_page: Callable[..., Watched], pages: dict[str, Path], name: str, width: int, scheme: str
