@@ -130,7 +130,7 @@ class Variant(Workload):
     def tolerance(self, cell: Cell) -> Tolerance | None:
         if self.storage == "int8" and cell.device == "cuda":
             return _INT8_ON_GPU
-        return _TOLERANCES.get(self.storage or "")
+        return _TOLERANCES.get(self.storage or "") or super().tolerance(cell)
 
     def build(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from harness.spec.errors import Refused
+from harness.spec.training import Tolerance
 from harness.workloads.family import Family, Kind, ModelConfig, Split
 
 if TYPE_CHECKING:
@@ -18,7 +19,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from harness.spec.cell import Cell
-    from harness.spec.training import Layout, Retained, Tolerance
+    from harness.spec.training import Layout, Retained
+
+
+OTHER_EXPERTS = Tolerance(
+    2e-3,
+    1.0,
+    "in half precision rounding sends some tokens to other experts than in fp32, and these experts"
+    " and their router are then trained on others",
+)
+"""A router's choice is not continuous: of two experts with nearly the same score rounding decides.
+
+Verified over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens): bf16 autocast deviates
+by 0.19 and 0.35, largest in the routers, with 4 % and 14 % of the tokens at other experts. Given
+the experts that fp32 chooses, bf16 deviates by 0.017 and 0.032, as a model without experts does
+(llama-micro: 0.032); fp32 given the experts that bf16 chooses, by 0.19 and 0.35."""
 
 
 class HasLogits(Protocol):
@@ -244,7 +259,7 @@ class Workload:
     def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding
         does not make it more."""
-        return None
+        return OTHER_EXPERTS if self.experts and cell.precision != "fp32" else None
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
         """What the model's layers keep between steps beside parameters and buffers."""

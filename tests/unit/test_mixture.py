@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.routing import ExpertTokens, counted, imbalance_of_experts, routers_of
+from harness.parity.judging import allowed_deviation
 from harness.record.trial import TrialRecord
 from harness.run import figures
 from harness.spec.cell import Cell
@@ -66,6 +67,21 @@ def test_counts_of_ranks_are_added_up() -> None:
     assert trial.expert_imbalance == imbalance_of_experts({0: (6, 2), 1: (4, 4)}) == 1.5
     no_experts: Any = [SimpleNamespace(expert_tokens=None)]
     assert figures._with_experts(empty, no_experts) is empty
+
+
+def test_half_precision_may_choose_other_experts() -> None:
+    """Beyond what it may deviate by elsewhere; in fp32 a mixture is held to the limit of all."""
+    limits = []
+    for workload, precision in (
+        ("mixtral-nano", "bf16"),
+        ("llama-nano", "bf16"),
+        ("mixtral-nano", "fp32"),
+    ):
+        one = cell("ddp", workload, precision=precision)
+        strategy, made = make_strategy(one), make_workload(workload)
+        limits.append(allowed_deviation(one, made, strategy, strategy.layout(2)))
+    assert [limit.update for limit in limits] == [1.0, 0.12, 1e-3]
+    assert "other experts" in limits[0].reason
 
 
 def test_the_report_draws_them(tmp_path: Path) -> None:
