@@ -28,6 +28,10 @@ LAPSE = 0.03
 """Share of runs that fail, or run, for reasons that have nothing to do with memory."""
 NEAR_LIMIT = 0.8
 """Share of the device's memory from which a run may be slow for want of memory."""
+SLOW = (float(np.log(5.0)), 0.5)
+"""Mean and standard deviation of the logarithm of how many times as long such a run takes, where
+fewer than FEW_SLOW were measured. Assumed."""
+FEW_SLOW = 5
 SQUEEZES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Shares of the activations' bytes that are tried as what is left when all reserve is freed."""
 FEWEST = 20
@@ -97,7 +101,8 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
             ).reserved
         return result
 
-    measured = np.isfinite(ran.memory_bytes)
+    # Rows that contradict others ran with other code, which holds other memory as well.
+    measured = np.isfinite(ran.memory_bytes) & ran.consistent()
     memory_constants, _ = fit(
         MemoryConstants,
         lambda constants, effects: reserved(constants, effects)[measured],
@@ -106,7 +111,7 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
     sizes = [runs.shapes[name].parameters for name in set(runs.models)]
     within = Range(
         (float(min(sizes)), float(max(sizes))),
-        int(ran.nodes.max()),
+        (int(ran.nodes.min()), int(ran.nodes.max())),
         int(ran.layouts.tensor.max()),
         int(ran.layouts.pipeline.max()),
     )
@@ -114,8 +119,9 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         source,
         time,
         memory_constants,
-        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0),
+        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0, *SLOW),
         within,
+        cluster.links,
     )
     return replace(first, spread=_spread(runs, cluster, first))
 
@@ -157,6 +163,9 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
         )
         for squeeze in SQUEEZES
     }
+    slow = runs.ran & ~consistent & (reserved >= NEAR_LIMIT * cluster.memory_bytes)
+    times = np.log(runs.seconds[slow] / seconds[slow])
+    mean, deviation = (times.mean(), times.std()) if len(times) >= FEW_SLOW else SLOW
     squeeze = max(SQUEEZES, key=lambda share: ends[share][1])
     return Spread(
         time=float(base),
@@ -165,6 +174,8 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
         room=room[0],
         end=ends[squeeze][0],
         squeeze=squeeze,
+        slow=float(mean),
+        slow_spread=float(deviation),
     )
 
 

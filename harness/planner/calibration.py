@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
 from harness.planner.layouts import Floats, Ints
@@ -50,9 +50,28 @@ class Spread:
     """For what is left when it has freed all it can: beyond it, the run fails."""
     squeeze: float
     """Share of the activations' bytes that is left then."""
+    slow: float
+    """Logarithm of how many times as long as predicted a run beyond `room` takes."""
+    slow_spread: float
+    """Standard deviation of that logarithm."""
     outside: float = 0.025
     """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
     no calibration measures beyond its own range."""
+
+    def upper(self, half_width: Floats, slow: Floats) -> Floats:
+        """By how much the logarithm of the step time may lie above the predicted one: it does so in
+        one of ten runs, where the share `slow` of the runs (shape of both arrays) is beyond `room`.
+
+        The 0.9-quantile of a mixture of two normal distributions: that of runs at full speed, with
+        `half_width`, and that of slow runs. While less than a tenth is slow, the former's quantile
+        is moved out; else it lies among the slow ones. Never less than `half_width`.
+        """
+        tenth = np.minimum(slow, 0.0999)
+        within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
+        share = np.clip(0.1 / np.maximum(slow, 0.1), 0.001, 0.999)
+        beyond = self.slow + self.slow_spread * ndtri(1 - share)
+        result: Floats = np.where(slow < 0.1, np.minimum(within, self.slow), beyond)
+        return np.maximum(half_width, result)
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ class Range:
     """What the calibration has seen."""
 
     parameters: tuple[float, float]
-    nodes: int
+    nodes: tuple[int, int]
     tensor: int
     pipeline: int
 
@@ -68,9 +87,10 @@ class Range:
         """Doublings outside of the range, over all its sides (shape of the arrays); 0 inside."""
         low, high = self.parameters
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
-        total = np.full(np.shape(nodes), model)
+        few, many = self.nodes
+        total = model + np.maximum(0.0, np.log2(few / np.maximum(nodes, 1)))
         for value, most in (
-            (nodes, self.nodes),
+            (nodes, many),
             (tensor, self.tensor),
             (pipeline, self.pipeline),
         ):
@@ -88,6 +108,13 @@ class Calibration:
     memory: MemoryConstants
     spread: Spread
     range: Range
+    links: str
+    """Of the cluster that was measured."""
+
+    def time_on(self, links: str) -> TimeConstants:
+        """The constants of the step time on a cluster with these links: `pipeline_stall` is a habit
+        of the software that was measured, which nothing says of runs elsewhere."""
+        return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
     def save(self, file: Path) -> None:
         text = yaml.safe_dump(

@@ -25,8 +25,12 @@ REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 H100 nodes (Ultra-Scale Playbook), 230 to 240 of 300 GB/s is common for all-reduce on A100 nodes."""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 with 16 lanes (PCI-SIG)."""
-REFERENCE_RATE = 50e9
-"""Of each device to other nodes on the cluster whose curve is scaled to others: 400 Gbit/s."""
+WIRE_SHARE = 0.73
+"""Of the rate of the links between nodes that a large all-reduce reaches: 36.5 of 50 GB/s for each
+device, 4 GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks,
+2026); NCCL's rings reach 74 to 82 % of other links there."""
+SIZES = tuple(2**power for power in range(11))
+"""Nodes for which a curve is computed."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """A cluster's curves as somebody has measured and published them."""
+    """A cluster's bandwidths as somebody has measured and published them, GB/s."""
 
     name: str
     source: str
-    nodes: tuple[int, ...]
-    reduce: tuple[float, ...]
-    """GB/s."""
-    gather: tuple[float, ...]
-    """GB/s."""
+    reduce: float
+    """Bus bandwidth of an all-reduce over one node."""
+    gather: float
+    """Of an all-gather."""
+    rate: float
+    """Of the links of each device to other nodes."""
 
 
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
-    """The measured curves by name, from hardware.yaml."""
+    """The measured clusters by name, from hardware.yaml."""
     text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}
@@ -148,9 +153,10 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
     known = measured_links()
     if link in known:
         chosen = known[link]
+        rate = GIGA * chosen.rate
         return (
-            Curve(chosen.nodes, tuple(GIGA * value for value in chosen.reduce)),
-            Curve(chosen.nodes, tuple(GIGA * value for value in chosen.gather)),
+            curve_of(GIGA * chosen.reduce, rate, per_node),
+            curve_of(GIGA * chosen.gather, rate, per_node),
         )
     inner, _, outer = (part.strip() for part in link.lower().partition(","))
     if inner == "nvlink":
@@ -159,18 +165,26 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
         one_way = model.nvlink_bytes_per_second / 2
     else:
         one_way = PCIE_BYTES_PER_SECOND if inner == "pcie" else _rate(inner, link)
-    inside = (REDUCE_SHARE * one_way, GATHER_SHARE * one_way)
-    if not outer:
-        return Curve((1,), inside[:1]), Curve((1,), inside[1:])
-    # No two networks are alike; the measured one's fall with more nodes is scaled by the rate.
-    shape = next(iter(known.values()))
-    scale = GIGA * (_rate(outer, link) / REFERENCE_RATE) * (per_node / 8)
+    rate = _rate(outer, link) if outer else None
+    return (
+        curve_of(REDUCE_SHARE * one_way, rate, per_node),
+        curve_of(GATHER_SHARE * one_way, rate, per_node),
+    )
 
-    def scaled(first: float, measured: tuple[float, ...]) -> Curve:
-        rest = tuple(min(first, scale * value) for value in measured[1:])
-        return Curve(shape.nodes, (first, *rest))
 
-    return scaled(inside[0], shape.reduce), scaled(inside[1], shape.gather)
+def curve_of(inside: float, rate: float | None, per_node: int) -> Curve:
+    """The curve of a collective that has `inside` bytes per second of bus bandwidth in a node, over
+    nodes with links of `rate` for each of their devices (None: a single node).
+
+    Nodes reduce, or gather, inside first, so that of n = k x g ranks in k nodes only (k - 1) /
+    (n - 1) of the bytes that the bus bandwidth counts cross each device's link (Bekman, as for
+    WIRE_SHARE): the bandwidth is that link's times (n - 1) / (k - 1), and no more than inside.
+    """
+    if rate is None:
+        return Curve((1,), (inside,))
+    wire = WIRE_SHARE * rate
+    outside = [min(inside, wire * (k * per_node - 1) / (k - 1)) for k in SIZES[1:]]
+    return Curve(SIZES, (inside, *outside))
 
 
 def _rate(text: str, link: str) -> float:

@@ -101,6 +101,16 @@ class TimeConstants:
         "additional time to launch a layer whose tensors are split over ranks",
         "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
     )
+    launch_sharpness: float = _constant(
+        4.0,
+        1.5,
+        12.0,
+        1.5,
+        "1",
+        "exponent of the maximum of device and processor: 1 would add them, a large one takes the"
+        " longer; a layer has kernels that are longer and ones that are shorter than their launch",
+        "assumed; at equal times 4 gives a time 19 % longer than either",
+    )
     pipeline_stall: float = _constant(
         1.0e-3,
         0.0,
@@ -109,7 +119,7 @@ class TimeConstants:
         "s",
         "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
         " crosses nodes: collectives wait behind sends on the device's single launch queue",
-        "measured runs of nanotron; zero elsewhere unless it is measured",
+        "measured runs of nanotron; taken as zero on other clusters (Calibration.time_on)",
     )
     tensor_latency: float = _constant(
         0.1e-3,
@@ -139,22 +149,23 @@ class TimeConstants:
         "nothing to everything may be hidden; asynchronous products hide some",
     )
     network_bandwidth: float = _constant(
-        1.0,
+        0.9,
         0.3,
-        3.0,
-        0.4,
+        1.3,
+        0.2,
         "1",
         "bandwidth between nodes for the data axis's large messages, as a share of the curve's",
-        "the curve itself",
+        "the curve is of an undisturbed network",
     )
     tensor_network: float = _constant(
-        1.0,
-        0.3,
-        2.0,
+        0.7,
+        0.1,
+        1.3,
         0.3,
         "1",
         "bandwidth between nodes for the tensor axis, as a share of the curve's",
-        "the curve itself",
+        "its messages are some 30 MB: 32 MiB reach a quarter of the curve's over 4 nodes (as for"
+        " bucket_latency), several at once more",
     )
     data_overlap: float = _constant(
         0.5,
@@ -164,6 +175,27 @@ class TimeConstants:
         "1",
         "share of the last backward pass that hides the reduction of gradients",
         "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
+    )
+    bucket_latency: float = _constant(
+        0.3e-3,
+        0.0,
+        1e-3,
+        0.15e-3,
+        "s",
+        "of the reduction of one bucket of gradients between nodes, beyond what its bytes take",
+        "64 MiB over 4 nodes take 0.8 ms, 0.45 ms longer than their share of 4 GiB (Bekman, Machine"
+        " Learning Engineering, chapter on networks, 2026); DDP reduces buckets of 25 MB",
+    )
+    prefetch_overlap: float = _constant(
+        0.9,
+        0.0,
+        1.0,
+        0.05,
+        "1",
+        "share of a micro-batch's compute that hides the gathers and scatters of sharded parameters"
+        " and gradients",
+        "layers are gathered one ahead of their use, on a stream of their own (PyTorch FSDP,"
+        " arXiv 2304.11277, section 3.3); communication takes some multiprocessors from compute",
     )
     update_passes: float = _constant(
         40.0,

@@ -14,6 +14,8 @@ from harness.planner.question import Question
 
 ELEMENT_BYTES = 2.0
 """Of an activation in bf16."""
+BUCKET_BYTES = 25e6
+"""Of the bf16 gradients that DDP reduces at once (its `bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
 """Of a layer in forward and backward with sequence parallelism: two gathers and two
 reduce-scatters each way (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two gathers
@@ -27,6 +29,8 @@ class Links:
     nodes: Ints
     tensor_nodes: Ints
     """Nodes that a tensor group spans."""
+    data_nodes: Ints
+    """Nodes that a group of the data and context axes spans."""
     tensor: Floats
     reduce: Floats
     """Of the data axis: all-reduce."""
@@ -62,8 +66,10 @@ class Links:
             )
             for curve in (cluster.reduce, cluster.gather)
         )
-        neighbour = np.where(nodes > 1, cluster.reduce.at(np.minimum(nodes, 2)) / per_node, inside)
-        return cls(nodes, tensor_nodes, tensor, reduce, gather, neighbour)
+        # With many nodes the bus bandwidth of a node is what its links carry together.
+        wire = cluster.reduce.at(np.full_like(nodes, cluster.reduce.nodes[-1])) / per_node
+        neighbour = np.where(nodes > 1, np.minimum(inside, wire), inside)
+        return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
 
     def between_stages(self, question: Question, layouts: Layouts) -> Floats:
         """Seconds of a micro-batch's activations to the next stage and their gradients back."""
@@ -119,14 +125,21 @@ class Links:
         part = (ranks - 1) / ranks
         zero, steps = layouts.zero, layouts.accumulation
         reduce = 2 * part * ACCUMULATED_BYTES * parameters / self.reduce
+        buckets = parameters * PARAMETER_BYTES / BUCKET_BYTES
+        between = (self.data_nodes > 1) & (ranks > 1)
+        reduce = reduce + np.where(between, buckets * c.bucket_latency, 0.0)
         scatter = part * ACCUMULATED_BYTES * parameters / self.gather
         gather = part * PARAMETER_BYTES * parameters / self.gather
         backward = 2 / 3 * micro_batch_seconds
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
+        # Sharded layers are gathered, and their gradients scattered, behind the layers beside them;
+        # nothing hides the first gather and the last scatter.
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
-        each = np.maximum(0.0, each - c.data_overlap * micro_batch_seconds)
+        ends = each / question.shape.layers
+        hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
+        each = ends + np.maximum(0.0, each - ends - hides)
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients out, parameters back; the host reads and writes states at its memory's rate,
         # taken as that of the bus.

@@ -166,7 +166,8 @@ def _refined(
     for (_, count), members in groups.items():
         part = np.array(members)
         chosen = layouts.take(part)
-        times = stage_seconds(question, chosen, calibration.time)
+        constants = calibration.time_on(question.cluster.links)
+        times = stage_seconds(question, chosen, constants)
         first = one_forward_one_backward(times / 3, times * 2 / 3, count)
         rest = (chosen.accumulation - count) * times.max(axis=1)
         closed = times.sum(axis=1) + (chosen.accumulation - 1) * times.max(axis=1)
@@ -194,7 +195,7 @@ def _candidate(
         strategy=strategy_of(layout),
         seconds=seconds,
         seconds_low=seconds / wide,
-        seconds_high=seconds * wide,
+        seconds_high=seconds * float(np.exp(result.upper[row])),
         tokens_per_second=rate,
         parts=Parts(
             compute=float(time.compute[row]),

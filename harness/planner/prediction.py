@@ -32,7 +32,9 @@ class Predictions:
     seconds: Floats
     """Of a step."""
     half_width: Floats
-    """Of the 80 % interval of the logarithm of the seconds."""
+    """Of the 80 % interval of the logarithm of the seconds, where memory suffices."""
+    upper: Floats
+    """The same upwards, with the risk to be slow for want of memory; at least `half_width`."""
     memory_half_width: Floats
     """Of the 80 % interval of the logarithm of the reserved bytes."""
     fits: Floats
@@ -74,7 +76,7 @@ def predict(
     """Predicts every layout; `first_stage_only` gives the memory of rank 0 instead of the fullest
     stage's, for comparisons with measurements of rank 0."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
-    time = step_time(question, layouts, calibration.time)
+    time = step_time(question, layouts, calibration.time_on(cluster.links))
     needed = memory(
         shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead
     )
@@ -92,12 +94,15 @@ def predict(
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
     wider = spread.outside * beyond
+    half_width = spread.time + spread.time_per_doubling * np.log2(nodes) + wider
+    slow = 1 - fits / np.maximum(runs, 1e-12)
     return Predictions(
         layouts=layouts,
         time=time,
         memory=shown,
         seconds=time.total,
-        half_width=spread.time + spread.time_per_doubling * np.log2(nodes) + wider,
+        half_width=half_width,
+        upper=spread.upper(half_width, slow),
         memory_half_width=spread.memory + wider,
         fits=np.where(filled & stored, fits, 0.0),
         runs=np.where(filled & stored, runs, 0.0),

@@ -18,7 +18,9 @@ COLUMNS = (
 )  # fmt: skip
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
 """Shapes of the models that the Ultra-Scale Playbook's table names."""
-GIGA = 1e9
+MEMORY_UNIT = 2.0**30
+"""Bytes of the column gpu_mem_gb: nanotron writes the allocator's peak over 1024**3 (its
+`create_table_log`)."""
 
 
 @dataclass(frozen=True)
@@ -137,5 +139,5 @@ def read_runs(file: Path, models: Mapping[str, str] = MODELS, sequence_length: i
         layouts=layouts,
         sequence_length=sequence_length,
         seconds=tokens / table.tok_s.to_numpy(float),
-        memory_bytes=table.gpu_mem_gb.to_numpy(float) * GIGA,
+        memory_bytes=table.gpu_mem_gb.to_numpy(float) * MEMORY_UNIT,
     )

@@ -27,6 +27,8 @@ class Held:
 
     seconds: Floats
     half_width: Floats
+    upper: Floats
+    """Half-width of the interval of the time above the predicted one."""
     memory_bytes: Floats
     memory_half_width: Floats
     fits: Floats
@@ -141,6 +143,7 @@ def _predicted(runs: Runs, cluster: Cluster, parts: Iterable[tuple[Bools, Calibr
             rows = places[group.rows]
             columns["seconds"][rows] = result.seconds
             columns["half_width"][rows] = result.half_width
+            columns["upper"][rows] = result.upper
             columns["memory_bytes"][rows] = result.memory.reserved
             columns["memory_half_width"][rows] = result.memory_half_width
             columns["fits"][rows] = result.fits
@@ -163,7 +166,7 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     with np.errstate(invalid="ignore"):
         errors = np.abs(held.seconds / runs.seconds - 1)
-        logs = np.abs(np.log(held.seconds / runs.seconds))
+        logs = np.log(runs.seconds / held.seconds)
         of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
         memory_logs = np.abs(np.log(held.memory_bytes / runs.memory_bytes))
     near = np.zeros(len(runs), bool)
@@ -180,6 +183,7 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
         losses = _losses(runs, held, np.flatnonzero(rows))
         picks.append(losses[0])
         triples.append(min(losses[:3]))
+    inside = (-held.half_width <= logs) & (logs <= held.upper)
     said = held.runs < REFUSED_BELOW
     return Scores(
         rows=int(ran.sum()),
@@ -193,8 +197,8 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
         top_three_loss=float(np.mean(triples)),
         failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
         false_alarms=float(np.mean(said[ran])),
-        covered=float(np.mean((logs <= held.half_width)[consistent])),
-        covered_all=float(np.mean((logs <= held.half_width)[ran])),
+        covered=float(np.mean(inside[consistent])),
+        covered_all=float(np.mean(inside[ran])),
         memory_covered=float(np.mean((memory_logs <= held.memory_half_width)[ran])),
     )
 

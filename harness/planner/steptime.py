@@ -15,9 +15,6 @@ from harness.planner.question import Question
 from harness.planner.shape import padded_head
 from harness.planner.stages import Stage, numbered_stages, stages
 
-SHARPNESS = 6.0
-"""Of the smooth maximum of device and processor; at equal times the sum is 12 % longer."""
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -65,6 +62,8 @@ class _Layer:
     """The processor's, of a layer, undisturbed."""
     stalled: Floats
     """The same with the waits that a pipeline between nodes adds."""
+    sharpness: float
+    """Of the maximum of device and processor."""
 
     def of_stage(self, stage: Stage, rows: Ints) -> tuple[Floats, Floats]:
         """Seconds that a stage computes, and that it communicates within itself."""
@@ -73,23 +72,33 @@ class _Layer:
 
     def occupied(self, stage: Stage, rows: Ints, device: Floats) -> Floats:
         """Seconds that a stage takes, where its device needs `device`: the processor launches at
-        the same time, and the slower of both counts."""
-        processor = (stage.layers + 0.5 * stage.head) * self.stalled[rows]
-        result: Floats = (device**SHARPNESS + processor**SHARPNESS) ** (1 / SHARPNESS)
-        return result
+        the same time, and the slower of both counts, kernel by kernel: long ones hide the launches
+        of those behind them, short ones wait for theirs."""
+        modules = stage.layers + 0.5 * stage.head
+        power = self.sharpness
+        free = (device**power + (modules * self.launch[rows]) ** power) ** (1 / power)
+        stalled = modules * self.stalled[rows]
+        # Stalls hold all kernels of a layer up alike: with them the longer one counts.
+        return np.maximum(free, stalled)
 
 
 def product(
-    m: Floats | float, k: Floats | float, n: Floats | float, cluster: Cluster, c: TimeConstants
+    m: Floats | float,
+    k: Floats | float,
+    n: Floats | float,
+    cluster: Cluster,
+    c: TimeConstants,
+    parts: Floats | float = 1.0,
 ) -> Floats:
-    """Seconds of a product of M x K by K x N on one device.
+    """Seconds of a product of M x K by K x N on one device, with its rows in so many parts.
 
-    2MKN operations at the rate of large products, longer for small ones: bytes of the operands over
-    operations are 1/M + 1/N + 1/K (roofline, Williams and others, CACM 2009), and unfilled tiles
+    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N):
+    with a half size of 1 that is the time to read the operands once (a K x N matrix once for each
+    part) and to write the result, (roofline: Williams and others, CACM 2009), and unfilled tiles
     grow alike.
     """
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
-    small = 1 + c.matmul_half_size * ridge * (1 / m + 1 / k + 1 / n)
+    small = 1 + c.matmul_half_size * ridge * (parts / m + 1 / k + 1 / n)
     rate = cluster.reached_flops_per_second * c.matmul_efficiency
     return np.asarray(2.0 * m * k * n / rate * small)
 
@@ -104,16 +113,20 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
     routed = tokens * shape.experts_per_token
     # Tokens of one expert's product; the products of all experts of a rank together are `routed`.
     per_expert = np.maximum(1.0, routed / shape.experts)
-    forward = (
-        product(tokens, h, (queries + 2 * keys) / tensor, cluster, c)
-        + product(tokens, queries / tensor, h, cluster, c)
-        + routed
-        / per_expert
-        * (
-            product(per_expert, h, (2 if shape.gated else 1) * f / tensor, cluster, c)
-            + product(per_expert, f / tensor, h, cluster, c)
-        )
-    )
+    gate = 2 if shape.gated else 1
+
+    def products(parts: Floats | float) -> Floats:
+        """Forward of all products of a layer, with the rows of each in parts."""
+        blocks = product(per_expert, h, gate * f / tensor, cluster, c, parts)
+        blocks = blocks + product(per_expert, f / tensor, h, cluster, c, parts)
+        qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
+        out = product(tokens, queries / tensor, h, cluster, c, parts)
+        return qkv + out + routed / per_expert * blocks
+
+    forward = products(1.0)
+    # Asynchronous tensor parallelism multiplies its own rows while the others' are gathered, then
+    # those before and after: one of three products of each matrix (forward or backward).
+    split = products(np.minimum(tensor, 3.0))
     attention = (
         2.0
         * tokens
@@ -129,7 +142,7 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
     )
     # Backward multiplies twice as often as forward; attention's backward costs 2.5 forwards
     # (FlashAttention-2, arXiv 2307.08691, section 3).
-    compute = 3 * forward + 3.5 * attention + c.elementwise_passes * passes + again
+    compute = 2 * forward + split + 3.5 * attention + c.elementwise_passes * passes + again
     head = 3 * product(tokens, h, v / tensor, cluster, c)
     head = head + c.logit_bytes * tokens * v / tensor / memory_rate
     launch = c.launch_layer + np.where(tensor > 1, c.launch_tensor, 0.0)
@@ -144,6 +157,7 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
         links.layer_communication(question, layouts, tokens, attention, c),
         launch,
         launch + np.where(crossing, stall, 0.0),
+        c.launch_sharpness,
     )
 
 

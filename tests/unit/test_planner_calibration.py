@@ -20,7 +20,7 @@ from harness.planner.cluster import cluster_of
 from harness.planner.constants import bounds_of
 from harness.planner.layouts import Layout, Layouts, joined
 from harness.planner.question import Question
-from harness.planner.runs import COLUMNS, Runs, read_runs
+from harness.planner.runs import COLUMNS, MEMORY_UNIT, Runs, read_runs
 from harness.planner.scores import (
     Held,
     hold_out,
@@ -99,7 +99,7 @@ def test_the_commands_calibrate_and_validate(
         "TP": axes.tensor,
         "ZeRO": axes.zero,
         "tok_s": 256 * 4096 / runs.seconds,
-        "gpu_mem_gb": runs.memory_bytes / 1e9,
+        "gpu_mem_gb": runs.memory_bytes / MEMORY_UNIT,
     }
     pd.DataFrame(table).to_csv(data, index=False)
 
@@ -156,6 +156,7 @@ def test_scores_by_hand() -> None:
     held = Held(
         seconds=np.array([1.1, 1.0, 4.0, 0.5]),
         half_width=np.full(4, 0.2),
+        upper=np.full(4, 0.2),
         memory_bytes=np.full(4, 1.1e9),
         memory_half_width=np.full(4, 0.05),
         fits=np.ones(4),
