@@ -70,8 +70,9 @@ class Spread:
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
         share = np.clip(0.1 / np.maximum(slow, 0.1), 0.001, 0.999)
         beyond = self.slow + self.slow_spread * ndtri(1 - share)
-        result: Floats = np.where(slow < 0.1, np.minimum(within, self.slow), beyond)
-        return np.maximum(half_width, result)
+        moved = np.maximum(half_width, np.minimum(within, self.slow))
+        result: Floats = np.where(slow < 0.1, moved, np.maximum(moved, beyond))
+        return result
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ SCALE = 0.05
 PRIOR_WEIGHT = 0.7
 """A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
 MOST_EVALUATIONS = 60
-ENOUGH = 1e-8
+ENOUGH = 1e-4
 """Relative change of the loss at which a fit ends; `MANY_ENOUGH` with effects, where hundreds of
 unknowns move a little for long."""
 MANY_ENOUGH = 1e-6

@@ -88,6 +88,8 @@ def predict(
     least = needed.states + needed.working + spread.squeeze * needed.activations
     runs = spread.end.passed(least, cluster.memory_bytes)
     fits = np.minimum(runs, spread.room.passed(needed.demand, cluster.memory_bytes))
+    # Only pipelines, whose processors wait for the device, were seen to run without that room.
+    runs = np.where(layouts.pipeline > 1, runs, fits)
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
     stored = offload_fits(cluster, layouts, time.owned)

@@ -16,6 +16,12 @@ from harness.planner.shape import padded_head
 from harness.planner.stages import Stage, numbered_stages, stages
 
 
+UNGATED = 0.4
+"""Reads and writes of the feed-forward size by an activation alone, as a share of those by a gated
+one: 2 of 5 forward (SiLU reads and writes, its product with the other half reads two and writes
+one), and as many for each gradient."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by layout (shape [layouts]); the parts add up to the whole."""
@@ -135,7 +141,8 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
         * padded_head(shape.head_size)
         / tensor
     ) / (peak * c.attention_efficiency)
-    passes = 2.0 * tokens * (h + f * shape.experts_per_token) / tensor / memory_rate
+    width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
+    passes = 2.0 * tokens * width / tensor / memory_rate
     again = np.choose(
         layouts.recompute,
         [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention],
