@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
 """What grows -> the strategies that are searched by default."""
-BUDGETS = {"model": "1GiB", "sequence": "512MiB"}
+BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
 """The time of a step grows with the square of its sequences."""
 LONG_TOKENS = 4096
 """Tokens of a sequence whose activations about fill the budget of a model of the default width."""
@@ -45,7 +45,7 @@ def maxsize(
         typer.Option(
             "--budget",
             help="Memory of a rank beyond its imports, on a GPU in all; by default 1GiB, for"
-            " sequences 512MiB.",
+            " sequences 256MiB.",
         ),
     ] = None,
     strategy: Annotated[

@@ -35,9 +35,12 @@ def without_memory() -> Iterator[None]:
     """Tensors that are made here have no memory (FakeTensorMode), so that models of any size can be
     counted: those that `Workload.countable` gives. They have no data that could be moved to another
     device either, so modules stay where they are. Experts compute by transformers' own product of
-    grouped rows: torch knows the shapes of its own in bf16 only."""
+    grouped rows: torch knows the shapes of its own in bf16 only. Positions that cannot be read are
+    not taken for those of several samples in one row, for which transformers would make a mask of
+    all pairs of tokens."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import masking_utils
     from transformers.integrations import moe
 
     def stay(module: nn.Module, *_: object, **__: object) -> nn.Module:
@@ -47,5 +50,6 @@ def without_memory() -> Iterator[None]:
         FakeTensorMode(),
         mock.patch.object(torch.nn.Module, "to", stay),
         mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     ):
         yield
