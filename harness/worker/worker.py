@@ -337,7 +337,7 @@ def _train(
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
         cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
         joules_per_step=loop.joules_per_step(),
-        states=loop.states,
         compile_seconds=compile_seconds,
+        states=loop.states,
         expert_tokens=loop.expert_tokens,
     )

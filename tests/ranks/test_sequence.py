@@ -53,3 +53,13 @@ def test_it_is_the_same_training(run_cells: RunCells, axes: dict[str, Any]) -> N
 def test_each_trap_is_caught(run_cells: RunCells, without: str) -> None:
     trial = run_cells(cell("ulysses_traps", options={"without": without})).trials.iloc[0]
     assert trial["status"] == "diverged", trial["reason"]
+
+
+def test_a_ring_of_ranks_trains_the_same(run_cells: RunCells) -> None:
+    """By torch's own ring over the attention of CPUs, which torch itself serves on GPUs only."""
+    cells = [
+        cell("ring_on_cpu", workload="qwen3-moe-nano", options={"pass_by": way}, **SGD)
+        for way in ("allgather", "alltoall")
+    ]
+    trials = run_cells(*cells).trials
+    assert set(trials["parity_verdict"]) == {"exact"}, list(trials["reason"])
