@@ -94,6 +94,9 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     if any(cell.mfu is not None for cell in cells):
         mfu = figure("mfu", lambda share: scaled(share, 100))
         columns.append(Column("MFU", "%", "model FLOPs utilisation", mfu))
+    if any(cell.compile_seconds is not None for cell in cells):
+        tip = "by torch.compile, before the timed steps; slowest rank"
+        columns.append(Column("Compiling", "s", tip, figure("compile_seconds", number)))
     return columns
 
 
