@@ -89,7 +89,7 @@ class Range:
         low, high = self.parameters
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
         few, many = self.nodes
-        total = model + np.maximum(0.0, np.log2(few / np.maximum(nodes, 1)))
+        total: Floats = model + np.maximum(0.0, np.log2(few / np.maximum(nodes, 1)))
         for value, most in (
             (nodes, many),
             (tensor, self.tensor),

@@ -165,10 +165,10 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
         one_way = model.nvlink_bytes_per_second / 2
     else:
         one_way = PCIE_BYTES_PER_SECOND if inner == "pcie" else _rate(inner, link)
-    rate = _rate(outer, link) if outer else None
+    between = _rate(outer, link) if outer else None
     return (
-        curve_of(REDUCE_SHARE * one_way, rate, per_node),
-        curve_of(GATHER_SHARE * one_way, rate, per_node),
+        curve_of(REDUCE_SHARE * one_way, between, per_node),
+        curve_of(GATHER_SHARE * one_way, between, per_node),
     )
 
 

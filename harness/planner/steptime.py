@@ -15,7 +15,6 @@ from harness.planner.question import Question
 from harness.planner.shape import padded_head
 from harness.planner.stages import Stage, numbered_stages, stages
 
-
 UNGATED = 0.4
 """Reads and writes of the feed-forward size by an activation alone, as a share of those by a gated
 one: 2 of 5 forward (SiLU reads and writes, its product with the other half reads two and writes
