@@ -228,7 +228,8 @@ def run(
         planned = Runner(store, plan, share=part)
     agents = AgentOptions(nodes, meeting, interface, patience)
     with (
-        sole_writer(store.folder, plan.run_id, part),
+        # A job that is begun again may meet its own processes of before, on a node that is lost.
+        sole_writer(store.folder, plan.run_id, part, 180.0 if with_parent else 0.0),
         terminal.stop_signals(),
         launchers(agents, console.print) as own,
         over_links(planned.cells, own) as launcher,

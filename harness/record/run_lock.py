@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,22 +13,24 @@ from harness.spec.errors import UsageError
 
 
 @contextlib.contextmanager
-def sole_writer(folder: Path, run_id: str, share: tuple[int, int] = (0, 1)) -> Iterator[None]:
+def sole_writer(
+    folder: Path, run_id: str, share: tuple[int, int] = (0, 1), patience_seconds: float = 0.0
+) -> Iterator[None]:
     """Holds this share of a run in a results folder, which the kernel gives back when the process
-    ends, however it ends. Raises UsageError where another process holds it: both would take the
-    same trials, and one record would replace the other.
+    ends, however it ends. Raises UsageError where another process holds it so long: both would take
+    the same trials, and one record would replace the other.
 
     `share`: as Runner.share. Where the file system has no locks, nothing is held.
     """
     number, of = share
-    runs = folder / "runs"
+    runs, deadline = folder / "runs", time.monotonic() + patience_seconds
     wanted = [(runs / f".{run_id}.lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)]
     if of > 1:
         wanted.append((runs / f".{run_id}.{number}-of-{of}.lock", fcntl.LOCK_EX))
     with contextlib.ExitStack() as held:
         for file, how in wanted:
             try:
-                held.callback(_release, file, _locked(file, how))
+                held.callback(_release, file, _locked(file, how, deadline))
             except BlockingIOError:
                 raise UsageError(
                     f"run {run_id!r} in {str(folder)!r} is being run by another process: wait for"
@@ -38,9 +41,9 @@ def sole_writer(folder: Path, run_id: str, share: tuple[int, int] = (0, 1)) -> I
         yield
 
 
-def _locked(file: Path, how: int) -> int:
-    """A descriptor of this file with a lock; raises BlockingIOError where another process has
-    one."""
+def _locked(file: Path, how: int, deadline: float) -> int:
+    """A descriptor of this file with a lock; raises BlockingIOError where another process has one
+    until the deadline (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -49,6 +52,11 @@ def _locked(file: Path, how: int) -> int:
             # Whoever held it before may have removed the file in between.
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise
+            time.sleep(0.2)
         except OSError:
             os.close(descriptor)
             raise

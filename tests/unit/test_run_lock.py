@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,9 +37,11 @@ def another(folder: Path, number: int = 0, of: int = 1) -> Iterator[subprocess.P
         process.kill()
 
 
-def may_write(folder: Path, share: tuple[int, int] = (0, 1), run_id: str = "run-1") -> bool:
+def may_write(
+    folder: Path, share: tuple[int, int] = (0, 1), run_id: str = "run-1", seconds: float = 0.0
+) -> bool:
     try:
-        with sole_writer(folder, run_id, share):
+        with sole_writer(folder, run_id, share, seconds):
             return True
     except UsageError as error:
         return "is being run by another process" not in str(error)
@@ -49,9 +52,9 @@ def test_a_run_has_one_writer_until_it_ends_or_is_killed(tmp_path: Path) -> None
         assert not may_write(tmp_path)
         assert not may_write(tmp_path, (1, 2))
         assert may_write(tmp_path, run_id="run-2")
-        process.kill()
-        process.wait()
-        assert may_write(tmp_path)
+        assert not may_write(tmp_path, seconds=0.3)
+        threading.Timer(0.3, process.kill).start()
+        assert may_write(tmp_path, seconds=20.0)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
