@@ -185,6 +185,11 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
     ("fsdp1", "torchrun", {"micro_batches": 2, "optimizer": "adamw_fused"}),
     ("fsdp2", "torchrun", {"micro_batches": 2, "options": {"prefetch": True}}),
     ("zero_redundancy", "torchrun", {"optimizer": "sgd"}),
+    (
+        "distributed_config",
+        "torchrun",
+        {"workload": "mixtral-nano", "options": {"expert": 2}, "recompute": "full"},
+    ),
     ("ddp", "slurm", {"recompute": "selective"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
