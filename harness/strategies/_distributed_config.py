@@ -83,7 +83,7 @@ def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:
     """Raises Refused for a model without the plans that this mesh needs, and for sizes that do not
     fit each other or the model."""
     if cell.devices == 1:
-        raise Refused("on 1 device DistributedConfig changes nothing; use 2 devices or more")
+        raise Refused("1 device makes no mesh and changes nothing; use 2 devices or more")
     if workload.kind == "image" or workload.suffixes:
         raise Refused(
             f"transformers splits a language model as it is when it loads it, and {workload.name}"
