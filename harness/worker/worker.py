@@ -338,6 +338,6 @@ def _train(
         cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
         joules_per_step=loop.joules_per_step(),
         compile_seconds=compile_seconds,
-        states=loop.states,
         expert_tokens=loop.expert_tokens,
+        states=loop.states,
     )
