@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.host.cache import cache_folder
 from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,8 @@ def stop_from_the_keyboard() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Data and references of the tests are made by the tests; each worker has its own, since some
-    tests damage them. What was counted of models is shared."""
+    tests damage them. What was counted of models is shared; what torch.compile compiled is kept
+    from one session to the next, as it takes half a minute of processor time."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
     cache = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
@@ -99,6 +101,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (cache / "facts").symlink_to(
         facts
     )  # parameters and FLOPs, which take a second a model to count
+    compiled = cache_folder() / "compiled"
+    compiled.mkdir(exist_ok=True)
+    (cache / "compiled").symlink_to(compiled)
     os.environ["PARALLELISM_BENCH_CACHE"] = str(cache)
     yield
     if before is None:
