@@ -47,6 +47,16 @@ class CpuTime:
         "at which a core reads and writes in operators that are no matrix products",
         "between one core's share of the memory and its caches",
     )
+    working_set: float = constant(
+        0.3,
+        0.0,
+        1.0,
+        0.15,
+        "1",
+        "power of the activations' bytes, over 32e6, by which that rate falls: less of them is"
+        " found in caches",
+        "misses of caches follow a power of about one half of size (Hartstein and others, 2006)",
+    )
     operator: float = constant(
         6e-6,
         1e-6,

@@ -12,6 +12,8 @@ from harness.planner.here.facts import CellFacts
 from harness.planner.layouts import Floats
 
 GIGA, MEGA = 1e9, 1e6
+WORKING_SET = 32e6
+"""Bytes of activations at which `memory_rate` is said."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -82,7 +84,8 @@ def step_seconds(columns: Columns, c: CpuTime, effects: Floats) -> CpuStep:
     operations and seconds; the rates of the constants are in 1e9 of them a second.
     """
     rate = np.array([c.fp32_rate, c.bf16_rate, c.fp16_rate])[columns.precision]
-    arithmetic = columns.flops / (rate * GIGA) + columns.moved / (c.memory_rate * GIGA)
+    missed = (columns.kept / WORKING_SET) ** c.working_set
+    arithmetic = columns.flops / (rate * GIGA) + columns.moved * missed / (c.memory_rate * GIGA)
     compute = columns.filling * arithmetic
     more = np.exp(effects)
     calls = more * (columns.filling * columns.operators * c.operator + c.step)
