@@ -21,9 +21,9 @@ from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link, over
 from harness.spec.training import EXACT, Layout, States
 from harness.strategy.base import Strategy
-from harness.strategy.formulas import model_states
+from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.strategy.registry import make_strategy, strategies, validate, with_defaults
-from harness.workloads import make_workload
+from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.operators import operators
 
@@ -159,6 +159,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         strategy=cell.strategy,
         precision=workload.arithmetic or cell.precision,
         exact=strategy.tolerance(cell, workload) == EXACT,
+        stand_in=strategy.stand_in(cell) is not None,
         data=layout.data,
         pipeline=layout.pipeline,
         tensor=layout.tensor,
@@ -174,7 +175,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         trained_bytes=facts.trained_bytes / split,
         optimizer_bytes=states.optimizer,
         activation_bytes=float(counted.held_bytes),
-        sent_bytes=_sent(cell, strategy, layout, facts),
+        sent_bytes=_sent(cell, strategy, layout, facts, workload),
         messages=_messages(cell, strategy, layout, workload.blocks),
         link_bytes_per_second=link.bits_per_second / 8
         if link and link.bits_per_second
@@ -189,16 +190,26 @@ def _divided(states: States, parts: int) -> States:
     )
 
 
-def _sent(cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts) -> float:
-    """Bytes that a rank sends in a step by the strategy's formula, else as much as averaging the
-    gradients takes, and half as much again where parameters are sharded (ZeRO, arXiv 1910.02054,
-    section 7)."""
+def _sent(
+    cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, workload: Workload
+) -> float:
+    """Bytes that a rank sends in a step, by the strategy's formula.
+
+    Without one, by what the layout must exchange: on the data axis averages of the gradients, half
+    as much again where parameters are sharded (ZeRO, arXiv 1910.02054, section 7); on the tensor
+    axis four all-reduces of the hidden states in each block (Megatron-LM, arXiv 1909.08053, section
+    3); between stages hidden states forward and their gradients back.
+    """
     known = strategy.traffic(cell, layout, facts)
     if known is not None:
         return known
     trained = facts.trained_bytes / (layout.pipeline * layout.tensor)
-    share = (layout.data - 1) / layout.data
-    return share * trained * (3.0 if strategy.shards_parameters else 2.0)
+    total = passed_once(layout.data, trained * (3.0 if strategy.shards_parameters else 2.0))
+    if layout.tensor > 1 or layout.pipeline > 1:
+        hidden = 4.0 * cell.global_batch / layout.data * cell.sequence_length * workload.hidden_size
+        total += all_reduced(layout.tensor, 4 * workload.blocks / layout.pipeline * hidden)
+        total += passed_once(layout.pipeline, 2 * hidden)
+    return total
 
 
 def _messages(cell: Cell, strategy: Strategy, layout: Layout, blocks: int) -> float:
@@ -277,6 +288,8 @@ def variants_of(
             if not more and make_strategy(cell).layout(setting.devices).pipeline > 1:
                 cell = cell.model_copy(update={"micro_batches": PIPELINE_MICRO_BATCHES})
             validate(cell, make_workload(cell.workload))
+            if reason := make_strategy(cell).stand_in(cell):
+                raise Refused(f"only a stand-in runs on CPU cores: {reason}")
         except (Refused, Unavailable, UsageError) as error:
             refused[str(error)] += 1
             continue

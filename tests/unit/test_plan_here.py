@@ -54,6 +54,7 @@ def facts(size: float = 1.0, strategy: str = "plain", **more: object) -> CellFac
         "strategy": strategy,
         "precision": "fp32",
         "exact": True,
+        "stand_in": False,
         "data": 1 if staged else ranks,
         "pipeline": ranks if staged else 1,
         "tensor": 1,

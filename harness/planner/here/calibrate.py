@@ -35,15 +35,23 @@ class Effects:
     families: dict[tuple[str, bool], float]
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
-        """Of each cell (shape [cells]); 0 of a strategy that was not measured."""
-        usual = (self.families.get(cell.family, 0.0) for cell in cells)
+        """Of each cell (shape [cells]); of a strategy that was not measured the mean of those that
+        were, on one rank or on several."""
+        usual = {several: self._usual(several) for several in (False, True)}
         return np.array(
             [
-                self.variants.get(cell.variant, family)
-                for cell, family in zip(cells, usual, strict=True)
+                self.variants.get(
+                    cell.variant, self.families.get(cell.family, usual[cell.family[1]])
+                )
+                for cell in cells
             ],
             float,
         )
+
+    def _usual(self, several: bool) -> float:
+        """The mean over strategies on several ranks, or on one; 0 without any."""
+        known = [value for (_, ranks), value in self.families.items() if ranks == several]
+        return float(np.mean(known)) if known else 0.0
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ class CellFacts:
     """Of the arithmetic: fp32, bf16 or fp16."""
     exact: bool
     """Whether the strategy declares the same training as one process's, to rounding."""
+    stand_in: bool
+    """Whether something else than the real thing runs on CPU cores, which nobody should be advised
+    to use."""
     data: int
     """Parts of the batch that are computed beside each other."""
     pipeline: int

@@ -84,6 +84,7 @@ def first_choices(
             for row in rows
             if row.measured.facts.setting == setting
             and row.measured.facts.exact
+            and not row.measured.facts.stand_in
             and row.measured.facts.ranks <= row.measured.facts.cores
         ]
         if len(own) < 2:
