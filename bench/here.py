@@ -306,15 +306,15 @@ def variants_of(
 
 
 def _series_known(here: Here) -> list[tuple[str, dict[str, object]]]:
-    """Strategies with settings of their own: the defaults of each, and what was measured."""
+    """Strategies with settings of their own: what was measured, and the defaults of each."""
     known: dict[str, tuple[str, dict[str, object]]] = {}
-    for name, kind in strategies().items():
-        if not any(field.is_required() for field in kind.model_fields.values()):
-            known[name] = (name, {})
     for measured in here.cells:
         cell = measured.cell
         more = {name: getattr(cell, name) for name in SERIES if name != "strategy"}
         known.setdefault(str((cell.strategy, more)), (cell.strategy, more))
+    for name, kind in strategies().items():
+        if not any(field.is_required() for field in kind.model_fields.values()):
+            known[name] = (name, {})
     return list(known.values())
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from harness.planner.here.plan import CpuCandidate, CpuPlan, Variant
 
 
+MOST_REASONS = 6
+"""Why variants are left out, on a terminal."""
 RANKS = 2
 """Unless others are asked for."""
 
@@ -87,8 +89,10 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
     console.print(_table(plan, options.top))
     for sentence in sentences:
         console.print(escape(sentence))
-    for reason, count in plan.refused.items():
+    for reason, count in list(plan.refused.items())[:MOST_REASONS]:
         console.print(escape(f"left out, {count}: {reason}"))
+    if len(plan.refused) > MOST_REASONS:
+        console.print(f"left out for {len(plan.refused) - MOST_REASONS} other reasons, see --json")
     for sentence in (f"measured on: {here.machine}", *written):
         console.print(escape(sentence))
 

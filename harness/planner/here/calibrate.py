@@ -62,6 +62,9 @@ class Spreads:
     """Where the strategy with these options was measured on another workload."""
     unknown: float
     """Where it was not."""
+    relative: float
+    """Of one cell's figure over another's of the same setting: errors that the cells of a model
+    share say nothing of which is better."""
 
     def of(self, cells: Sequence[CellFacts], effects: Effects) -> Floats:
         known = np.array([cell.variant in effects.variants for cell in cells])
@@ -120,7 +123,7 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
         groups.numbers,
         EFFECT_SPREAD / 2,
     )
-    unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD)
+    unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD, UNKNOWN_SPREAD)
     return CpuCalibration(
         time,
         memory,
@@ -211,25 +214,38 @@ def base_of(facts: CellFacts) -> str:
 
 def with_spreads(calibration: CpuCalibration, held: Sequence[LeftOut]) -> CpuCalibration:
     """The calibration with the spreads that predictions of left-out workloads show."""
-    time = [(row.known, abs(np.log(row.seconds / row.measured.seconds))) for row in held]
-    memory = [
-        (row.known, abs(np.log(row.peak_bytes / row.measured.peak_bytes)))
-        for row in held
-        if row.measured.peak_bytes
+    peaks = [row for row in held if row.measured.peak_bytes]
+    return replace(
+        calibration,
+        time_spread=_spread(held, [np.log(row.seconds / row.measured.seconds) for row in held]),
+        memory_spread=_spread(
+            peaks, [np.log(row.peak_bytes / (row.measured.peak_bytes or 1.0)) for row in peaks]
+        ),
+    )
+
+
+def _spread(rows: Sequence[LeftOut], errors: Sequence[float]) -> Spreads:
+    """Of errors of logarithms."""
+    known = [abs(error) for row, error in zip(rows, errors, strict=True) if row.known]
+    unknown = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.known]
+    settings: dict[str, list[float]] = {}
+    for row, error in zip(rows, errors, strict=True):
+        if row.known:
+            settings.setdefault(row.measured.facts.setting, []).append(error)
+    # The median of few takes a part of their own spread away: one degree of freedom.
+    apart = [
+        abs(error - float(np.median(of_one))) * (len(of_one) / (len(of_one) - 1)) ** 0.5
+        for of_one in settings.values()
+        if len(of_one) > 1
+        for error in of_one
     ]
-    return replace(calibration, time_spread=_spread(time), memory_spread=_spread(memory))
+    variant = _width(known, UNKNOWN_SPREAD)
+    return Spreads(
+        variant,
+        max(variant, _width(unknown, 2 * UNKNOWN_SPREAD)),
+        min(variant, _width(apart, UNKNOWN_SPREAD)),
+    )
 
 
-def _spread(errors: Sequence[tuple[bool, float]]) -> Spreads:
-    """Of absolute errors of logarithms, by whether the variant was known."""
-    of_known = [error for known, error in errors if known]
-    of_unknown = [error for known, error in errors if not known]
-    variant = (
-        float(np.quantile(of_known, LEVEL)) if len(of_known) >= FEWEST_ERRORS else UNKNOWN_SPREAD
-    )
-    unknown = (
-        float(np.quantile(of_unknown, LEVEL))
-        if len(of_unknown) >= FEWEST_ERRORS
-        else 2 * UNKNOWN_SPREAD
-    )
-    return Spreads(variant, max(variant, unknown))
+def _width(errors: Sequence[float], otherwise: float) -> float:
+    return float(np.quantile(errors, LEVEL)) if len(errors) >= FEWEST_ERRORS else otherwise

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class CpuCandidate:
     seconds: float
     seconds_low: float
     seconds_high: float
+    relative: float
+    """Half-width of the 80 % interval of the logarithm of its step time over another cell's of this
+    setting."""
     samples_per_second: float
     peak_bytes: float
     """Of the fullest rank."""
@@ -90,13 +94,13 @@ class CpuPlan:
 
 
 def open_questions(candidates: Sequence[CpuCandidate]) -> list[CpuCandidate]:
-    """Those that cannot be told apart from the first: whose intervals overlap with its."""
+    """Those that cannot be told apart from the first by their step time."""
     first = candidates[0]
     return [
         candidate
         for candidate in candidates[1:]
-        if candidate.seconds_low <= first.seconds_high
-        and first.seconds_low <= candidate.seconds_high
+        if abs(math.log(candidate.seconds / first.seconds))
+        <= math.hypot(candidate.relative, first.relative)
     ]
 
 
@@ -154,9 +158,13 @@ def _candidates(
         seconds, peak = float(step.total[row]), float(peaks[row])
         low, high = seconds / float(wide[row]), seconds * float(wide[row])
         spread = float(of_memory[row])
+        relative = calibration.time_spread.relative
+        if variant.facts.variant not in calibration.time_effects.variants:
+            relative = calibration.time_spread.unknown
         if own := variant.measured:
             seconds = own.seconds
             low, high = _narrowed(own)
+            relative = math.log(high / low) / 2
             if own.peak_bytes:
                 peak, spread = own.peak_bytes, min(spread, 0.02)
         demand = peak * variant.facts.ranks
@@ -171,6 +179,7 @@ def _candidates(
                 seconds=seconds,
                 seconds_low=low,
                 seconds_high=high,
+                relative=relative,
                 samples_per_second=batch / seconds,
                 peak_bytes=peak,
                 peak_low=peak / float(np.exp(spread)),
