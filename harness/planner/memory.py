@@ -18,6 +18,9 @@ PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
 moments of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
 ACCUMULATED_BYTES = 4.0
 """Of a gradient that is accumulated in fp32 instead."""
+UNGATED = 0.5
+"""Tensors of the feed-forward size that a layer without a gate keeps, as a share of those of a
+gated one: what goes into the activation and what comes out, against two more with a gate."""
 GIGA = 1e9
 
 
@@ -120,7 +123,7 @@ def _layer_activations(
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     gathered = np.where(tensor > 1, c.gathered * ahead, 0.0)
-    feed = shape.feed_forward * shape.experts_per_token
+    feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
     # Queries, keys, values and the output of attention are kept as wide as its kernel pads them.
     padded = (shape.heads + shape.kv_heads) * (padded_head(shape.head_size) - shape.head_size)
     hidden = shape.hidden * c.layer_hidden + 2 * PARAMETER_BYTES * padded

@@ -258,6 +258,8 @@ def _nothing_fits(question: Question, result: Predictions, calibration: Calibrat
         )
         if devices > cluster.per_node and devices % cluster.per_node:
             devices = cluster.per_node
+        if devices > cluster.per_node and len(cluster.reduce.nodes) == 1:
+            return f"{words}; say what links more than one node of {cluster.per_node} would have"
         wider = Question(
             question.shape, cluster, question.sequence_length, question.global_batch, devices
         )

@@ -267,6 +267,13 @@ def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
     assert plan(dataclasses.replace(asked, devices=devices), CALIBRATION).candidates
 
 
+def test_nothing_fits_a_node_without_links_to_others() -> None:
+    alone = cluster_of("rtx-4090", 8, "pcie")
+    asked = dataclasses.replace(question("llama-405b", 1, 1), cluster=alone, sequence_length=10**6)
+    with pytest.raises(UsageError, match=r"has 25\.8 GB; say what links more than one node of 8"):
+        plan(asked, CALIBRATION)
+
+
 def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
     asked = question("gpt2", 4096, 7)
     with pytest.raises(UsageError, match="nearest that does is 64") as error:
