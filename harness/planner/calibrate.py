@@ -26,6 +26,8 @@ LEVEL = 0.82
 other models and clusters are predicted worse than those that were fitted."""
 LAPSE = 0.03
 """Share of runs that fail, or run, for reasons that have nothing to do with memory."""
+SHARPEST = 0.04
+"""Least standard deviation of the logarithm of a limit: the median error of predicted memory."""
 NEAR_LIMIT = 0.8
 """Share of the device's memory from which a run may be slow for want of memory."""
 SLOW = (float(np.log(5.0)), 0.5)
@@ -183,10 +185,10 @@ def _limit(shares: Floats, passed: Bools) -> tuple[Limit, float]:
     of that likelihood."""
 
     def unlikely(x: Floats) -> float:
-        likely = ndtr((x[0] - np.log(shares)) / np.exp(x[1]))
+        likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
         likely = LAPSE + (1 - 2 * LAPSE) * likely
         return float(-np.sum(np.where(passed, np.log(likely), np.log(1 - likely))))
 
     found = minimize(unlikely, np.array([-0.1, np.log(0.1)]), method="Nelder-Mead")
     share, spread = np.exp(found.x)
-    return Limit(float(share), float(max(spread, 0.01))), -float(found.fun)
+    return Limit(float(share), float(max(spread, SHARPEST))), -float(found.fun)
