@@ -153,10 +153,9 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
     known = measured_links()
     if link in known:
         chosen = known[link]
-        rate = GIGA * chosen.rate
         return (
-            curve_of(GIGA * chosen.reduce, rate, per_node),
-            curve_of(GIGA * chosen.gather, rate, per_node),
+            curve_of(GIGA * chosen.reduce, GIGA * chosen.rate, per_node),
+            curve_of(GIGA * chosen.gather, GIGA * chosen.rate, per_node),
         )
     inner, _, outer = (part.strip() for part in link.lower().partition(","))
     if inner == "nvlink":
