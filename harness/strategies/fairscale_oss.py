@@ -24,9 +24,8 @@ class FairscaleOss(Strategy):
     parameters and updates them.
 
     Gradients are cleared through the model, not through the optimizer: see `clear` in _fairscale.py
-    for what goes wrong. In fp16 the ranks have to skip the
-    same steps; fairscale's ShardedGradScaler is switched off without CUDA, torch's own works on
-    both.
+    for what goes wrong. In fp16 the ranks have to skip the same steps; fairscale's
+    ShardedGradScaler is switched off without CUDA, torch's own works on both.
     """
 
     requires = ("fairscale",)

@@ -58,7 +58,7 @@ MPT_A100 = """
 1b 8 14 4 0 20513
 """
 """Tokens per second and device of FSDP with full sharding, sequences of 2048 tokens (MPT Training
-Benchmarks, llm-foundry, the README of its folder scripts/train/benchmarking): model, devices,
+Benchmarks, llm-foundry, the README of its benchmarks of training): model, devices,
 micro-batch, accumulation, recomputation (0 none, 2 whole layers)."""
 
 

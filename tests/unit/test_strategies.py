@@ -41,7 +41,7 @@ FORMULAS = {"states", "traffic", "moved_bytes", "zero_stage"}
 
 def _lines_without_formulas(source: str) -> int:
     formulas = [
-        node.end_lineno - node.lineno + 1
+        node.end_lineno - node.lineno + 1 + len(node.decorator_list)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and node.name in FORMULAS and node.end_lineno
     ]

@@ -31,8 +31,9 @@ class Columns:
         self.precision = np.array([PRECISIONS.index(cell.precision) for cell in cells], np.int64)
         ranks = column("ranks")
         crowd = np.maximum(1.0, ranks / column("cores"))
-        split = column("pipeline") * column("tensor")
-        stages, micro = column("pipeline"), column("micro_batches")
+        stages = np.array([cell.pipeline for cell in cells], float)
+        tensor = np.array([cell.tensor for cell in cells], float)
+        split, micro = stages * tensor, column("micro_batches")
         # A pipeline of p stages and m micro-batches waits (p - 1) / m of its work (GPipe, arXiv
         # 1811.06965, section 2.2).
         self.filling = 1 + (stages - 1) / micro
@@ -43,7 +44,7 @@ class Columns:
         self.tensors = crowd * column("tensors") / stages
         # Two rounds of a collective over two ranks, as many more for each doubling (trees and
         # recursive halving; Thakur and others, IJHPCA 2005).
-        group = np.maximum(2.0, np.maximum(column("data"), column("tensor")))
+        group = np.maximum(2.0, np.maximum(column("data"), tensor))
         rounds = column("messages") * np.ceil(np.log2(group))
         self.sent, self.messages = crowd * column("sent_bytes"), crowd * rounds
         self.wire = column("sent_bytes") / column("link_bytes_per_second")
