@@ -1,5 +1,5 @@
 """python -m scripts.large_folder [FOLDER] [--runs 700]: makes a results folder of so many runs, of
-each the 143 cells of the kept full run once, and measures how long commands take in it, start of
+each the 147 cells of the kept full run once, and measures how long commands take in it, start of
 the process included. Exit code 1 where one takes longer than it may.
 
 In a folder that is there already the missing runs are made; without one it is made among the
