@@ -96,15 +96,23 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
             if problem := _mismatch(table, content.schema_arrow, version):
                 raise DamagedFile(f"it is no file of table {table}: {problem}")
             rows = content.read(columns=schema.names)
-        present = set(rows.column_names)
-        cast = [
-            rows.column(f.name).cast(f.type) if f.name in present else pa.nulls(len(rows), f.type)
-            for f in schema
-        ]
-        return pa.table(cast, schema=schema)
+        present = dict(zip(rows.column_names, rows.columns, strict=True))
+        return pa.table(
+            [_as(present.get(f.name), f.type, len(rows)) for f in schema], schema=schema
+        )
     except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
         lines = str(error).strip().splitlines()
         raise DamagedFile(lines[0] if lines else type(error).__name__) from None
+
+
+def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.ChunkedArray | pa.Array:
+    """A column in this type; nulls where there is no such column. What has the type stays as it is:
+    to cast imports arrow's functions, and takes longer than to read a file."""
+    import pyarrow as pa
+
+    if column is None:
+        return pa.nulls(rows, kind)
+    return column if column.type == kind else column.cast(kind)
 
 
 def _version(file: Path, schema: pa.Schema) -> int | None:
@@ -176,8 +184,9 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
     times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
     for name in times:
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, table.column(name).cast(pa.timestamp("us")))
+        place, zoneless = table.column_names.index(name), pa.timestamp("us")
+        parts = [chunk.view(zoneless) for chunk in table.column(name).chunks]
+        table = table.set_column(place, name, pa.chunked_array(parts, zoneless))
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         for name in times:
