@@ -147,6 +147,9 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
     states = strategy.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
+    # Ranks that train the same part of the model; some of them may share the tokens of a sample.
+    replicas = layout.devices // split
+    shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
     counted = operators(workload, samples, cell.sequence_length, cell.recompute)
     more = strategy.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
@@ -160,21 +163,21 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         precision=workload.arithmetic or cell.precision,
         exact=strategy.tolerance(cell, workload) == EXACT,
         stand_in=strategy.stand_in(cell) is not None,
-        data=layout.data,
+        data=replicas,
         pipeline=layout.pipeline,
         tensor=layout.tensor,
         cores=max(1, here.cores // cell.threads_per_device),
         micro_batches=cell.micro_batches,
         flops=float(facts.flops_per_sample * cell.global_batch) + more,
         operators=counted.number,
-        moved_bytes=float(counted.moved_bytes),
+        moved_bytes=counted.moved_bytes / shared,
         tensors=len(facts.sizes),
         state_bytes=states.total - states.library,
         library_bytes=states.library,
         transient_bytes=states.transient,
         trained_bytes=facts.trained_bytes / split,
         optimizer_bytes=states.optimizer,
-        activation_bytes=float(counted.held_bytes),
+        activation_bytes=counted.held_bytes / shared,
         sent_bytes=_sent(cell, strategy, layout, facts, workload),
         messages=_messages(cell, strategy, layout, workload.blocks),
         link_bytes_per_second=link.bits_per_second / 8

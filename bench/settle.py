@@ -167,7 +167,8 @@ def _of_question(
             strategy, ranks = validate(cell, make_workload(workload), here=False)
         except (Refused, Unavailable, UsageError):
             continue
-        if (ranks.data, ranks.pipeline, ranks.tensor) == axes and ranks.devices_per_process == 1:
+        alike = (ranks.data, ranks.pipeline, ranks.tensor) == axes
+        if alike and ranks.devices == layout.devices and ranks.devices_per_process == 1:
             yield cell, strategy
 
 

@@ -29,7 +29,7 @@ class CellFacts:
     """Whether something else than the real thing runs on CPU cores, which nobody should be advised
     to use."""
     data: int
-    """Parts of the batch that are computed beside each other."""
+    """Ranks that train the same part of the model on other samples or tokens."""
     pipeline: int
     tensor: int
     cores: int
