@@ -15,11 +15,10 @@ SCALE = 0.05
 """Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
 """A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
-MOST_EVALUATIONS = 60
-ENOUGH = 1e-4
-"""Relative change of the loss at which a fit ends; `MANY_ENOUGH` with effects, where hundreds of
-unknowns move a little for long."""
-MANY_ENOUGH = 1e-6
+MOST_EVALUATIONS, MOST_WITH_EFFECTS = 60, 25
+"""Of a fit. Further ones move hundreds of effects a little, and predict other cells no better."""
+ENOUGH, ENOUGH_WITH_EFFECTS = 1e-4, 1e-6
+"""Relative change of the loss at which a fit ends."""
 
 Constants = TypeVar("Constants")
 """A frozen dataclass whose fields are declared with their bounds (see constants.py)."""
@@ -63,8 +62,8 @@ def fit(
         bounds=(np.concatenate([low - 1e-6, -free]), np.concatenate([high + 1e-6, free])),
         loss="cauchy",
         f_scale=SCALE,
-        max_nfev=MOST_EVALUATIONS,
-        ftol=ENOUGH if effects is None else MANY_ENOUGH,
+        max_nfev=MOST_EVALUATIONS if effects is None else MOST_WITH_EFFECTS,
+        ftol=ENOUGH if effects is None else ENOUGH_WITH_EFFECTS,
         # With it all effects of a kind are varied at once: a row depends on one of each.
         jac_sparsity=None if effects is None else _dependencies(len(prior), effects),
     )
