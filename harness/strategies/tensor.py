@@ -27,6 +27,11 @@ class TensorParallel(Strategy):
         workload.check_split(self.layout(cell.devices))
         if workload.split:
             workload.split.check_tensor(self.sequence_parallel)
+        if self.sequence_parallel and cell.compile != "none":
+            raise Refused(
+                "torch.compile takes tensors that are split along the sequence for plain ones, and"
+                " fails; use sequence_parallel=false, or compile none"
+            )
         if self.sequence_parallel and cell.sequence_length % cell.devices:
             raise Refused(
                 f"sequence_parallel needs a sequence length that divides by {cell.devices} devices,"

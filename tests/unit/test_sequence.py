@@ -92,6 +92,11 @@ def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
             "a micro-batch for each of its 4 stages",
         ),
         ({"strategy": "zero_redundancy", "compile": "block"}, Refused, "use ddp, fsdp2, single"),
+        (
+            {"strategy": "tensor", "compile": "block", "options": {"sequence_parallel": True}},
+            Refused,
+            "use sequence_parallel=false",
+        ),
         ({"strategy": "ddp", "compile": "block", "workload": "resnet-micro"}, Refused, "blocks"),
         ({"strategy": "ddp", "compile": "block", "workload": "llama-nano+lora"}, Refused, "known"),
     ],
