@@ -43,8 +43,6 @@ CELLS = {
     "tensor": {"strategy": "tensor"},
     "pipeline": {"strategy": "pipeline", "micro_batches": 4},
     "horovod": {"strategy": "horovod"},
-    "ulysses": {"strategy": "ulysses", "recompute": "full"},
-    "ulysses_zero": {"strategy": "ulysses_zero", "options": {"stage": 1, **LARGE}},
 }
 
 
@@ -60,8 +58,6 @@ CELLS = {
         ("tensor", 2),
         ("pipeline", 4),  # sends
         ("horovod", 2),
-        ("ulysses", 2),  # all-to-alls
-        ("ulysses_zero", 2),
     ],
 )
 def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
