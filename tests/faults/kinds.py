@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.record.check import check_folder, quarantine
@@ -80,9 +81,10 @@ def cut(content: bytearray, chance: random.Random) -> bytes:
 
 
 def flipped(content: bytearray, chance: random.Random) -> bytes:
-    """With a flipped bit in the first page of data, which every file has behind its magic number
-    and the header of the page."""
-    content[chance.randrange(40, 60)] ^= 1 << chance.randrange(8)
+    """With a flipped bit in the values of a column; those of a page are behind its header."""
+    column = pq.ParquetFile(pa.BufferReader(bytes(content))).metadata.row_group(0).column(0)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin + column.total_compressed_size - 1] ^= 1 << chance.randrange(8)
     return bytes(content)
 
 

@@ -133,6 +133,7 @@ def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
     host = install(monkeypatch, h100_node())
     cell = Cell(strategy="ddp", devices=2, device=device)
     runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1), _gpus=GpuLook())
+    runner.begin()
     launcher: Any = HeatingLauncher(host)
     row = runner.run_trial(launcher, cell, TrialKey(cell.id, 0), 0, None, lambda *_: None)
     before, after = (json.loads(text or "[]") for text in (row.gpu_before, row.gpu_after))

@@ -33,6 +33,8 @@ JOINS_FIRST = {
     "horovod",
     "tiled_linear",
     "trainer",
+    "ulysses",
+    "ulysses_zero",
 }
 """Their libraries join the other ranks before there is a model."""
 

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 NEEDED_BY = {
     "fairscale": ("fairscale",),
     "peft": ("+lora", "+prompt", "+p_tuning", "+prefix", "+ia3"),
-    "deepspeed": ("deepspeed", "tiled_linear", "zero2", "zero3"),
+    "deepspeed": ("deepspeed", "tiled_linear", "ulysses", "zero2", "zero3"),
     "horovod": ("horovod",),
 }
 
