@@ -86,7 +86,7 @@ def here_page(
             tuple(
                 WonRow(
                     workload,
-                    tuple(_here_square(devices, found) for devices, found in of_one.items()),
+                    tuple(_here_square(devices, answer) for devices, answer in of_one.items()),
                 )
                 for workload, of_one in swept.items()
             ),
@@ -106,11 +106,11 @@ def _here_row(candidate: CpuCandidate) -> PlanRow:
     )
 
 
-def _here_square(devices: int, found: CpuPlan | str) -> WonSquare:
-    if isinstance(found, str) or not found.candidates:
-        reason = found if isinstance(found, str) else "nothing trains exactly the same"
+def _here_square(devices: int, answer: CpuPlan | str) -> WonSquare:
+    if isinstance(answer, str) or not answer.candidates:
+        reason = answer if isinstance(answer, str) else "nothing trains exactly the same"
         return WonSquare(devices, "", 0, 0, 0, 0, 0, 0, reason)
-    best = found.candidates[0]
+    best = answer.candidates[0]
     batch = best.samples_per_second * best.seconds
     return WonSquare(
         devices,

@@ -105,13 +105,13 @@ def cells_of_layout(question: Question, model: str, layout: Layout) -> list[Cell
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
-    found = [
+    fitting = [
         (cell, strategy)
         for cell, strategy in _of_question(question, workload_of(model), layout)
         if layout.data == 1 or strategy.zero_stage == layout.zero
     ]
-    fewest = min((len(strategy.requires) for _, strategy in found), default=0)
-    plain = [pair for pair in found if len(pair[1].requires) == fewest]
+    fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
+    plain = [pair for pair in fitting if len(pair[1].requires) == fewest]
     exported = [pair for pair in plain if _has_export(pair[0])]
     chosen = exported or plain
     least = min((len(cell.options) for cell, _ in chosen), default=0)

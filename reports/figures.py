@@ -18,6 +18,8 @@ from reports.svg import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH
 from reports.text import plain, shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -157,11 +159,7 @@ def scaling(data: Scaling) -> Figure:
         axes.set_yscale("log", base=2)
     else:
         axes.set_ylim(0)
-    axes.minorticks_off()
-    axes.set_xticks(counts, [str(n) for n in counts])
-    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
-    axes.grid()
-    axes.set_xlabel("number of devices", loc="left")
+    axis_of_devices(axes, counts)
     axes.set_title(
         f"throughput ({data.unit})",
         fontsize=11.5,
@@ -172,6 +170,15 @@ def scaling(data: Scaling) -> Figure:
     )
     legend_below(figure, handles, labels)
     return figure
+
+
+def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
+    """A tick for each of these numbers of devices, and plain figures above them."""
+    axes.minorticks_off()
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
+    axes.grid()
+    axes.set_xlabel("number of devices", loc="left")
 
 
 def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> None:

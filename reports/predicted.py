@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reports.figures import canvas, legend_below
+from reports.figures import axis_of_devices, canvas, legend_below
 from reports.svg import PAPER, SERIES, SOFT, WIDTH
-from reports.text import plain, shortened
+from reports.text import shortened
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -87,11 +87,7 @@ def predicted(data: Predicted) -> Figure:
         axes.axvline(data.within, color=SOFT, linewidth=1.0, linestyle=":")
     counts = sorted({n for line in lines for n in line.devices})
     shown = counts if len(counts) <= 8 else counts[::2]
-    axes.minorticks_off()
-    axes.set_xticks(shown, [str(n) for n in shown])
-    axes.yaxis.set_major_formatter(lambda value, _: plain(value))
-    axes.grid()
-    axes.set_xlabel("number of devices", loc="left")
+    axis_of_devices(axes, shown)
     axes.set_title(
         f"{data.unit}; dashed: predicted, bands: 80 % intervals",
         fontsize=11.5,

@@ -34,3 +34,12 @@ JsonObject = Annotated[bool, typer.Option("--json", help="For machines: one JSON
 JsonAtEnd = Annotated[
     bool, typer.Option("--json", help="For machines: one JSON object at the end.")
 ]
+
+MeasuredHere = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--results",
+        help="With --here: folder of results that were measured on it; may be repeated.",
+    ),
+]
+"""Results folders of this machine; none: `results`."""

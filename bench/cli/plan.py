@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from bench.cli.options import JsonObject
+from bench.cli.options import JsonObject, MeasuredHere
 
 Value = TypeVar("Value")
 MOST_EXPORTED = 1000
@@ -69,13 +69,7 @@ def plan(
             help="This machine's CPU cores, predicted from cells that were measured on it.",
         ),
     ] = False,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--results",
-            help="With --here: folder of results that were measured on it; may be repeated.",
-        ),
-    ] = None,
+    results: MeasuredHere = None,
     precision: Annotated[
         str | None, typer.Option("--precision", help="With --here: fp32, bf16 or fp16; fp32.")
     ] = None,

@@ -215,11 +215,11 @@ def _swept(
     from harness.spec.errors import UsageError
 
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= here.cores)})
-    found: dict[str, dict[int, CpuPlan | str]] = {}
+    answers: dict[str, dict[int, CpuPlan | str]] = {}
     for workload in dict.fromkeys((setting.workload, *calibration.workloads)):
         for devices in counts:
             links = setting.links if devices > 1 else ""
-            one = dataclasses.replace(
+            asked = dataclasses.replace(
                 setting,
                 workload=workload,
                 devices=devices,
@@ -227,12 +227,12 @@ def _swept(
                 nodes=devices if links else 1,
             )
             try:
-                variants = variants_of(one, here, not options.unseen)
-                answer: CpuPlan | str = plan_of(one, here, options, calibration, variants)
+                variants = variants_of(asked, here, not options.unseen)
+                answer: CpuPlan | str = plan_of(asked, here, options, calibration, variants)
             except UsageError as error:
                 answer = str(error)
-            found.setdefault(workload, {})[devices] = answer
-    return found
+            answers.setdefault(workload, {})[devices] = answer
+    return answers
 
 
 def _table(plan: CpuPlan, top: int) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench.cli.options import JsonObject
+from bench.cli.options import JsonObject, MeasuredHere
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,13 +61,7 @@ def validate(
             " emulated link predicted from all others.",
         ),
     ] = False,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--results",
-            help="With --here: folder of results that were measured on it; may be repeated.",
-        ),
-    ] = None,
+    results: MeasuredHere = None,
     json_output: JsonObject = False,
 ) -> None:
     """Holds predictions against measured runs and scores them.

@@ -56,7 +56,7 @@ def fit(
         errors = np.log(predict(constants(own), others * effect_spread) / measured)
         return np.concatenate([errors, PRIOR_WEIGHT * SCALE * x])
 
-    found = least_squares(
+    solution = least_squares(
         residuals,
         np.zeros(len(prior) + count),
         bounds=(np.concatenate([low - 1e-6, -free]), np.concatenate([high + 1e-6, free])),
@@ -67,7 +67,7 @@ def fit(
         # With it all effects of a kind are varied at once: a row depends on one of each.
         jac_sparsity=None if effects is None else _dependencies(len(prior), effects),
     )
-    return constants(found.x[: len(prior)]), found.x[len(prior) :] * effect_spread
+    return constants(solution.x[: len(prior)]), solution.x[len(prior) :] * effect_spread
 
 
 def _dependencies(constants: int, effects: Ints) -> Ints:

@@ -105,18 +105,18 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
         )
     facts = [cell.facts for cell in measured]
     columns, groups = Columns(facts), _Groups(facts)
-    time, found = fit(
+    time, values = fit(
         CpuTime,
         lambda c, effects: step_seconds(columns, c, groups.spread_out(effects)).total,
         np.array([cell.seconds for cell in measured]),
         groups.numbers,
         EFFECT_SPREAD,
     )
-    time_effects = groups.effects(found)
+    time_effects = groups.effects(values)
     known = [cell for cell in measured if cell.peak_bytes]
     facts = [cell.facts for cell in known]
     of_memory, groups = Columns(facts), _Groups(facts)
-    memory, found = fit(
+    memory, values = fit(
         CpuMemory,
         lambda c, effects: peak_bytes(of_memory, c, groups.spread_out(effects)),
         np.array([cell.peak_bytes for cell in known], float),
@@ -128,7 +128,7 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
         time,
         memory,
         time_effects,
-        groups.effects(found),
+        groups.effects(values),
         unknown,
         unknown,
         len(measured),
@@ -158,8 +158,8 @@ class _Groups:
         result: Floats = effects[self._variant] + effects[self._family]
         return result
 
-    def effects(self, found: Floats) -> Effects:
-        own, shared = found[: len(self.variants)], found[len(self.variants) :]
+    def effects(self, values: Floats) -> Effects:
+        own, shared = values[: len(self.variants)], values[len(self.variants) :]
         families = dict(zip(self.families, shared.tolist(), strict=True))
         return Effects(
             {

@@ -121,15 +121,15 @@ def plan_here(
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
         raise UsageError(f"no strategy can run {setting}: {reasons or 'none is known'}")
-    found = sorted(
+    ranked = sorted(
         _candidates(variants, calibration, batch, memory_bytes),
         key=lambda candidate: _key(candidate, goal),
     )
     return CpuPlan(
         setting,
         goal,
-        tuple(candidate for candidate in found if candidate.exact),
-        tuple(candidate for candidate in found if not candidate.exact),
+        tuple(candidate for candidate in ranked if candidate.exact),
+        tuple(candidate for candidate in ranked if not candidate.exact),
         dict((refused or Counter()).most_common()),
         calibration.cells,
         calibration.workloads,
