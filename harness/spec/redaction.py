@@ -44,8 +44,13 @@ _FORMS = [
 ]
 _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECASE)
 """The part of a URL before its host (RFC 3986)."""
+_NO_STRING = (
+    r"(?!(?:-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|-?Infinity|NaN|true|false|null)(?:[\s,}\]]|$)|[\[{])"
+)
+"""What JSON writes without quotation marks is no secret, and has to stay JSON (RFC 8259)."""
 _AFTER_WORD = re.compile(
-    rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*[\"']?|\bbearer\s+|--[\w-]*{_WORD}\s+)"
+    rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*(?:[\"']|{_NO_STRING})"
+    rf"|\bbearer\s+|--[\w-]*{_WORD}\s+)"
     r"(?!\d+\b)[^\s\"',;&\\]{6,}",
     re.IGNORECASE,
 )

@@ -83,6 +83,7 @@ def test_secrets_are_known_by_the_word_before_them(text: str, shown: str) -> Non
         "5,753 tokens/s; secret of speed; tcp://127.0.0.1:29500",
         '{"tokens": 4096, "access_key": 1234567890, "token": null}',
         "datasets:wikitext, key bias has a zero gradient",
+        '{"passwd": -0.12345678, "token": [[[[[[7]]]]]], "api_key": -Infinity}',
     ],
 )
 def test_other_texts_stay_as_they_are(text: str) -> None:
