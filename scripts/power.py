@@ -4,7 +4,8 @@
 and launches, and then further rounds by the rule in force, for a quarter as many launches. Its
 noise is the recorded launches' deviations from their cells' means (after the control), in the order
 in which they were launched, shifted by a random number of places: heavy tails, slow spells and what
-neighbours share stay as they were. Prints how often equals are called different, planted
+neighbours share stay as they were. A deviation is scaled by what launches of so many steps usually
+deviate by. Prints how often equals are called different, planted
 differences are seen, intervals of 95 % hold, and the set of the best holds the best; each rate with
 its 95 % bounds.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import statistics
 import sys
@@ -22,7 +24,7 @@ from collections.abc import Mapping
 from harness.analysis.answer import EQUAL, KEPT_CONFIDENCE, trustworthy
 from harness.analysis.best import against_best
 from harness.analysis.estimates import estimates_of
-from harness.analysis.moderated import Spread, moderated
+from harness.analysis.moderated import Spread, moderated, prior
 from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate, ratio
 from harness.analysis.summary import cell_results
@@ -30,7 +32,7 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.further_rounds import FURTHER_SHARE
 
-RUNS = 2000
+RUNS = int(os.environ.get("RUNS", "2000"))
 PLANTED = (0.0, 0.02, 0.05, 0.10)
 
 
@@ -52,9 +54,22 @@ class Design:
             logs[trial.cell_id].append(math.log(adjusted[trial.cell_id, trial.trial]))
         several = [trial for trial in finished if len(logs[trial.cell_id]) > 1]
         self.order = [trial.cell_id for trial in several]
+        steps: dict[str, list[int]] = defaultdict(list)
+        for trial in several:
+            steps[trial.cell_id].append(len(trial.losses))
+        self.steps = {cell: statistics.fmean(numbers) for cell, numbers in steps.items()}
+        spreads = {
+            cell: Spread(statistics.variance(logs[cell]), len(logs[cell]) - 1, self.steps[cell])
+            for cell in self.steps
+        }
+        common = prior(list(spreads.values()))
+        assert common is not None
+        self.usual = {cell: math.sqrt(common.of(spread)) for cell, spread in spreads.items()}
+        """Deviation of a launch that is usual for so many steps."""
         self.noise = [
             (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(logs[trial.cell_id]))
             * math.sqrt(len(logs[trial.cell_id]) / (len(logs[trial.cell_id]) - 1))
+            / self.usual[trial.cell_id]
             for trial in several
         ]
         groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -69,22 +84,29 @@ class Design:
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
         values: dict[str, list[float]] = defaultdict(list)
+
+        def launch(cell: str) -> None:
+            deviation = sign * next(noise) * self.usual[cell]
+            values[cell].append(true.get(cell, 0.0) + deviation)
+
         for cell in self.order:
-            values[cell].append(true.get(cell, 0.0) + sign * next(noise))
+            launch(cell)
         left = round(FURTHER_SHARE * len(self.order))
         while True:
-            estimates = estimated(values)
+            estimates = estimated(values, self.steps)
             wanted = open_cells({cell: estimates[cell] for cell in self.group})
             left -= len(wanted)
             if not wanted or left < 0:
                 return estimates
             for cell in wanted:
-                values[cell].append(true.get(cell, 0.0) + sign * next(noise))
+                launch(cell)
 
 
-def estimated(values: Mapping[str, list[float]]) -> dict[str, LogEstimate]:
-    """As `estimates_of` makes them of launches."""
-    own = [Spread(statistics.variance(v), len(v) - 1) for v in values.values()]
+def estimated(
+    values: Mapping[str, list[float]], steps: Mapping[str, float]
+) -> dict[str, LogEstimate]:
+    """As `estimates_of` makes them of launches with so many steps."""
+    own = [Spread(statistics.variance(v), len(v) - 1, steps[cell]) for cell, v in values.items()]
     return {
         cell: LogEstimate(
             statistics.fmean(v), math.sqrt(spread.variance / len(v)), spread.degrees, len(v)
@@ -115,7 +137,8 @@ def main(folder: str, run_id: str = "") -> None:
     design, chance = Design(folder, run_id), random.Random(1)
     print(
         f"{len(design.order)} launches, {len(set(design.order))} cells, {len(design.group)} in the"
-        f" largest setting; deviations of {statistics.pstdev(design.noise):.1%}; {RUNS} runs each"
+        f" largest setting; deviations of"
+        f" {statistics.median(design.usual.values()):.1%}; {RUNS} runs each"
     )
     for planted in PLANTED:
         seen = held = pairs = family = 0

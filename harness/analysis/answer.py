@@ -266,4 +266,5 @@ def _simple(cell: CellResult, fastest: CellResult) -> str:
     needs = "torch alone" if not packages else f"{', '.join(cell.packages)} beside torch"
     ratio = compared(cell, fastest, CONFIDENCE)
     speed = f"{change(ratio)} than {fastest.label}" if ratio else "about as fast"
-    return f"needs {needs} and {options or 'no'} options; {speed}"
+    given = f"{options or 'no'} option{'' if options == 1 else 's'}"
+    return f"needs {needs} and {given}; {speed}"

@@ -43,6 +43,7 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         )
     usual = {key: usual_control(together) for key, together in _together(finished, windows).items()}
     logs: dict[str, list[float]] = {}
+    steps: dict[str, list[int]] = {}
     by_trial: dict[tuple[str, int], float] = {}
     for trial, own in zip(finished, windows, strict=True):
         assert trial.samples_per_second is not None
@@ -52,11 +53,16 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
             taken_off = adjustments[_on_disk(trial)].of(middle, usual[_computing(trial)])
             value = math.log(trial.global_batch) - (middle.step - taken_off)
         logs.setdefault(trial.cell_id, []).append(value)
+        steps.setdefault(trial.cell_id, []).append(max(1, len(trial.losses)))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
     spreads = moderated(
         [
-            Spread(statistics.variance(values) if len(values) > 1 else 0.0, len(values) - 1)
-            for values in logs.values()
+            Spread(
+                statistics.variance(values) if len(values) > 1 else 0.0,
+                len(values) - 1,
+                statistics.fmean(steps[cell_id]),
+            )
+            for cell_id, values in logs.items()
         ]
     )
     adjusted = {

@@ -16,7 +16,7 @@ from harness.analysis.baseline import baseline_of
 from harness.analysis.best import against_best, dunnett
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import NONE, Window, fitted
-from harness.analysis.moderated import Spread, inverse_trigamma, moderated, prior
+from harness.analysis.moderated import Spread, moderated, prior
 from harness.analysis.ranking import compared
 from harness.analysis.stats import LogEstimate, ratio
 from harness.analysis.summary import cell_results
@@ -65,13 +65,6 @@ def test_best_is_in_the_set_and_all_distances_hold_together() -> None:
     assert broken <= 32  # 5 %, and what 400 goes leave to chance
 
 
-def test_inverse_trigamma_is_one() -> None:
-    from scipy.special import polygamma
-
-    for x in (0.01, 0.3, 1.0, 7.0, 300.0):
-        assert inverse_trigamma(float(polygamma(1, x))) == pytest.approx(x, rel=1e-6)
-
-
 def test_prior_of_variances_is_found_again() -> None:
     """Variances that scatter about 4e-4 as with 6 degrees of freedom, each seen with 2."""
     chance, cells = random.Random(2), []
@@ -84,6 +77,24 @@ def test_prior_of_variances_is_found_again() -> None:
     assert common.variance == pytest.approx(4e-4, rel=0.1)
     narrowed = moderated(cells)[0]
     assert narrowed.degrees == common.degrees + 2
+
+
+def test_prior_follows_what_a_launch_averages() -> None:
+    """Variances of cells that take more steps are smaller, and are found to be so from cells with
+    one degree of freedom each."""
+    chance, cells = random.Random(5), []
+    for number in range(600):
+        averaged = (5.0, 20.0, 80.0)[number % 3]
+        variance = 8 * (0.04 / averaged) / chance.gammavariate(4, 2)
+        cells.append(Spread(variance * chance.gammavariate(0.5, 2), 1, averaged))
+    common = prior(cells)
+    assert common is not None
+    assert common.power == pytest.approx(-1, abs=0.2)
+    assert common.degrees == pytest.approx(8, rel=0.5)
+    for cell in cells[:3]:
+        assert common.of(cell) == pytest.approx(0.04 / cell.averaged, rel=0.25)
+    narrow, wide = (moderated(cells)[place] for place in (2, 0))
+    assert narrow.degrees == wide.degrees == common.degrees + 1
 
 
 def test_few_cells_are_pooled_and_one_launch_has_no_spread() -> None:
