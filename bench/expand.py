@@ -13,6 +13,7 @@ from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, 
 from bench.select import keep
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
+from harness.run.fits import GIB, device_bytes
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.strategy.registry import make_strategy, with_defaults
@@ -63,6 +64,8 @@ def expand(
     for cell in chosen:
         try:
             admit_here(cell, host)
+            if matrix.only_what_fits:
+                _require_fit(cell, host)
             cells.append(_limited(cell, host))
         except Refused as error:
             left_out.append(LeftOut(cell, "refused", str(error)))
@@ -78,6 +81,18 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
     return [*expanded.cells, *(left.cell for left in expanded.left_out)]
+
+
+def _require_fit(cell: Cell, host: Host) -> None:
+    """Raises Refused where the cell needs more memory than a device has, or its share of the
+    host's."""
+    need = device_bytes(cell)
+    there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
+    if need > there:
+        raise Refused(
+            f"needs about {need / GIB:.1f} GiB of each device by its formulas, which has"
+            f" {there / GIB:.1f} GiB"
+        )
 
 
 def _limited(cell: Cell, host: Host) -> Cell:

@@ -22,7 +22,13 @@ from harness.spec.link import Link, over
 from harness.spec.training import EXACT, Layout, States
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
-from harness.strategy.registry import make_strategy, strategies, validate, with_defaults
+from harness.strategy.registry import (
+    make_strategy,
+    stand_in_of,
+    strategies,
+    validate,
+    with_defaults,
+)
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.operators import operators
@@ -162,7 +168,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         strategy=cell.strategy,
         precision=workload.arithmetic or cell.precision,
         exact=strategy.tolerance(cell, workload) == EXACT,
-        stand_in=strategy.stand_in(cell) is not None,
+        stand_in=stand_in_of(strategy, cell, workload) is not None,
         data=replicas,
         pipeline=layout.pipeline,
         tensor=layout.tensor,

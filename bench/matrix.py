@@ -103,6 +103,8 @@ class Matrix(Sizes):
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
+    only_what_fits: bool = False
+    """Leave out what by its formulas needs more memory than a device has."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 

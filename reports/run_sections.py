@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from reports import experts, facts, markdown_parts, parts
+from reports import effects, experts, facts, markdown_parts, parts
 from reports.run_report import RunReport
 from reports.sections import Section
 
 SECTIONS: tuple[Section[RunReport], ...] = (
     Section("verdict", "Verdict", parts.verdict_part, markdown_parts.verdict_text),
     Section("largest", "Largest trainable model, or longest sequence", parts.largest_part),
+    Section(
+        "effects",
+        "What to turn on first",
+        effects.effects_part,
+        effects.effects_text,
+        "Turn on first",
+    ),
     Section("systems", "Systems", parts.systems_part),
     Section("ranking", "Throughput", parts.ranking_part, markdown_parts.ranking_text),
     Section("memory", "Peak memory", parts.memory_part),

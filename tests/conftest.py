@@ -4,6 +4,7 @@ environment variable."""
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import os
 import signal
@@ -88,22 +89,30 @@ def stop_from_the_keyboard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def _counted() -> Path:
+    """What was counted of models is kept from one session to the next, as long as the code that
+    counts is the same: it takes two minutes of processor time."""
+    code = hashlib.blake2s(digest_size=8)
+    for file in sorted((ROOT / "harness" / "workloads").rglob("*.py")):
+        code.update(file.read_bytes())
+    return cache_folder() / "tests" / code.hexdigest()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data and references of the tests are made by the tests; each worker has its own, since some
-    tests damage them. What was counted of models is shared; what torch.compile compiled is kept
-    from one session to the next, as it takes half a minute of processor time."""
+    """Data and references of the tests are made by the tests, and shared by the workers of a
+    session; a test may put something else in their place, for its worker. What torch.compile
+    compiled is kept from one session to the next, too: it takes half a minute."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
     cache = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
-    facts = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "facts"
-    facts.mkdir(exist_ok=True)
-    (cache / "facts").symlink_to(
-        facts
-    )  # parameters and FLOPs, which take a second a model to count
-    compiled = cache_folder() / "compiled"
-    compiled.mkdir(exist_ok=True)
-    (cache / "compiled").symlink_to(compiled)
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = {name: session / f"cache-{name}" for name in ("data", "references")}
+    shared |= {name: _counted() / name for name in ("facts", "operators")}
+    shared["compiled"] = cache_folder() / "compiled"
+    for name, folder in shared.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (cache / name).symlink_to(folder)
     os.environ["PARALLELISM_BENCH_CACHE"] = str(cache)
     yield
     if before is None:

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Export, Strategy
 from harness.strategy.job import Job
+from harness.strategy.optimizers import PACKAGES, muon_arguments, packages_of
 from harness.strategy.registry import make_strategy, strategies, validate
 from harness.strategy.step import LOSS_SCALE
 from harness.workloads import make_workload, prepare_data
+from harness.workloads.suffixes import FLOAT8
 from harness.workloads.workload import has_weights
 
 if TYPE_CHECKING:
@@ -74,10 +77,10 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     plan = plan_of(strategy, cell, to)
     if plan is None:
         raise UsageError(_no_export(cell, strategy, to))
-    if workload.suffixes:
+    if not set(workload.suffixes) <= {FLOAT8}:
         raise UsageError(
             f"{cell.workload} has no export: its model is not one of transformers alone; workloads"
-            " without a +suffix have"
+            f" without a +suffix, or with +{FLOAT8}, have"
         )
     values = _values(cell, workload, strategy) | plan.values
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
@@ -93,7 +96,8 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     )
     if to == "slurm":
         files["job.sbatch"] = templates.get_template("job.sbatch.j2").render(values)
-    needs = ("torch", "transformers", *strategy.requires, *plan.needs)
+    needs = ("torch", "transformers", *strategy.requires, *workload.requires, *packages_of(cell))
+    needs = (*needs, *plan.needs)
     values["needs"] = list(dict.fromkeys(needs))
     values["versions"] = ", ".join(
         f"{name} {version_of(name)}" for name in values["needs"] if version_of(name)
@@ -138,7 +142,9 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     factory, given = Job(
         cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()
     ).optimizer_class()
-    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    package = PACKAGES.get(cell.optimizer)
+    named = f"{f'{package}.optim' if package else 'torch.optim'}.{factory.__name__}"
+    arguments = _arguments(given)
     config = workload.hf_config()
     auto = {
         "causal": "AutoModelForCausalLM",
@@ -166,15 +172,23 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "tokens_file": data.tokens_file,
         "tokens_argument": ' --tokens "$TOKENS"' if data.tokens_file else "",
         "fingerprint": data.fingerprint,
-        "optimizer": f"torch.optim.{factory.__name__}(parameters, {arguments})",
-        "optimizer_class": f"torch.optim.{factory.__name__}",
+        "optimizer": f"{named}(parameters, {arguments})",
+        "optimizer_class": named,
         "optimizer_arguments": arguments,
+        "optimizer_package": package,
+        "muon_arguments": _arguments(muon_arguments(cell)),
+        "optimized": "model" if cell.optimizer == "muon" else "model.parameters()",
+        "float8": FLOAT8 in workload.suffixes,
         "autocast": cell.precision != "fp32",
         "dtype": {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(cell.precision),
         "loss_scale": LOSS_SCALE,
         "backend": "nccl" if cell.device == "cuda" else "gloo",
         "no_sync": None,
     }
+
+
+def _arguments(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def _model_json(workload: Workload) -> str:

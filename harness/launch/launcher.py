@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,8 +85,6 @@ class Launcher:
 
     def _start_fork_server(self) -> None:
         """At first, and where it was killed."""
-        from multiprocessing import forkserver
-
         # The last keeps imports from initialising CUDA in the fork server, whose children could
         # not use it then.
         for_server = {
@@ -96,14 +95,27 @@ class Launcher:
         before = {name: os.environ.get(name) for name in for_server}
         os.environ.update(for_server)
         self._ignored |= {child.pid for child in psutil.Process().children()}
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
         self._ignored |= {child.pid for child in psutil.Process().children()}
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        self.fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        self.fork_server = _pid_of_fork_server()
+
+    def _restart_fork_server(self) -> None:
+        """Starts a fork server in the place of one that was killed. Python may have started one by
+        itself, without the variables above; it is killed first."""
+        with contextlib.suppress(psutil.Error):
+            former = psutil.Process(_pid_of_fork_server())
+            if former.ppid() == os.getpid():
+                former.kill()
+                while former.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.005)
+        self._start_fork_server()
 
     def _fork_server_runs(self) -> bool:
         """False where it was killed."""
@@ -156,9 +168,13 @@ class Launcher:
         """
         try:
             if not self._fork_server_runs():
-                self._start_fork_server()
-            return self._run_ranks(spec, command, on_progress, store, stop, waited)
-        except (OSError, RuntimeError) as error:  # torch's own are RuntimeErrors
+                self._restart_fork_server()
+            try:
+                return self._run_ranks(spec, command, on_progress, store, stop, waited)
+            except EOFError:  # the process that ranks are forked from was killed just before
+                self._restart_fork_server()
+                return self._run_ranks(spec, command, on_progress, store, stop, waited)
+        except (OSError, RuntimeError, EOFError) as error:  # torch's own are RuntimeErrors
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
             return RankOutputs(not_started=reason), str(spec.cell.launcher)
@@ -172,7 +188,8 @@ class Launcher:
         stop: threading.Event | None,
         waited: Callable[[], float],
     ) -> tuple[RankOutputs, str]:
-        """As `run_ranks`; raises OSError or RuntimeError where the ranks cannot be started."""
+        """As `run_ranks`; raises OSError, RuntimeError or EOFError where the ranks cannot be
+        started."""
         cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
         with scratch_folder() as folder:
@@ -221,7 +238,8 @@ class Launcher:
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        below = [child for child in psutil.Process().children() if child.pid not in self._ignored]
+        ignored = self._ignored | {_pid_of_fork_server()}  # Python itself waits for its end
+        below = [child for child in psutil.Process().children() if child.pid not in ignored]
         left = []
         for parent in [*(child.pid for child in below), self.fork_server]:
             with contextlib.suppress(psutil.Error):
@@ -230,6 +248,12 @@ class Launcher:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         return below + left
+
+
+def _pid_of_fork_server() -> int:
+    """Of the fork server that Python knows, which may have ended; one was started before."""
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:

@@ -25,7 +25,7 @@ WIDEST = 0.05
 """The envelope widens no further: beyond it the loss alone says nothing."""
 GROWTH_PER_STEP = 0.08
 """Logarithm of the factor by which it widens with each step where there is no second reference
-run (BatchNorm sees the whole batch)."""
+run (it did not end well, or rounded alike)."""
 
 
 def envelope(
@@ -36,6 +36,8 @@ def envelope(
 
     `segment`: its length; `tolerance`: what is allowed within it; `own`: the trial's largest there.
     `drift`: relative deviation of the second reference run at each step, empty where there is none.
+    What is declared (low precision, compression) grows with the square root of the steps, as the
+    sum of independent roundings does.
     """
     if drift:
         # A trial may be some steps ahead of it.
@@ -44,8 +46,10 @@ def envelope(
         rounding = EXACT.loss * math.exp(GROWTH_PER_STEP * (step - segment + 1))
     if tolerance >= WIDEST:  # declared to be another training
         return math.inf
-    loose = tolerance if tolerance > EXACT.loss else NARROWEST
-    return max(loose, min(WIDEST, max(TIMES_OWN * own, rounding * max(1.0, loose / EXACT.loss))))
+    grown = math.sqrt((step + 1) / max(1, segment))
+    loose = tolerance * grown if tolerance > EXACT.loss else NARROWEST
+    rounding *= max(1.0, tolerance / EXACT.loss)
+    return max(min(loose, WIDEST), min(WIDEST, max(TIMES_OWN * own, rounding)))
 
 
 def deviations_later(

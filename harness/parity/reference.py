@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 
-VERSION = 1  # of the reference files; raise it when what they hold changes meaning
+VERSION = 2  # of the reference files; raise it when what they hold changes meaning
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Reference:
 
     @property
     def drift(self) -> list[float]:
-        """Relative deviation at each of these steps of the loss of a run that splits the batch
-        differently; empty where there was none."""
+        """Relative deviation at each of these steps of the loss of a run that differs in rounding
+        alone (see `rounded_differently`); empty where there was none."""
         losses: list[float] = self.facts.get("drift", [])
         return losses
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from harness.host.cache import cache_folder
@@ -17,7 +18,7 @@ from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from harness.workloads import make_workload, prepare_data
+from harness.workloads import DataSource, make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
 
@@ -65,10 +66,17 @@ def split_differently(reference: Cell) -> Cell | None:
     """
     if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None
-    return halved(reference)
+    return _halved(reference)
 
 
-def halved(reference: Cell) -> Cell | None:
+def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
+    """The same training, and its data, but for rounding: with the batch in twice as many parts,
+    or, where it cannot be split so, with its last sample first."""
+    halved = _halved(reference)
+    return (halved, data) if halved else (reference, replace(data, last_first=True))
+
+
+def _halved(reference: Cell) -> Cell | None:
     """The same training with the batch in twice as many parts; None where it cannot be split so,
     or where that is another training (BatchNorm)."""
     parts = 2 * reference.micro_batches

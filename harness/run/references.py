@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from harness.analysis.losses import mean_losses
+from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.options import TrialOptions
@@ -15,23 +16,23 @@ from harness.launch.outcome import Outcome
 from harness.parity.judging import in_fp32
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import (
-    halved,
     make_room,
     reference_cell,
     reference_key,
     reference_of,
+    rounded_differently,
     split_differently,
 )
 from harness.parity.verdict import loss_deviations, noise_of
 from harness.run.expected import time_limit_seconds
 from harness.spec.cell import Cell
-from harness.workloads import make_workload, prepare_data
+from harness.workloads import DataSource, make_workload, prepare_data
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-SPARE_STEPS = 1.5
+SPARE_STEPS = 1.25
 """A reference run whose losses go on after the parity segment takes so many times the steps that
 are asked for."""
 
@@ -72,11 +73,14 @@ class ReferenceRuns:
     ) -> None:
         """Launches what is missing of a reference: the run itself, and the one that shows its
         noise."""
+        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
         if not reference.exists:
             announce(
                 f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
             )
-            outcome = _launch(launcher, reference_cell(cell), reference_output=reference.folder)
+            outcome = _launch(
+                launcher, reference_cell(cell), data, reference_output=reference.folder
+            )
             if outcome.status != "ok":
                 self.failures[reference.folder] = (
                     f"the reference run ended {outcome.status}: {outcome.reason}"
@@ -87,7 +91,7 @@ class ReferenceRuns:
                 f"the same with its batch in {again.micro_batches} parts: how far rounding alone"
                 " leads"
             )
-            outcome = _launch(launcher, again, reference=reference.folder)
+            outcome = _launch(launcher, again, data, reference=reference.folder)
             if outcome.status == "ok" and (rank := outcome.trained[0]).update_deviations:
                 losses = mean_losses([[step.loss for step in rank.steps]])
                 noise = noise_of(losses, rank.update_deviations, reference.facts["losses"])
@@ -104,27 +108,32 @@ class ReferenceRuns:
             return
         longer = reference_cell(cell)
         more = math.ceil(SPARE_STEPS * steps)  # another cell may take more of them
-        longer = longer.model_copy(update={"timed_steps": more - longer.warmup_steps})
-        losses = _losses_of(launcher, longer)
-        twin = halved(longer)
-        again = _losses_of(launcher, twin) if losses and twin else []
+        changes = {"timed_steps": more - longer.warmup_steps}
+        if cell.device == "cpu":  # nobody compares how long it takes
+            changes["threads_per_device"] = len(allowed_cores())
+        longer = longer.model_copy(update=changes)
+        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+        losses = _losses_of(launcher, longer, data)
+        again = _losses_of(launcher, *rounded_differently(longer, data)) if losses else []
         if losses:
             drift = loss_deviations(again, losses) if len(again) == len(losses) else []
-            reference.note_losses(losses, drift)
+            # Without any the two runs rounded alike, which tells nothing of others.
+            reference.note_losses(losses, drift if any(drift) else [])
 
 
-def _losses_of(launcher: LauncherProtocol, cell: Cell) -> list[float]:
+def _losses_of(launcher: LauncherProtocol, cell: Cell, data: DataSource) -> list[float]:
     """The losses of a reference run; empty where it does not end well."""
-    outcome = _launch(launcher, cell)
+    outcome = _launch(launcher, cell, data)
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
     return [loss for loss in losses if loss is not None]
 
 
-def _launch(launcher: LauncherProtocol, cell: Cell, **more: Unpack[TrialOptions]) -> Outcome:
+def _launch(
+    launcher: LauncherProtocol, cell: Cell, data: DataSource, **more: Unpack[TrialOptions]
+) -> Outcome:
     """Launches a reference run; raises KeyboardInterrupt where the user stopped it."""
-    data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
     if cell.device == "cuda":
         limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
         cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})

@@ -21,6 +21,7 @@ from harness.record.trial import TrialRecord
 from harness.run.figures import with_figures
 from harness.run.prepared import PreparedTrial, Surroundings
 from harness.spec.cell import Cell
+from harness.strategy.registry import stand_in_of
 from harness.worker.answer import RankAnswer
 from harness.workloads.counts import model_facts
 
@@ -97,7 +98,7 @@ def trial_record(
     cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
     facts = model_facts(prepared.workload, cell.sequence_length)
     noise, nodes = verification.noise, outcome.nodes
-    stand_in = strategy.stand_in(cell)
+    stand_in = stand_in_of(strategy, cell, prepared.workload)
     if not stand_in:
         stand_in = shared_machine(nodes, outcome.link.get("link_emulation"))
     trial = replace(

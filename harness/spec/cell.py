@@ -15,6 +15,8 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """The strategy that all others are compared with: one process on one device. A part of what is
 recorded, as the names of columns are: records are read where no strategy can be imported."""
+SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
+"""Ways to compute an optimizer, and the one that the reference trains by."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields that are no part of a cell's id: another value does not make another measurement."""
 _ALWAYS_IDENTITY = {
@@ -95,9 +97,12 @@ class Cell(BaseModel):
     matrix products and attention, or everything."""
     compile: Literal["none", "block"] = "none"
     """What torch.compile compiles before the timed steps: nothing, or each block by itself."""
-    optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "sgd"] = "adamw"
-    """AdamW as torch chooses to compute it, tensor lists at a time (foreach) or in one kernel
-    (fused); or SGD with momentum 0.9."""
+    optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
+        "adamw"
+    )
+    """AdamW as torch chooses to compute it, tensor lists at a time (foreach), in one kernel (fused)
+    or with moments of eight bits; Muon for the matrices of the blocks, with AdamW for the rest; or
+    SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
@@ -222,7 +227,7 @@ class Cell(BaseModel):
                 "micro_batches": 1,
                 "recompute": "none",
                 "compile": "none",
-                "optimizer": "sgd" if self.optimizer == "sgd" else "adamw",
+                "optimizer": SAME_TRAINING.get(self.optimizer, self.optimizer),
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,
                 "timed_steps": 1,

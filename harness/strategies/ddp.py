@@ -1,5 +1,4 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets
-during backward."""
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ class Ddp(Strategy):
     """
 
     compiles = True
+    further_optimizers = ("adamw_8bit", "muon")
 
     bucket_cap_mb: float | None = None
     """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the
@@ -89,6 +89,6 @@ class Ddp(Strategy):
         )
         if self.comm_hook != "none":
             compress(model, self.comm_hook)
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.optimizer_of(model)
         job.register(model, optimizer, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

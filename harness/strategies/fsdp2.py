@@ -22,6 +22,7 @@ class Fsdp2(Strategy):
     needed."""
 
     compiles = True
+    further_optimizers = ("muon",)
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them
@@ -104,7 +105,7 @@ class Fsdp2(Strategy):
         root = shard(model, reshard_after_forward=False)  # backward needs it first
         if self.prefetch:
             _fsdp.prefetch_neighbours(blocks)
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.optimizer_of(model)
         job.register(model, optimizer, gather=lambda: _fsdp.shards_on_device(job, model))
         job = own_precision(job) if self.mixed_precision else job
         no_sync = functools.partial(_fsdp.without_sync, root) if self.no_sync else None

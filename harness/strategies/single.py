@@ -13,6 +13,7 @@ class Single(Strategy):
     process_group = False
     max_devices = 1
     compiles = True
+    further_optimizers = ("adamw_8bit", "muon")
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)
@@ -22,6 +23,6 @@ class Single(Strategy):
 
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.optimizer_of(model)
         job.register(model, optimizer)
         return standard_step(job, model, optimizer)

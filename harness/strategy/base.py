@@ -67,6 +67,8 @@ class Strategy(BaseModel, ABC):
     last tensor that backward needs."""
     compiles: ClassVar[bool] = False
     """Whether it trains the same with each block compiled by torch.compile."""
+    further_optimizers: ClassVar[tuple[str, ...]] = ()
+    """Optimizers that it can use beside AdamW and SGD, see harness/strategy/optimizers.py."""
     fixed_steps: ClassVar[bool] = False
     """Whether it must know beforehand how many steps it takes: its launches take as many as the
     cell says, however short they are."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
 from harness.spec.training import Layout, States
+from harness.strategy.optimizers import optimizer_bytes
 
 if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
@@ -17,14 +18,12 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
     """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are
     freed by zero_grad.
 
-    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv
-    1910.02054, section 3.1, for fp32). What the layers keep beside their parameters is whole on
-    every rank.
+    What the optimizer keeps: see `optimizer_bytes`. What the layers keep beside their parameters is
+    whole on every rank.
     """
-    moments = float(cell.moments)
     return States(
         parameters=facts.parameter_bytes / shards,
-        optimizer=moments * facts.trained_bytes / shards,
+        optimizer=optimizer_bytes(cell, facts) / shards,
         library=float(facts.buffer_bytes),
         transient=facts.trained_bytes / shards,
     )

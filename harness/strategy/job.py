@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.workload import HasLogits
 from harness.spec.training import Batch, Layout, Retained
+from harness.strategy.optimizers import optimizer_class, optimizer_of
 from harness.workloads.recompute import recompute_blocks
 
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
@@ -169,29 +170,17 @@ class Job:
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The cell's optimizer as (class, keyword arguments), for libraries that make their own
         instance."""
-        import torch
-
-        cell = self.cell
-        if cell.optimizer == "sgd":
-            return torch.optim.SGD, {
-                "lr": cell.learning_rate,
-                "momentum": 0.9,
-                "weight_decay": cell.weight_decay,
-            }
-        kwargs = {
-            "lr": cell.learning_rate,
-            "betas": (0.9, 0.95),
-            "eps": cell.epsilon,
-            "weight_decay": cell.weight_decay,
-        }
-        if cell.optimizer != "adamw":
-            kwargs[cell.optimizer.removeprefix("adamw_")] = True
-        return torch.optim.AdamW, kwargs
+        return optimizer_class(self.cell)
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
         """The cell's optimizer of these parameters."""
         factory, kwargs = self.optimizer_class()
         return factory(parameters, **kwargs)
+
+    def optimizer_of(self, model: nn.Module) -> Optimizer:
+        """The cell's optimizer of all parameters of a model, by their names: also one that treats
+        them differently."""
+        return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
         """The cell's precision as torch names it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import pkgutil
 from functools import cache
 from typing import TYPE_CHECKING
@@ -12,11 +11,13 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from harness.host.compiler import missing_compiler
+from harness.host.hidden_packages import is_installed
 from harness.host.unbuilt import unbuilt
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
+from harness.strategy.optimizers import OF_SOME, packages_of
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -108,6 +109,11 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
     return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
 
 
+def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
+    """What the strategy or the workload runs on the cell's device in place of the real thing."""
+    return strategy.stand_in(cell) or workload.stand_in(cell)
+
+
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
     """Raises Refused where the ranks cannot be spread evenly over the cell's nodes."""
     if cell.devices % cell.nodes:
@@ -141,7 +147,7 @@ def required_packages() -> list[str]:
 def _require(package: str, install: str = "") -> None:
     """Raises Unavailable for a package that is missing, with what installs it, or why set-up could
     not."""
-    if importlib.util.find_spec(package) is not None:
+    if is_installed(package):
         return
     failure = unbuilt(package)
     remedy = install or f"pip install 'parallelism-bench[{package}]'"
@@ -159,7 +165,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     if here:
         for package in strategy.requires:
             _require(package, strategy.install)
-        for package in workload.requires:
+        for package in (*workload.requires, *packages_of(cell)):
             _require(package)
     if strategy.max_devices is not None and cell.devices > strategy.max_devices:
         raise Refused(
@@ -170,6 +176,14 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
+    if cell.optimizer in OF_SOME and cell.optimizer not in strategy.further_optimizers:
+        able = [
+            name for name, cls in strategies().items() if cell.optimizer in cls.further_optimizers
+        ]
+        raise Refused(
+            f"{cell.strategy} cannot use {cell.optimizer}: it needs whole parameters, and their"
+            f" names; use {', '.join(able)}, or optimizer adamw"
+        )
     if cell.precision not in strategy.precisions:
         raise Refused(
             f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}"

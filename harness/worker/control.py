@@ -24,11 +24,14 @@ from harness.worker.batches import Batches
 from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload
 
-_REQUEST = struct.Struct("d")
+_REQUEST = struct.Struct("di")
 _ANSWER = struct.Struct("ddd")
 _MESSAGE = struct.Struct("iid")
 SAMPLES_PER_CONTROL = 4
-"""The control runs once for so many samples of its rank: a quarter of the steps' time, about."""
+"""The control runs once for so many samples of its rank."""
+SHARE_OF_STEPS = 0.25
+"""Of the steps' time that it takes, about; it runs several times where steps are long."""
+MOST_REPEATS = 4
 OWN_SECONDS = 0.0005
 """Processor time in a pause up to this is taken for the waiting itself."""
 
@@ -38,11 +41,11 @@ class Pause:
     """What happened between two steps."""
 
     control_seconds: float
-    """Of the control: one sample's forward and backward."""
+    """Of the control: one sample's forward and backward, mean of the repeats."""
     left_over_seconds: float
     """Processor time that the rank's own threads used meanwhile: work that the step left behind."""
     control_cpu_seconds: float
-    """Processor time of the control itself."""
+    """Processor time of all that the control computed."""
     largest: float
     """The largest of the numbers that the ranks gave."""
 
@@ -56,6 +59,8 @@ class Control:
         cell = spec.cell
         self.every = max(1, round(SAMPLES_PER_CONTROL * cell.devices / cell.global_batch))
         """Steps from one pause to the next."""
+        self.repeats = 1
+        """Computations in a pause."""
         self.threads = threads_of(spec.cell, cores)
         self.line, other = socket.socketpair()
         own = os.getpid()
@@ -80,7 +85,7 @@ class Control:
         Raises ConnectionError where the control process has died.
         """
         before = time.process_time()
-        self.line.send(_REQUEST.pack(number))
+        self.line.send(_REQUEST.pack(number, self.repeats))
         answer = self.line.recv(_ANSWER.size)
         if len(answer) != _ANSWER.size:
             raise ConnectionError("the control process of this rank has ended")
@@ -88,7 +93,13 @@ class Control:
         left_over = left_over if left_over > OWN_SECONDS else 0.0
         seconds, cpu_seconds, largest = _ANSWER.unpack(answer)
         # What the rank's threads took of the same cores, the control had to wait for.
-        return Pause(max(seconds - left_over, cpu_seconds), left_over, cpu_seconds, largest)
+        own = max(seconds - left_over, cpu_seconds) / self.repeats
+        return Pause(own, left_over, cpu_seconds, largest)
+
+    def fit(self, step_seconds: float, control_seconds: float) -> None:
+        """Lets it compute as often in a pause as makes up its share of the steps' time."""
+        wanted = SHARE_OF_STEPS * self.every * step_seconds / max(control_seconds, 1e-6)
+        self.repeats = max(1, min(MOST_REPEATS, round(wanted)))
 
 
 def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
@@ -103,11 +114,13 @@ def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
         compute: Callable[[], None] | None = None
         while request := line.recv(_REQUEST.size):
             compute = compute or _computation(spec, rank)
+            number, repeats = _REQUEST.unpack(request)
             began, cpu_began = time.perf_counter(), time.process_time()
-            compute()
+            for _ in range(repeats):
+                compute()
             seconds = time.perf_counter() - began
             cpu_seconds = time.process_time() - cpu_began
-            largest = others.wait(*_REQUEST.unpack(request))
+            largest = others.wait(number)
             line.send(_ANSWER.pack(seconds, cpu_seconds, largest))
         status = 0
     os._exit(status)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
 die_with_parent()  # before the imports that take seconds
-if os.getppid() != int(os.environ.pop(LAUNCHER)):  # it died before the kernel was told
+# It died before the kernel was told, or Python has started this one, where the former was killed.
+if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
     os._exit(1)
 adopt_orphans()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Iterable
 
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers
 
+from harness.host.hidden_packages import hide, show
 from harness.workloads.registry import families
 
 for family in families().values():
@@ -24,13 +24,10 @@ def import_packages(names: Iterable[str]) -> None:
     Not with them MLflow, which DeepSpeed imports for its autotuner where it is installed: it takes
     two seconds, and no rank reports to it.
     """
-    with_mlflow = "mlflow" in sys.modules
-    if not with_mlflow:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]  # import raises ImportError
+    hide("mlflow")
     try:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     finally:
-        if not with_mlflow:
-            del sys.modules["mlflow"]
+        show("mlflow")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.host.cores import core_ranges, threads_of
+from harness.host.hidden_packages import show
 from harness.host.process import die_with_parent
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import shortage
@@ -254,6 +255,7 @@ def _train(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
+    show("torchao")  # transformers has looked for it
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.preload, *workload.requires)
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 STORAGES = {
     "bf16": "weights, gradients and optimizer state in bf16",
     "fp16": "weights, gradients and optimizer state in fp16",
+    "float8": "products of attention and MLP matrices in float8, weights in fp32",
     "int8": "frozen 8-bit matrices, with an adapter",
     "nf4": "frozen 4-bit matrices, with an adapter",
 }
-"""How the weights are stored."""
+"""How the weights are stored, or what is computed with them."""
 ADAPTERS = {
     "lora": "rank 8 on every attention and MLP matrix",
     "prompt": "prompt tuning, 16 virtual tokens",
@@ -19,5 +20,6 @@ ADAPTERS = {
 }
 """What is trained in place of the model's own weights."""
 SUFFIXES = {**STORAGES, **ADAPTERS}
+FLOAT8 = "float8"
 QUANTISED = ("int8", "nf4")
 HALF = ("bf16", "fp16")

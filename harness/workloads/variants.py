@@ -10,6 +10,8 @@ be compared:
   IA3 on peft's own choice of matrices. No dropout.
 - `bf16`, `fp16`: parameters, gradients and optimizer state are kept and the arithmetic is done in
   half precision; buffers stay fp32.
+- `float8` (torchao): attention and MLP matrices are multiplied in eight bits, with a scale for each
+  row and column; emulated where the device has no such arithmetic.
 - `int8`, `nf4` (bitsandbytes): every attention and MLP matrix is quantised once and frozen, so
   something else must be trained beside it. One scale for each row of int8 weights, and for each 64
   nf4 weights (no second quantisation of the scales).
@@ -28,7 +30,7 @@ from harness.spec.training import Retained, Tolerance
 from harness.workloads.adapters import PROMPTS, VIRTUAL_TOKENS, adapt
 from harness.workloads.matrices import matrices
 from harness.workloads.quantisation import quantise, quantised_bytes, scales
-from harness.workloads.suffixes import ADAPTERS, HALF, QUANTISED, STORAGES, SUFFIXES
+from harness.workloads.suffixes import ADAPTERS, FLOAT8, HALF, QUANTISED, STORAGES, SUFFIXES
 from harness.workloads.workload import HasLogits, Workload
 
 if TYPE_CHECKING:
@@ -147,6 +149,10 @@ class Variant(Workload):
 
             dtype = torch.bfloat16 if self.storage == "bf16" else torch.float16
             halve(model, dtype, keep_batch_norm=False)
+        elif self.storage == FLOAT8:
+            from harness.workloads.float8 import use_float8
+
+            use_float8(model)
         elif self.storage:
             quantise(model, self.storage)
         if not self.adapter:
@@ -170,7 +176,15 @@ class Variant(Workload):
         return scales(model) if self.storage in QUANTISED else iter(())
 
     def countable(self) -> Workload:
-        return dataclasses.replace(self, storage=None) if self.storage in QUANTISED else self
+        counted_in_fp32 = self.storage in (*QUANTISED, FLOAT8)
+        return dataclasses.replace(self, storage=None) if counted_in_fp32 else self
+
+    def stand_in(self, cell: Cell) -> str | None:
+        if self.storage != FLOAT8:
+            return None
+        from harness.workloads.float8 import emulated
+
+        return emulated(cell)
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
         parameters, buffers = super().stored_bytes(model)
@@ -194,6 +208,7 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
     inherited = {f.name: getattr(base, f.name) for f in dataclasses.fields(Workload)}
     libraries = [
         *(["bitsandbytes"] if storage in QUANTISED else []),
+        *(["torchao"] if storage == FLOAT8 else []),
         *(["peft"] if adapter else []),
     ]
     virtual = VIRTUAL_TOKENS if adapter in (*PROMPTS, "prefix") else 0
@@ -247,6 +262,12 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
         raise UsageError(
             f"workload {name!r}: only causal language models have +{adapter or storage}; use a gpt2"
             " or llama workload"
+        )
+    of_gpt2 = base.family is not None and base.family.name == "gpt2"  # Conv1D, not Linear
+    if storage == FLOAT8 and (of_gpt2 or adapter or base.experts):
+        raise UsageError(
+            f"workload {name!r}: float8 is of models whose matrices are trained linear layers; use"
+            " a llama or bert workload, without an adapter"
         )
     if base.experts and (adapter or storage in QUANTISED):
         raise UsageError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from harness.host.hidden_packages import hide
 from harness.spec.errors import Refused
 from harness.spec.training import Tolerance
 from harness.workloads.family import Family, Kind, ModelConfig, Split
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
     from harness.spec.cell import Cell
     from harness.spec.training import Layout, Retained
+
+
+# transformers and peft import torchao where it is installed, and importing it initialises CUDA
+# where a GPU is visible. They look once.
+hide("torchao")
 
 
 OTHER_EXPERTS = Tolerance(
@@ -255,6 +261,11 @@ class Workload:
         ends = f".{self.mixture_path}.gate"
         names = [name for name, _ in model.named_modules()] if self.mixture_path else []
         return [name.removesuffix(".gate") for name in names if name.endswith(ends)]
+
+    def stand_in(self, cell: Cell) -> str | None:
+        """What its arithmetic is replaced by on the cell's device; None where it is the real
+        one."""
+        return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding

@@ -136,7 +136,13 @@ def kernel_kills(place: Place) -> None:
     group = _new_group(place.chance.randrange(10**9))
     try:
         cell = "{strategy: faulty, options: {fault: eats_memory}}"
-        run = Run(place, cell=cell, enter=functools.partial(_enter, group))
+        run = Run(
+            place,
+            cell=cell,
+            enter=functools.partial(_enter, group),
+            # To fill the group takes longer than the campaign waits for a rank that hangs.
+            environment={"PARALLELISM_BENCH_HANG_SECONDS": "15"},
+        )
         (ended,) = run.ended()
         assert ended[0] == "out_of_memory", ended
         assert re.search("killed for lack of memory rose by [12]$", ended[1]), ended

@@ -92,7 +92,8 @@ class Run:
         if self.process.poll() is None:
             self.process.wait(timeout=120)
         assert self.recorded() >= good, self.output.read_text("utf-8", "replace")
-        if self.recorded() < self.trials:
+        # The last one may be interrupted.
+        if self.recorded() < self.trials or {status for status, _ in self.ended()} != {"ok"}:
             self.process = self.start()
             code = self.process.wait(timeout=120)
             assert code == 0, (code, self.output.read_text("utf-8", "replace"))

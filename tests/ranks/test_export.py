@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from harness.export import export_files, write_files
+from harness.host.hidden_packages import show
 from harness.parity.verdict import loss_deviations
 from tests.ranks.conftest import RunCells, cell
 
@@ -169,6 +170,7 @@ def rank_of_script(
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
     sys.argv = words
+    show("torchao")  # as in an interpreter of its own
     runpy.run_path(words[0], run_name="__main__")
     sys.stdout.flush()
     os._exit(0)  # torch's threads may outlive the interpreter's end
@@ -183,14 +185,14 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
         {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}},
     ),
     ("fsdp1", "torchrun", {"micro_batches": 2, "optimizer": "adamw_fused"}),
-    ("fsdp2", "torchrun", {"micro_batches": 2, "options": {"prefetch": True}}),
-    ("zero_redundancy", "torchrun", {"optimizer": "sgd"}),
+    ("fsdp2", "torchrun", {"micro_batches": 2, "optimizer": "muon", "options": {"prefetch": True}}),
+    ("zero_redundancy", "torchrun", {"workload": "llama-nano+float8"}),
     (
         "distributed_config",
         "torchrun",
         {"workload": "mixtral-nano", "options": {"expert": 2}, "recompute": "full"},
     ),
-    ("ddp", "slurm", {"recompute": "selective"}),
+    ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),

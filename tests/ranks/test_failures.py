@@ -181,3 +181,13 @@ def test_many_launches_in_a_row(launcher: Launcher) -> None:
         assert (outcome.status, outcome.reason) == ("ok", "")
         # The step after the parity check does not settle where no other could be timed.
         assert [step.phase for step in outcome.trained[0].steps] == ["warmup", "timed"]
+
+
+def test_a_fork_server_that_was_killed_just_before_a_trial_is_replaced(
+    run_cells: RunCells, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still seemed to run. Python starts another by itself, which lacks what this suite tells
+    it."""
+    os.kill(launcher.fork_server, signal.SIGKILL)
+    monkeypatch.setattr(launcher, "_fork_server_runs", lambda: True)
+    assert run_cells(cell("ddp")).trials.iloc[0]["status"] == "ok"

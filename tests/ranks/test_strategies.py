@@ -25,14 +25,16 @@ SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
 
 def elsewhere(one: Cell) -> bool:
     """Variants of a model in one process and by DDP are those of test_variants.py, mpirun's ranks
-    those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py.
+    those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py,
+    states on a disk those of test_deepspeed.py.
     And eight ranks, which are slow, train with each data axis and each schedule, but not with all
     pairs of them."""
     variant = "+" in one.workload and one.strategy in ("single", "ddp")
     anew = one.launcher == "spawn" or one.options.get("config_file")
     pair = (one.options.get("data_axis"), one.options.get("schedule"))
     mpi = one.options.get("controller") == "mpi"
-    return variant or mpi or bool(anew) or pair == ("fsdp2", "1f1b")
+    on_disk = "nvme" in one.options.values()
+    return variant or mpi or on_disk or bool(anew) or pair == ("fsdp2", "1f1b")
 
 
 def cells_of_full() -> list[Cell]:
@@ -53,7 +55,9 @@ def cells_of_full() -> list[Cell]:
     for one in cells:
         base, plus, suffixes = one.workload.partition("+")
         slow = one.devices > 2 or base == "llama-512x2"
-        small = "llama-nano" if one.devices > 4 else SMALL.get(base, base)
+        # fp16 arithmetic is slow on most CPUs.
+        nano = one.devices > 4 or (one.precision == "fp16" and one.expect == "ok")
+        small = "llama-nano" if nano else SMALL.get(base, base)
         changes = (
             {**(shorter if slow else short), "workload": small + plus + suffixes}
             if one.expect == "ok"
@@ -221,6 +225,26 @@ def test_each_way_to_compute_adamw_is_the_same_training(run_cells: RunCells) -> 
     assert set(trials["parity_verdict"]) == {"exact"}
     for trial in trials.to_dict("records"):
         states_follow_the_formula(pd.Series(trial))
+
+
+def test_further_optimizers_and_products_in_float8_train_the_same(run_cells: RunCells) -> None:
+    """Muon over shards, moments of eight bits, products of rows with their own scales: against the
+    same in one process."""
+    axes = {"timed_steps": 1, "parity_steps": 4}
+    cells = [
+        cell("ddp", **axes, workload="llama-micro", optimizer="adamw_8bit"),
+        *(cell(name, **axes, optimizer="muon") for name in ("ddp", "fsdp2")),
+        *(cell(name, **axes, workload="llama-nano+float8") for name in ("ddp", "fsdp2")),
+    ]
+    trials = run_cells(*cells).trials
+    assert list(trials["reason"]) == [""] * len(cells), trials["log_tail"].tolist()
+    assert set(trials["parity_verdict"]) <= {"exact", "within tolerance"}
+    assert trials["parity_verdict"].iloc[0] == "exact"
+    for trial in trials.to_dict("records"):
+        states_follow_the_formula(pd.Series(trial))
+        eight_bits = "float8" in trial["workload"]
+        assert (trial["fp32_loss_deviation"] > 1e-6) == eight_bits
+        assert pd.notna(trial["stand_in"]) == eight_bits
 
 
 def test_embeddings_that_do_not_stay_tied_across_stages_diverge(run_cells: RunCells) -> None:

@@ -28,7 +28,16 @@ from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from tests.unit.test_cli import bench
 
-ALLOWED = {"torch", "numpy", "transformers", "accelerate", "deepspeed", *sys.stdlib_module_names}
+ALLOWED = {
+    "torch",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "bitsandbytes",
+    "deepspeed",
+    "torchao",
+    *sys.stdlib_module_names,
+}
 
 
 def small(strategy: str, **axes: Any) -> Cell:

@@ -19,7 +19,10 @@ def test_envelope_follows_the_drift_of_the_references() -> None:
     assert envelope(30, 3, 1e-5, 0.0, drift) == pytest.approx(3e-4)
     assert envelope(5, 3, 1e-5, 0.0, [0.0] * 40) == NARROWEST
     assert envelope(5, 3, 1e-5, 1e-5, [0.0] * 40) == pytest.approx(3e-5), "thrice its own"
-    assert envelope(5, 3, 2e-3, 0.0, [0.0] * 40) == 2e-3, "what is declared"
+    assert envelope(2, 3, 2e-3, 0.0, [0.0] * 40) == 2e-3, "what is declared"
+    assert envelope(11, 3, 2e-3, 0.0, [0.0] * 40) == 4e-3, (
+        "twice as much after four times the steps"
+    )
     assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == WIDEST
     assert envelope(39, 3, 0.3, 0.0, drift) == math.inf
 

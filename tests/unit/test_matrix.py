@@ -241,6 +241,8 @@ SYSTEMS = {
     "24 uneven memory",
     "26 sequence parallel",
     "27 expert parallel",
+    "28 optimizers",
+    "29 float8",
 }
 
 

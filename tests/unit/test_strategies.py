@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
 from harness.strategy.job import Shown, TrainState
+from harness.strategy.optimizers import optimizer_bytes
 from harness.strategy.registry import (
     _require,
     make_strategy,
@@ -29,6 +31,7 @@ from harness.strategy.registry import (
     validate,
 )
 from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
 
 HOME = Path(__file__).parents[2]
 FILES = sorted(
@@ -242,3 +245,38 @@ def test_register_takes_what_a_train_state_has() -> None:
     shown = {name: kind.__forward_arg__ for name, kind in Shown.__annotations__.items()}
     assert {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **shown} == fields
     assert Shown.__optional_keys__ == set(shown)
+
+
+def test_optimizers_keep_what_their_papers_say() -> None:
+    """Llama-nano has matrices of more than 4096 elements, and vectors of fewer."""
+    workload = make_workload("llama-micro")
+    facts = model_facts(workload, 32)
+
+    def kept(optimizer: str) -> float:
+        axes: dict[str, Any] = {"optimizer": optimizer}
+        return optimizer_bytes(Cell(strategy="ddp", **axes), facts)
+
+    model = workload.build(0)
+    matrices = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and name.startswith(workload.block_path)
+    )
+    assert kept("adamw") == 2 * facts.trained_bytes
+    assert kept("sgd") == facts.trained_bytes
+    assert kept("muon") == 2 * facts.trained_bytes - 4 * matrices
+    assert 0.25 < kept("adamw_8bit") / kept("adamw") < 0.27, "a byte for four, and a scale for 256"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "able"),
+    [("fsdp2", "adamw_8bit", "ddp, single"), ("fsdp1", "muon", "ddp, fsdp2, single")],
+)
+def test_optimizers_that_a_strategy_cannot_shard_are_refused(
+    strategy: str, optimizer: str, able: str
+) -> None:
+    """AdamW8bit keeps no state of a DTensor; Muon needs whole matrices and their names."""
+    axes: dict[str, Any] = {"workload": "llama-nano", "optimizer": optimizer}
+    cell = Cell(strategy=strategy, devices=2, **axes)
+    with pytest.raises(Refused, match=f"cannot use {optimizer}: .*use {able}, "):
+        validate(cell, make_workload(cell.workload))

@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def test_causal_labels_are_the_next_tokens() -> None:
     )
     assert inputs.shape == labels.shape == (4, 32)
     assert np.array_equal(inputs[:, 1:], labels[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])
+def test_a_batch_with_its_last_sample_first_holds_the_same_samples(name: str) -> None:
+    data = prepare_data(
+        "images" if name.startswith("resnet") else "stdlib", make_workload(name), 32
+    )
+    whole = slice(0, 6)
+    for there, back in zip(
+        data.batch(1, 2, 6, whole),
+        dataclasses.replace(data, last_first=True).batch(1, 2, 6, whole),
+        strict=True,
+    ):
+        assert (there[::-1] == back).all()
 
 
 def test_the_default_data_is_this_pythons_standard_library() -> None:

@@ -1,0 +1,181 @@
+"""What turning one thing on does to throughput and memory: alone, and together with others.
+
+Cells that differ in one axis only are compared pair by pair. Alone: against the baseline, which has
+everything off. Together: the mean over all such pairs, whatever else is on in both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.baseline import baseline_of
+from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import compared
+from harness.analysis.setting import SETTING
+from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, ratio
+
+AXES = ("strategy", "precision", "micro_batches", "recompute", "compile", "optimizer", "arithmetic")
+"""What can be turned on; each has the value that it has in the baseline, and others."""
+_FIXED = tuple(name for name in SETTING if name not in ("workload", "precision", "optimizer"))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one change does. Ratios are those of cells with it over cells without."""
+
+    axis: str
+    value: str
+    """As a reader writes it: `recompute=full`."""
+    pairs: int
+    """Cells with it that have a twin without."""
+    alone: Comparison | None
+    """Of the throughput, where all else is as in the baseline; None where that was not measured."""
+    alone_memory: float | None
+    """Of the peak memory."""
+    together: Comparison
+    """Of the throughput, mean over all pairs."""
+    together_memory: float | None
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The effects in one setting, and the best combinations."""
+
+    baseline: CellResult
+    effects: tuple[Effect, ...]
+    """Those that speed up most first."""
+    fastest: CellResult
+    smallest: CellResult
+    """The one that needs least memory."""
+
+
+Identity = tuple[tuple[str, str], ...]
+"""Axis and value."""
+
+
+def axes_of(cell: CellResult) -> dict[str, str]:
+    """The value of each axis."""
+    suffixes = cell.workload.partition("+")[2]
+    return {
+        "strategy": _strategy(cell),
+        "precision": cell.precision,
+        "micro_batches": str(cell.micro_batches),
+        "recompute": cell.recompute,
+        "compile": cell.compile,
+        "optimizer": cell.optimizer,
+        "arithmetic": suffixes or "fp32",
+    }
+
+
+def _strategy(cell: CellResult) -> str:
+    """Its strategy, options and launcher: the label without what has an axis of its own."""
+    head, bracket, inside = cell.label.partition("(")
+    shown = [
+        part
+        for part in inside.removesuffix(")").split(", ")
+        if part
+        and part.partition("=")[0] not in ("micro_batches", "recompute", "compile")
+        and part != cell.optimizer
+    ]
+    return f"{head}({', '.join(shown)})" if bracket and shown else head
+
+
+def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
+    """Of each model and machine on which several things were turned on, one by one and together."""
+    places: dict[tuple[object, ...], list[CellResult]] = {}
+    for cell in cells:
+        if cell.ranked:
+            fixed = tuple(getattr(cell, name) for name in _FIXED)
+            base = cell.workload.partition("+")[0]
+            places.setdefault((cell.run_id, base, cell.regime, *fixed), []).append(cell)
+    known = [effects for place in places.values() if (effects := _effects(place))]
+    return sorted(known, key=lambda effects: -len(effects.effects))
+
+
+def _effects(cells: Sequence[CellResult]) -> Effects | None:
+    plain = [cell for cell in cells if "+" not in cell.workload and cell.precision == "fp32"]
+    baseline = baseline_of([cell for cell in plain if cell.optimizer == "adamw"])
+    if baseline is None:
+        return None
+    off = axes_of(baseline)
+    by_axes: dict[Identity, CellResult] = {}
+    for cell in cells:
+        by_axes.setdefault(tuple(axes_of(cell).items()), cell)
+    pairs: dict[tuple[str, str], list[tuple[CellResult, CellResult]]] = {}
+    for identity, cell in by_axes.items():
+        for axis, value in identity:
+            if value == off[axis]:
+                continue
+            without = tuple((a, off[a] if a == axis else v) for a, v in identity)
+            if twin := by_axes.get(without):
+                pairs.setdefault((axis, value), []).append((cell, twin))
+    effects = [_effect(axis, value, twins, baseline) for (axis, value), twins in pairs.items()]
+    known = [effect for effect in effects if effect is not None]
+    combined = any(_changes(cell, off) > 1 for cell in cells)
+    if not combined or len({effect.axis for effect in known}) < 2:
+        return None
+    known.sort(key=lambda effect: -effect.together.ratio)
+    return Effects(
+        baseline,
+        tuple(known),
+        max(cells, key=lambda cell: cell.samples_per_second or 0.0),
+        min(cells, key=lambda cell: cell.peak_memory_bytes or math.inf),
+    )
+
+
+def _changes(cell: CellResult, off: Mapping[str, str]) -> int:
+    return sum(value != off[axis] for axis, value in axes_of(cell).items())
+
+
+def _effect(
+    axis: str,
+    value: str,
+    pairs: Sequence[tuple[CellResult, CellResult]],
+    baseline: CellResult,
+) -> Effect | None:
+    alone = next((pair for pair in pairs if pair[1] is baseline), None)
+    together = _mean_ratio(pairs)
+    if together is None:
+        return None
+    return Effect(
+        axis,
+        value if axis in ("strategy", "arithmetic") else f"{axis}={value}",
+        len(pairs),
+        compared(*alone, CONFIDENCE) if alone else None,
+        _memory_ratio([alone]) if alone else None,
+        together,
+        _memory_ratio(pairs),
+    )
+
+
+def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
+    """The geometric mean of the pairs' ratios of throughput, with the larger of two errors: what
+    the pairs' own are, and what their scatter says, as an effect is not the same everywhere."""
+    known = [
+        (cell.log_throughput, twin.log_throughput)
+        for cell, twin in pairs
+        if cell.log_throughput and twin.log_throughput
+    ]
+    if not known:
+        return None
+    gaps = [with_it.mean - without.mean for with_it, without in known]
+    own = math.sqrt(sum(a.error**2 + b.error**2 for a, b in known)) / len(known)
+    scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+    degrees = min(estimate.degrees for pair in known for estimate in pair)
+    if scatter > own:
+        degrees = min(degrees, len(gaps) - 1)
+    trials = min(estimate.trials for pair in known for estimate in pair)
+    effect = LogEstimate(statistics.fmean(gaps), max(own, scatter), degrees, trials)
+    return ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
+
+
+def _memory_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> float | None:
+    logs = [
+        math.log(cell.peak_memory_bytes / twin.peak_memory_bytes)
+        for cell, twin in pairs
+        if cell.peak_memory_bytes and twin.peak_memory_bytes
+    ]
+    return math.exp(statistics.fmean(logs)) if logs else None

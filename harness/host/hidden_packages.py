@@ -1,0 +1,37 @@
+"""Packages that count as not installed while libraries look for them: some import whatever they
+find, though nobody here uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import cast
+
+_MODULES = cast("dict[str, ModuleType | None]", sys.modules)
+"""Those that are None cannot be imported."""
+
+
+def hide(package: str) -> None:
+    """Lets a package that was not imported yet count as not installed, until `show`."""
+    _MODULES.setdefault(package, None)
+
+
+def show(package: str) -> None:
+    """Lets it be imported again."""
+    if _is_hidden(package):
+        del _MODULES[package]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, hidden or not; imports nothing."""
+    hidden = _is_hidden(package)
+    show(package)
+    installed = importlib.util.find_spec(package) is not None
+    if hidden:
+        hide(package)
+    return installed
+
+
+def _is_hidden(package: str) -> bool:
+    return package in _MODULES and _MODULES[package] is None

@@ -1,0 +1,143 @@
+"""The optimizers of a cell: their classes, what they keep, how far rounding leads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.spec.cell import Cell
+from harness.spec.training import Tolerance
+from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from harness.workloads.counts import ModelFacts
+
+PACKAGES = {"adamw_8bit": "bitsandbytes"}
+"""That an optimizer needs beside torch."""
+OF_SOME = ("adamw_8bit", "muon")
+"""Optimizers that only strategies which name them can use (`Strategy.further_optimizers`)."""
+MUON = Tolerance(
+    1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"
+)
+QUANTISED_ELEMENTS = 4096
+"""bitsandbytes keeps the moments of smaller parameters in fp32."""
+QUANTISED_BLOCK = 256
+"""Elements of a moment that share a scale."""
+CODES = 256
+"""Values that eight bits choose from: an fp32 table for each of the two moments."""
+
+
+def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The cell's optimizer as (class, keyword arguments); Muon's of parameters that are no hidden
+    matrices."""
+    import torch
+
+    if cell.optimizer == "sgd":
+        return torch.optim.SGD, {
+            "lr": cell.learning_rate,
+            "momentum": 0.9,
+            "weight_decay": cell.weight_decay,
+        }
+    kwargs = {
+        "lr": cell.learning_rate,
+        "betas": (0.9, 0.95),
+        "eps": cell.epsilon,
+        "weight_decay": cell.weight_decay,
+    }
+    if cell.optimizer == "adamw_8bit":
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+        return AdamW8bit, kwargs
+    if cell.optimizer in ("adamw_foreach", "adamw_fused"):
+        kwargs[cell.optimizer.removeprefix("adamw_")] = True
+    return torch.optim.AdamW, kwargs
+
+
+def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
+    """The cell's optimizer of a model's trained parameters.
+
+    Muon updates the matrices of the blocks, AdamW everything else: embeddings, the head, vectors
+    (https://kellerjordan.github.io/posts/muon/). Its steps are scaled to the size of AdamW's, so
+    that one learning rate serves both (Moonlight, arXiv 2502.16982, section 2.2).
+    """
+    import torch
+
+    factory, kwargs = optimizer_class(cell)
+    if cell.optimizer != "muon":
+        return factory(model.parameters(), **kwargs)
+    block_path = make_workload(cell.workload).block_path
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        hidden = parameter.ndim == 2 and block_path and f"{block_path}." in name
+        (matrices if hidden else others).append(parameter)
+    return _together(torch.optim.Muon(matrices, **muon_arguments(cell)), factory(others, **kwargs))
+
+
+def packages_of(cell: Cell) -> list[str]:
+    """Packages that the cell's optimizer needs beside torch."""
+    return [PACKAGES[cell.optimizer]] if cell.optimizer in PACKAGES else []
+
+
+def muon_arguments(cell: Cell) -> dict[str, Any]:
+    """Keyword arguments of torch.optim.Muon."""
+    return {
+        "lr": cell.learning_rate,
+        "weight_decay": cell.weight_decay,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+
+
+def _together(*parts: Optimizer) -> Optimizer:
+    """An optimizer that takes the steps of these, and shares their groups and states."""
+    import torch
+
+    class Together(torch.optim.Optimizer):
+        """Takes the step of each of its parts."""
+
+        def __init__(self) -> None:
+            super().__init__([group for part in parts for group in part.param_groups], {})
+            for part in parts:
+                part.state = self.state
+
+        def step(self, closure: Any = None) -> Any:
+            assert closure is None
+            for part in parts:
+                part.step()
+
+    return Together()
+
+
+def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
+    """What the optimizer keeps of the whole model between steps.
+
+    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv
+    1910.02054, section 3.1, for fp32). Muon keeps one of the blocks' matrices. AdamW8bit keeps two
+    of one byte an element, with a scale for every 256 (arXiv 2110.02861, section 2.1), and the
+    tables that the bytes choose from.
+    """
+    if cell.optimizer == "muon":
+        workload = make_workload(cell.workload)
+        matrices = sum(
+            size
+            for name, size in zip(facts.trainable, facts.sizes, strict=True)
+            if _is_hidden_matrix(name, size, workload)
+        )
+        return 2.0 * facts.trained_bytes - 4.0 * matrices
+    if cell.optimizer == "adamw_8bit":
+        in_fp32 = [size for size in facts.sizes if size < QUANTISED_ELEMENTS]
+        quantised = [size for size in facts.sizes if size >= QUANTISED_ELEMENTS]
+        scales = sum(-(-size // QUANTISED_BLOCK) for size in quantised)
+        tables = 2 * 4 * CODES if quantised else 0
+        return 2.0 * (4 * sum(in_fp32) + sum(quantised) + 4 * scales) + tables
+    return float(cell.moments * facts.trained_bytes)
+
+
+def _is_hidden_matrix(name: str, size: int, workload: Workload) -> bool:
+    """Whether a parameter is a matrix of a block: its vectors have at most the width of the widest
+    layer, four times the hidden size."""
+    return bool(workload.block_path) and (
+        name.startswith(f"{workload.block_path}.") and size > 4 * workload.hidden_size
+    )

@@ -1,0 +1,112 @@
+"""What turning one thing on does: alone, and over all combinations with others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from bench.expand import expand
+from bench.host import Host
+from bench.matrix import read_matrix
+from harness.analysis.cell_result import CellResult
+from harness.analysis.effects import effects_of
+from harness.analysis.stats import LogEstimate
+from harness.spec.cell import Cell
+from reports.effects import COLUMNS, best_text, effects_text, rows_of
+
+
+def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -> CellResult:
+    cell = Cell(strategy="ddp", devices=2, workload=workload, **axes)
+    return CellResult(
+        "run",
+        cell.id,
+        cell.name,
+        cell.label,
+        "ddp",
+        workload,
+        2,
+        "ok",
+        "",
+        precision=cell.precision,
+        optimizer=cell.optimizer,
+        recompute=cell.recompute,
+        micro_batches=cell.micro_batches,
+        global_batch=8,
+        wraps_ddp="torchrun",
+        ranked=True,
+        trials=2,
+        samples_per_second=rate,
+        peak_memory_bytes=peak,
+        log_throughput=LogEstimate(math.log(rate), 0.01, 20, 2),
+    )
+
+
+def combinations() -> list[CellResult]:
+    """bf16 is twice as fast, recomputation takes a quarter more time in fp32 and a half in bf16."""
+    slower = {"fp32": 1.25, "bf16": 1.5}
+    return [
+        result(
+            100 * (2 if precision == "bf16" else 1) / (slower[precision] if again == "full" else 1),
+            1000 // (2 if again == "full" else 1),
+            precision=precision,
+            recompute=again,
+        )
+        for precision, again in itertools.product(("fp32", "bf16"), ("none", "full"))
+    ]
+
+
+def test_each_effect_alone_and_on_average() -> None:
+    (effects,) = effects_of([*combinations(), result(110, 900, "llama-micro+float8")])
+    by_name = {effect.value: effect for effect in effects.effects}
+    assert list(by_name) == ["precision=bf16", "float8", "recompute=full"], "the best first"
+    again = by_name["recompute=full"]
+    assert again.pairs == 2
+    assert again.alone is not None
+    assert again.alone.ratio == pytest.approx(1 / 1.25)
+    assert again.together.ratio == pytest.approx(1 / math.sqrt(1.25 * 1.5))
+    assert again.alone_memory == again.together_memory == pytest.approx(0.5)
+    alone = again.alone
+    assert alone.low is not None
+    assert alone.high is not None
+    together = again.together
+    assert together.low is not None
+    assert together.high is not None
+    assert together.high / together.low > alone.high / alone.low, "it differs by combination"
+    assert by_name["float8"].alone is not None
+    assert by_name["float8"].alone.ratio == pytest.approx(1.1)
+
+
+def test_the_best_combinations_are_named() -> None:
+    (effects,) = effects_of(combinations())
+    assert effects.fastest.precision == "bf16"
+    text = best_text(effects)
+    assert text.startswith("Fastest: ddp in bf16, 2.00 x the throughput and 1.00 x the memory")
+    assert "Least memory: ddp(recompute=full) in" in text
+    assert [len(row) for row in rows_of(effects)] == [len(COLUMNS)] * 2
+
+
+@pytest.mark.parametrize("chosen", [slice(0, 1), slice(0, 2), slice(0, 3)])
+def test_without_combinations_there_is_no_section(chosen: slice) -> None:
+    """One change, or several that were never made together, are in the table of all cells."""
+    assert effects_of(combinations()[chosen]) == []
+
+
+def test_a_run_without_them_has_no_text() -> None:
+    class Report:
+        cells = combinations()[:1]
+
+    assert effects_text(Report()) == []  # type: ignore[arg-type]
+
+
+def test_tune_leaves_out_what_does_not_fit() -> None:
+    matrix = read_matrix("tune")
+    all_there = expand(matrix, Host("cpu", 2, 2**34))
+    assert len(all_there.cells) > 40
+    assert {cell.optimizer for cell in all_there.cells} >= {"muon", "adamw_8bit", "adamw_fused"}
+    assert not [left for left in all_there.left_out if "GiB" in left.reason]
+    little = expand(matrix, Host("cpu", 2, 2**31))
+    assert not little.cells
+    assert "of each device by its formulas, which has 1.0 GiB" in little.left_out[0].reason
