@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from harness.worker.store import open_store
+from harness.host.store import open_store
 
 
 def _bind_torchrun() -> None:

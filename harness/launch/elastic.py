@@ -6,8 +6,8 @@ import multiprocessing.connection
 import signal
 from typing import TYPE_CHECKING, Any
 
+from harness.host.store import RENDEZVOUS_SECONDS, open_store
 from harness.worker.spec import TrialSpec
-from harness.worker.store import RENDEZVOUS_SECONDS, open_store
 from harness.worker.worker import run_rank
 
 if TYPE_CHECKING:

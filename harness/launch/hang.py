@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from harness.host.store import RENDEZVOUS_SECONDS
 from harness.worker.answer import answer_file
 from harness.worker.heartbeat import MEETING, GroupState, groups_file, question_file, read_beat
 from harness.worker.spec import stacks_file
-from harness.worker.store import RENDEZVOUS_SECONDS
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 """Environment variable with the seconds without a heartbeat after which ranks hang; 0: they are

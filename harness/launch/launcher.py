@@ -27,13 +27,13 @@ from harness.host.cores import pin, threads_of
 from harness.host.memory_group import oom_kills
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, scratch_folder
+from harness.host.store import LOOPBACK, open_store
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, ending, judge
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file
-from harness.worker.store import LOOPBACK, open_store
 from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import platform
 import queue
@@ -50,7 +51,7 @@ class Agent:
             if word == "warm":
                 self.launcher = Launcher(what)
             elif word == "meet":
-                from harness.worker.store import open_store
+                from harness.host.store import open_store
 
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)
@@ -151,6 +152,8 @@ def main() -> None:
         line = reach_coordinator(given.meeting, given.patience)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
+        # Its import takes seconds: whoever has said hello can answer at once.
+        importlib.import_module("torch.distributed")
         line.send("hello", node_facts(given.node, given.name, interface, address))
         Agent(line, address, interface).serve()
     except UsageError as mistake:

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from harness.host.store import CLIENT, LOOPBACK, open_store
 from harness.worker.answer import answer_file
 from harness.worker.spec import TrialSpec
-from harness.worker.store import CLIENT, LOOPBACK, open_store
 from harness.worker.worker import run_rank
 
 _MPI = {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.host.cores import core_ranges, threads_of
 from harness.host.hidden_packages import show
 from harness.host.process import die_with_parent
+from harness.host.store import CLIENT, LOOPBACK
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import shortage
 from harness.spec.cell import Cell
@@ -36,7 +37,6 @@ from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
-from harness.worker.store import CLIENT, LOOPBACK
 from harness.workloads import make_workload
 
 if TYPE_CHECKING:

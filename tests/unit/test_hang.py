@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.host.store import RENDEZVOUS_SECONDS
 from harness.launch import hang
 from harness.launch.hang import Hang, Silence, ask_ranks, missing
 from harness.launch.outcome import RankOutputs, judge
@@ -20,7 +21,6 @@ from harness.spec.cell import Cell
 from harness.worker.answer import answer_file
 from harness.worker.heartbeat import MEETING, GroupState, Heartbeat, read_beat
 from harness.worker.spec import stacks_file
-from harness.worker.store import RENDEZVOUS_SECONDS
 
 BUSY = "while True: pass"
 IDLE = "import time; time.sleep(60)"
