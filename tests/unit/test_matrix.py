@@ -243,6 +243,7 @@ SYSTEMS = {
     "27 expert parallel",
     "28 optimizers",
     "29 float8",
+    "30 DiLoCo",
 }
 
 
