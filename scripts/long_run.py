@@ -91,8 +91,9 @@ def watched(trials: int, folder: Path) -> list[Sample]:
     if process.returncode or done != trials:
         sys.exit(f"the run ended with exit code {process.returncode} and {done} trials")
     # torch keeps what it compiled for later processes.
-    if left := [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]:
-        sys.exit(f"left in temporary folders: {left}")
+    remaining = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
+    if remaining:
+        sys.exit(f"left in temporary folders: {remaining}")
     return samples
 
 
@@ -115,9 +116,9 @@ def main() -> None:
         allowed = MOST_BYTES if name.endswith("_bytes") else 0
         grown |= last - first > allowed
         print(f"{name}: {first:.0f}, at the end {last:.0f} ({last - first:+.0f})")
-    left = sorted(set(os.listdir(SHARED_MEMORY)) - shared)
-    print(f"files in shared memory: {len(left)} more {left[:3]}")
-    sys.exit(1 if grown or left else 0)
+    remaining = sorted(set(os.listdir(SHARED_MEMORY)) - shared)
+    print(f"files in shared memory: {len(remaining)} more {remaining[:3]}")
+    sys.exit(1 if grown or remaining else 0)
 
 
 if __name__ == "__main__":

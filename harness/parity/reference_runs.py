@@ -3,12 +3,13 @@ is cleared for it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.host.cache import cache_folder
@@ -199,19 +200,16 @@ def make_room(cells: Iterable[Cell]) -> None:
     if home.exists() and not home.is_dir():
         return  # a reference run that cannot be written says so, and its cells stay unverified
     home.mkdir(parents=True, exist_ok=True)
-    kept = {
-        folder: sum(f.stat().st_size for f in folder.iterdir())
-        for folder in home.iterdir()
-        if folder.is_dir()
-    }
-    beyond = sum(kept.values()) + missing - limit_bytes()
-    for folder in sorted(kept, key=_last_used):
+    kept = [_kept(folder) for folder in home.iterdir() if folder.is_dir()]
+    beyond = sum(reference.bytes for reference in kept) + missing - limit_bytes()
+    for reference in sorted(kept, key=lambda reference: reference.last_used):
         if beyond <= 0:
             break
-        if folder.name in needed or time.time() - _last_used(folder) < IN_USE_SECONDS:
+        in_use = time.time() - reference.last_used < IN_USE_SECONDS
+        if reference.folder.name in needed or in_use:
             continue
-        shutil.rmtree(folder, ignore_errors=True)
-        beyond -= kept[folder]
+        shutil.rmtree(reference.folder, ignore_errors=True)
+        beyond -= reference.bytes
     free = shutil.disk_usage(home).free
     if free < missing:
         raise UsageError(
@@ -220,6 +218,21 @@ def make_room(cells: Iterable[Cell]) -> None:
         )
 
 
-def _last_used(folder: Path) -> float:
-    facts = folder / "reference.json"
-    return (facts if facts.exists() else folder).stat().st_mtime
+@dataclass(frozen=True)
+class _Kept:
+    folder: Path
+    bytes: int
+    last_used: float  # seconds since the epoch
+
+
+def _kept(folder: Path) -> _Kept:
+    """What a folder holds now: another run may be writing into it, or clearing it."""
+    sizes = []
+    last_used = time.time()  # a folder that is just being cleared is nobody's to clear again
+    with contextlib.suppress(FileNotFoundError):
+        last_used = folder.stat().st_mtime
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(file.stat().st_size)
+        last_used = (folder / "reference.json").stat().st_mtime
+    return _Kept(folder, sum(sizes), last_used)

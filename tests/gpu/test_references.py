@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,29 @@ def test_the_least_recently_used_are_cleared_beyond_the_limit(
         True,
         True,
     ]
+
+
+def test_another_run_writes_and_clears_while_room_is_made(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that another run renamed after the folder was listed ended this one."""
+    monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "0")
+    written, cleared = (kept(cache, name, 1000, 9e5) for name in ("written", "cleared"))
+    (written / "final.another-host.1.tmp").touch()
+    (cleared / "final.another-host.2.tmp").touch()
+    listed = Path.iterdir
+
+    def another_run_goes_on(folder: Path) -> Iterator[Path]:
+        for file in sorted(listed(folder)):
+            if file.name == "final.another-host.1.tmp":
+                file.rename(file.with_name("final.safetensors"))
+            if file.name == "final.another-host.2.tmp":
+                shutil.rmtree(cleared)
+            yield file
+
+    monkeypatch.setattr(Path, "iterdir", another_run_goes_on)
+    references(tmp_path, [ON_GPU], Launches([2.0, 1.0]))
+    assert not written.exists()
 
 
 def test_too_little_disk_is_said_before_anything_runs(

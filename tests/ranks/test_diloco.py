@@ -14,7 +14,7 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytest.importorskip("torchft")
 
 
-def simulated_losses(one: Cell, period: int) -> list[list[float]]:
+def simulated_losses(trained: Cell, period: int) -> list[list[float]]:
     """Losses of each replica: inner steps of the cell's optimizer on its own rows, and an outer
     step of SGD with Nesterov's momentum along the mean of where they went (arXiv 2311.08105,
     algorithm 1)."""
@@ -22,18 +22,18 @@ def simulated_losses(one: Cell, period: int) -> list[list[float]]:
 
     from harness.strategy.optimizers import optimizer_of
 
-    workload = make_workload(one.workload)
-    data = prepare_data(one.data, workload, one.sequence_length)
+    workload = make_workload(trained.workload)
+    data = prepare_data(trained.data, workload, trained.sequence_length)
     cpu = torch.device("cpu")
-    shared, *replicas = (workload.build(one.seed, cpu) for _ in range(1 + one.devices))
-    inner = [optimizer_of(one, replica) for replica in replicas]
+    shared, *replicas = (workload.build(trained.seed, cpu) for _ in range(1 + trained.devices))
+    inner = [optimizer_of(trained, replica) for replica in replicas]
     outer = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    size = one.global_batch // one.devices
+    size = trained.global_batch // trained.devices
     losses: list[list[float]] = [[] for _ in replicas]
-    for step in range(one.warmup_steps + one.timed_steps):
+    for step in range(trained.warmup_steps + trained.timed_steps):
         for rank, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
             rows = slice(rank * size, (rank + 1) * size)
-            arrays = data.batch(one.seed, step, one.global_batch, rows)
+            arrays = data.batch(trained.seed, step, trained.global_batch, rows)
             inputs, labels = (torch.from_numpy(array) for array in arrays)
             loss = workload.loss(workload.logits(replica, inputs), labels)
             loss.backward()
@@ -52,13 +52,13 @@ def simulated_losses(one: Cell, period: int) -> list[list[float]]:
 
 
 def test_it_is_the_papers_algorithm_on_loopback_alone(run_cells: RunCells) -> None:
-    one = cell("diloco", options={"period": 3}, timed_steps=7, parity_steps=10)
+    trained = cell("diloco", options={"period": 3}, timed_steps=7, parity_steps=10)
     with watched() as seen:
-        results = run_cells(one)
+        results = run_cells(trained)
     row = results.trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance"), row["log_tail"]
     steps = results.steps
-    for rank, losses in enumerate(simulated_losses(one, 3)):
+    for rank, losses in enumerate(simulated_losses(trained, 3)):
         own = steps[steps["rank"] == rank].sort_values("step")["loss"]
         assert list(own) == pytest.approx(losses[-len(own) :], rel=2e-6)
     states_follow_the_formula(row)

@@ -225,15 +225,15 @@ def train(processes: list[psutil.Process]) -> bool:
     return len(spaces(leaders)) == 3
 
 
-def left_in(namespaces: set[str], before: float) -> list[str]:
+def remaining_in(namespaces: set[str], before: float) -> list[str]:
     """Processes in these namespaces that started before a time; a namespace of another test may
     have the number of one that is gone."""
-    left = []
+    remaining = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.create_time() < before and spaces([process]) & namespaces:
-                left.append(str(process))
-    return left
+                remaining.append(str(process))
+    return remaining
 
 
 def spaces(processes: list[psutil.Process]) -> set[str]:
@@ -280,9 +280,9 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     made = spaces(below) - {own}
     if len(made) != 3:
         pytest.fail(f"exit code {run.poll()}; {(tmp_path / 'output').read_text()}")
-    assert left_in(made, looked)
+    assert remaining_in(made, looked)
     run.send_signal(how)
     assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=30)
     assert [process for process in below if runs(process)] == []
-    assert left_in(made, looked) == []
+    assert remaining_in(made, looked) == []

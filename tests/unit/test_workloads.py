@@ -51,10 +51,10 @@ def test_a_batch_with_its_last_sample_first_holds_the_same_samples(name: str) ->
     data = prepare_data(
         "images" if name.startswith("resnet") else "stdlib", make_workload(name), 32
     )
-    whole = slice(0, 6)
+    all_rows = slice(0, 6)
     for there, back in zip(
-        data.batch(1, 2, 6, whole),
-        dataclasses.replace(data, last_first=True).batch(1, 2, 6, whole),
+        data.batch(1, 2, 6, all_rows),
+        dataclasses.replace(data, last_first=True).batch(1, 2, 6, all_rows),
         strict=True,
     ):
         assert (there[::-1] == back).all()
