@@ -34,8 +34,6 @@ SLOW = (float(np.log(5.0)), 0.5)
 """Mean and standard deviation of the logarithm of how many times as long such a run takes, where
 fewer than FEW_SLOW were measured. Assumed."""
 FEW_SLOW = 5
-SQUEEZES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
-"""Shares of the activations' bytes that are tried as what is left when all reserve is freed."""
 FEWEST = 20
 """Rows that a calibration needs."""
 
@@ -121,7 +119,7 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         source,
         time,
         memory_constants,
-        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), 1.0, *SLOW),
+        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), *SLOW),
         within,
         cluster.links,
     )
@@ -131,15 +129,14 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
 def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     """How measurements lie around the predictions of this calibration."""
     count = len(runs)
-    seconds, reserved, demand, fixed, activations = np.zeros((5, count))
+    seconds, reserved, demand, least = np.zeros((4, count))
     possible = np.zeros(count, bool)
     for group, result in predicted(runs, cluster, calibration):
         everywhere = predict(group.question, result.layouts, calibration)
         seconds[group.rows] = result.seconds
         reserved[group.rows] = result.memory.reserved
         demand[group.rows] = everywhere.memory.demand
-        fixed[group.rows] = everywhere.memory.states + everywhere.memory.working
-        activations[group.rows] = everywhere.memory.activations
+        least[group.rows] = everywhere.least
         possible[group.rows] = everywhere.fits > 0
     rows = runs.ran & runs.consistent()
     errors = np.abs(np.log(seconds[rows] / runs.seconds[rows]))
@@ -158,31 +155,23 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     # Rows that contradict others ran with other code: they say nothing of full speed.
     known = possible & (consistent | ~runs.ran)
     room = _limit(demand[known] / cluster.memory_bytes, runs.ran[known])
-    ends = {
-        squeeze: _limit(
-            (fixed + squeeze * activations)[possible] / cluster.memory_bytes, runs.ran[possible]
-        )
-        for squeeze in SQUEEZES
-    }
+    end = _limit(least[possible] / cluster.memory_bytes, runs.ran[possible])
     slow = runs.ran & ~consistent & (reserved >= NEAR_LIMIT * cluster.memory_bytes)
     times = np.log(runs.seconds[slow] / seconds[slow])
     mean, deviation = (times.mean(), times.std()) if len(times) >= FEW_SLOW else SLOW
-    squeeze = max(SQUEEZES, key=lambda share: ends[share][1])
     return Spread(
         time=float(base),
         time_per_doubling=float(slope),
         memory=float(np.nanquantile(of_memory, LEVEL)),
-        room=room[0],
-        end=ends[squeeze][0],
-        squeeze=squeeze,
+        room=room,
+        end=end,
         slow=float(mean),
         slow_spread=float(deviation),
     )
 
 
-def _limit(shares: Floats, passed: Bools) -> tuple[Limit, float]:
-    """The limit under which these shares of memory passed or failed most likely, and the logarithm
-    of that likelihood."""
+def _limit(shares: Floats, passed: Bools) -> Limit:
+    """The limit under which these shares of memory passed or failed most likely."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -191,4 +180,4 @@ def _limit(shares: Floats, passed: Bools) -> tuple[Limit, float]:
 
     found = minimize(unlikely, np.array([-0.1, np.log(0.1)]), method="Nelder-Mead")
     share, spread = np.exp(found.x)
-    return Limit(float(share), float(max(spread, SHARPEST))), -float(found.fun)
+    return Limit(float(share), float(max(spread, SHARPEST)))

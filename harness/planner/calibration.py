@@ -48,8 +48,6 @@ class Spread:
     micro-batch, which takes many times as long."""
     end: Limit
     """For what is left when it has freed all it can: beyond it, the run fails."""
-    squeeze: float
-    """Share of the activations' bytes that is left then."""
     slow: float
     """Logarithm of how many times as long as predicted a run beyond `room` takes."""
     slow_spread: float

@@ -232,51 +232,56 @@ class MemoryConstants:
     )
     layer_hidden: float = _constant(
         16.0,
-        6.0,
-        40.0,
-        6.0,
+        10.0,
+        24.0,
+        1.0,
         "bytes",
         "kept for the backward pass per token and element of the hidden size in each layer",
-        "Korthikanti and others, arXiv 2205.05198, section 4.1, without dropout and scores",
+        "count: inputs and outputs of both norms, queries, keys, values and the output of"
+        " attention, 2 bytes each (Korthikanti and others, arXiv 2205.05198, section 4.1, without"
+        " dropout and scores)",
     )
     layer_feed: float = _constant(
         8.0,
         4.0,
         14.0,
-        1.5,
+        0.5,
         "bytes",
         "kept for the backward pass per token and element of the feed-forward size",
-        "count: two inputs and one output of the gated product, 2 bytes each, and a mask",
+        "count: both halves of the gated product, the activated half and the product, 2 bytes each",
     )
     gathered: float = _constant(
         4.0,
         0.0,
         16.0,
-        3.0,
+        0.5,
         "bytes",
-        "kept per token and element of the hidden size that tensor parallelism does not split",
-        "two gathered inputs of 2 bytes each",
+        "per token and element of the hidden size of each layer that tensor parallelism does not"
+        " split, while the device has yet to do what the processor has launched",
+        "count: what attention and feed-forward give before it is scattered, 2 bytes each; memory"
+        " that another stream reads is not used again before that is done (PyTorch,"
+        " Tensor.record_stream)",
     )
     logit: float = _constant(
-        10.0,
+        8.0,
         2.0,
         24.0,
-        4.0,
+        1.0,
         "bytes",
         "kept per logit of the micro-batch in its head",
-        "count: bf16 and fp32 logits and their gradient",
+        "count: logits and their softmax in fp32",
     )
     bucket: float = _constant(
         2.0,
         0.0,
         6.0,
-        1.5,
+        0.3,
         "bytes",
         "a second copy of gradients in the buckets that are reduced, per parameter",
         "2 for bf16 buckets, 4 for fp32 ones (DDP, arXiv 2006.15704)",
     )
     overhead: float = _constant(
-        0.5,
+        1.0,
         0.0,
         4.0,
         0.5,

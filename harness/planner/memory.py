@@ -10,7 +10,7 @@ import numpy as np
 from harness.planner.cluster import Cluster
 from harness.planner.constants import MemoryConstants
 from harness.planner.layouts import Bools, Floats, Ints, Layouts
-from harness.planner.shape import ModelShape, padded_head
+from harness.planner.shape import ModelShape
 from harness.planner.stages import Stage, stages
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
@@ -32,6 +32,8 @@ class Memory:
     """Parameters, gradients and optimizer state."""
     activations: Floats
     """Kept for the backward pass, of all micro-batches in flight."""
+    pending: Floats
+    """Of the activations, those that are done with once the device has done what is launched."""
     working: Floats
     """Buckets of gradients, gathered parameters, workspaces."""
     demand: Floats
@@ -118,20 +120,23 @@ def in_flight(layouts: Layouts, stage: Stage) -> Floats:
 
 def _layer_activations(
     shape: ModelShape, sequence: int, layouts: Layouts, c: MemoryConstants, ahead: Floats
-) -> tuple[Floats, Floats]:
-    """Bytes that a layer keeps per micro-batch, and that it needs while it is computed again."""
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes that a layer keeps per micro-batch, that it needs while it is computed again, and,
+    among the first, those that are only pending."""
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
-    gathered = np.where(tensor > 1, c.gathered * ahead, 0.0)
+    pending = tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
-    # Queries, keys, values and the output of attention are kept as wide as its kernel pads them.
-    padded = (shape.heads + shape.kv_heads) * (padded_head(shape.head_size) - shape.head_size)
-    hidden = shape.hidden * c.layer_hidden + 2 * PARAMETER_BYTES * padded
-    whole = tokens * ((hidden + feed * c.layer_feed) / tensor + shape.hidden * gathered)
-    kept = tokens * ((0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + shape.hidden * gathered)
+    # Half of the tensors are as wide as the hidden size, a quarter each as all heads and as those
+    # of keys and values.
+    width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
+    hidden = width * c.layer_hidden
+    whole = tokens * (hidden + feed * c.layer_feed) / tensor + pending
+    kept = tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
     inputs = tokens * 2.0 * shape.hidden / tensor
     layer = np.where(layouts.recompute == 2, inputs, np.where(layouts.recompute == 1, kept, whole))
-    return layer, np.where(layouts.recompute > 0, whole - layer, 0.0)
+    again = np.where(layouts.recompute > 0, whole - layer, 0.0)
+    return layer, again, np.where(layouts.recompute == 2, 0.0, pending)
 
 
 def memory(
@@ -150,11 +155,11 @@ def memory(
     so a device that waits for its processor needs fewer. `first_stage_only` is for comparisons with
     measurements of rank 0.
     """
-    layer, again = _layer_activations(shape, sequence, layouts, c, ahead)
+    layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     ranks = layouts.data * layouts.context
-    columns = {name: np.zeros(len(layouts)) for name in ("states", "act", "work", "demand")}
+    columns = {name: np.zeros(len(layouts)) for name in ("states", "act", "late", "work", "demand")}
     for pipeline in np.unique(layouts.pipeline):
         rows = np.flatnonzero(layouts.pipeline == pipeline)
         part = layouts.take(rows)
@@ -182,6 +187,7 @@ def memory(
             for name, value in (
                 ("states", states),
                 ("act", kept),
+                ("late", flight * stage.layers * pending[rows]),
                 ("work", work),
                 ("demand", demand),
             ):
@@ -190,6 +196,7 @@ def memory(
     return Memory(
         columns["states"],
         columns["act"],
+        columns["late"],
         columns["work"],
         demand,
         capped(demand, cluster.memory_bytes, c.knee),

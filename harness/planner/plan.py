@@ -12,8 +12,9 @@ from harness.planner.calibration import Calibration
 from harness.planner.candidates import enumerate_layouts
 from harness.planner.energy import Energy, energy
 from harness.planner.layouts import AXES, Floats, Ints, Layout, Layouts
-from harness.planner.prediction import Predictions, predict, ranked
+from harness.planner.prediction import Predictions, predict
 from harness.planner.question import Question
+from harness.planner.ranking import ranked
 from harness.planner.schedule import one_forward_one_backward
 from harness.planner.steptime import stage_seconds
 from harness.spec.errors import UsageError
@@ -132,7 +133,8 @@ def plan(
     else:
         # On given devices, the cost follows from the time alone.
         ranks = seconds if used is None else used.per_token
-        best = order[ranked(ranks[order], result.fits[order], result.memory.demand[order])]
+        columns = (ranks, result.fits, result.memory.demand, result.half_width)
+        best = order[ranked(*(column[order] for column in columns))]
     return Plan(
         question,
         goal,
@@ -233,7 +235,12 @@ def _with_energy(candidate: Candidate, used: Energy | None, row: int) -> Candida
 def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
     """How many layouts cannot run for which reason."""
     reasons = Counter(
-        "an empty stage of the pipeline" if result.filled[row] == 0 else "memory" for row in rows
+        "an empty stage of the pipeline"
+        if not result.filled[row]
+        else "memory"
+        if result.fed[row]
+        else "fewer micro-batches than the pipeline needs"
+        for row in rows
     )
     return dict(reasons.most_common())
 

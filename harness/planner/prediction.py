@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.planner.calibration import Calibration
-from harness.planner.layouts import Bools, Floats, Ints, Layouts
+from harness.planner.layouts import Bools, Floats, Layouts
 from harness.planner.memory import Memory, memory, offload_fits
 from harness.planner.question import Question
 from harness.planner.stages import empty_stages
 from harness.planner.steptime import StepTime, step_time
 
-REFUSED_BELOW = 0.15
-"""Layouts that are less likely to run are said not to run: fewer false alarms than at one half."""
-
-
-TIE = 0.01
-"""Logarithm of speeds that no measurement of single steps tells apart: of these layouts the one
-that needs less memory is preferred."""
+PENDING_DONE = 0.5
+"""Share of pending activations that the device is done with when the allocator has to wait for it.
+Assumed."""
+REFUSED_BELOW = 0.27
+"""Layouts that are less likely to run are said not to run: at log odds of -1, rather than at one
+half, as most runs beyond `Spread.room` contradict each other and a false alarm is the worse error.
+No value avoids both errors (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Predictions:
     """The same upwards, with the risk to be slow for want of memory; at least `half_width`."""
     memory_half_width: Floats
     """Of the 80 % interval of the logarithm of the reserved bytes."""
+    least: Floats
+    """Bytes on the fullest device that no freeing gives back."""
     fits: Floats
     """Probability to run at full speed: that memory suffices without freeing, and 0 for a pipeline
     with an empty stage."""
@@ -44,6 +46,8 @@ class Predictions:
     """Probability to run at all, perhaps many times slower than predicted."""
     filled: Bools
     """Whether every stage of the pipeline has something to do."""
+    fed: Bools
+    """Whether the pipeline's schedule has enough micro-batches."""
     beyond: Floats
     """Doublings outside of what the calibration has seen; 0 inside."""
 
@@ -57,14 +61,6 @@ class Predictions:
         """Steps per second times the probability to run at full speed."""
         result: Floats = self.fits / self.seconds
         return result
-
-
-def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats) -> Ints:
-    """Row numbers, best first: by speed times the probability to fit, in classes of TIE, and within
-    a class by the memory needed."""
-    score = np.log(np.maximum(fits, 1e-300) / seconds)
-    classes = np.floor((score.max() - score) / TIE) if len(score) else score
-    return np.lexsort((memory_bytes, classes))
 
 
 def predict(
@@ -85,13 +81,17 @@ def predict(
         shown = memory(
             shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead, True
         )
-    least = needed.states + needed.working + spread.squeeze * needed.activations
+    least = needed.allocated - PENDING_DONE * needed.pending
     runs = spread.end.passed(least, cluster.memory_bytes)
-    fits = np.minimum(runs, spread.room.passed(needed.demand, cluster.memory_bytes))
-    # Only pipelines, whose processors wait for the device, were seen to run without that room.
-    runs = np.where(layouts.pipeline > 1, runs, fits)
+    fits = spread.room.passed(needed.demand, cluster.memory_bytes)
+    runs = np.maximum(runs, fits)
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
+    # As `pipeline_stall`, a habit of the software that was measured: its 1F1B asks for as many
+    # micro-batches as stages follow the first (nanotron, `OneForwardOneBackwardPipelineEngine`).
+    # Megatron-LM runs with fewer.
+    fed = layouts.accumulation >= layouts.pipeline - 1
+    fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned)
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
@@ -106,8 +106,10 @@ def predict(
         half_width=half_width,
         upper=spread.upper(half_width, slow),
         memory_half_width=spread.memory + wider,
-        fits=np.where(filled & stored, fits, 0.0),
-        runs=np.where(filled & stored, runs, 0.0),
+        least=least,
+        fits=np.where(filled & fed & stored, fits, 0.0),
+        runs=np.where(filled & fed & stored, runs, 0.0),
         filled=filled,
+        fed=fed,
         beyond=beyond,
     )

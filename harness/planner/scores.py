@@ -12,7 +12,8 @@ from harness.planner.calibrate import calibrate, groups, predicted
 from harness.planner.calibration import Calibration
 from harness.planner.cluster import Cluster
 from harness.planner.layouts import Bools, Floats, Ints, Layout
-from harness.planner.prediction import REFUSED_BELOW, ranked
+from harness.planner.prediction import REFUSED_BELOW
+from harness.planner.ranking import ranked
 from harness.planner.runs import Runs
 
 FEW = 20
@@ -208,8 +209,13 @@ def _losses(runs: Runs, held: Held, rows: Ints) -> list[float]:
     one that failed. A layout that was measured several times counts once, by its best run."""
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[Layout, float] = {}
-    for row in rows[ranked(held.seconds[rows], held.fits[rows], held.memory_bytes[rows])]:
+    first: list[int] = []
+    for row in rows.tolist():
         loss = 1 - best / runs.seconds[row] if runs.ran[row] else 1.0
-        layout = runs.layouts[int(row)]
-        losses[layout] = min(losses.get(layout, 1.0), loss)
-    return list(losses.values())
+        layout = runs.layouts[row]
+        if layout not in losses:
+            first.append(row)
+        losses[layout] = min(losses.get(layout, 1.0), float(loss))
+    columns = (held.seconds, held.fits, held.memory_bytes, held.half_width)
+    order = ranked(*(column[np.array(first)] for column in columns))
+    return [losses[runs.layouts[first[place]]] for place in order]

@@ -19,6 +19,11 @@ UNGATED = 0.4
 """Reads and writes of the feed-forward size by an activation alone, as a share of those by a gated
 one: 2 of 5 forward (SiLU reads and writes, its product with the other half reads two and writes
 one), and as many for each gradient."""
+AHEAD_POWER = 2.0
+"""Exponent of the share by which the processor is ahead of the device. A device that takes r times
+as long for a layer as its launches has done 1 / r of what is launched; where r is below 1 only
+single long kernels are waited for. Assumed: r^2 / (1 + r^2), which is a half where both take as
+long; between 2 and 4 the errors hardly depend on it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class StepTime:
     owned: Floats
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
-    """How far the processor runs ahead of the device, 0 to 1; see `memory`."""
+    """Share of what the processor has launched that the device has yet to do, 0 to 1; see
+    `memory`."""
 
     @property
     def total(self) -> Floats:
@@ -205,7 +211,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
     updated = np.where(layouts.offload >= 1, 0.0, owned)
     update = updated * c.update_passes / cluster.memory_bytes_per_second
     share = steps / layouts.pipeline
-    device = np.maximum(layer.launch, layer.compute + layer.communication)
+    device = layer.compute + layer.communication
     return StepTime(
         compute=share * work,
         activation_exchange=share * wire,
@@ -215,7 +221,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
         offload=offload,
         update=update,
         owned=owned,
-        ahead=np.minimum(1.0, device / np.maximum(layer.stalled, 1e-12)),
+        ahead=device**AHEAD_POWER / (device**AHEAD_POWER + layer.stalled**AHEAD_POWER),
     )
 
 

@@ -18,6 +18,9 @@ PART_WORDS = {
     "update": "the optimizer's update",
 }
 
+RISKIER = 0.95
+"""Of the best layout's probability to fit, below which the next one's is said."""
+
 
 def explanation(plan: Plan) -> list[str]:
     """Sentences about the best layout, most important first."""
@@ -112,4 +115,5 @@ def _next(best: Candidate, other: Candidate) -> str:
     ratio = other.seconds / best.seconds
     apart = other.seconds_low > best.seconds_high
     verdict = "is slower" if apart else "cannot be told apart from it before it is measured"
-    return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}."
+    risk = f"; it fits with {other.fits:.0%} only" if other.fits < RISKIER * best.fits else ""
+    return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}{risk}."

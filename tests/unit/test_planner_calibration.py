@@ -203,9 +203,9 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.memory_error <= 0.045
         assert scored.rank_correlation >= 0.95
         assert 0.75 <= scored.covered <= 0.90
-        # Not yet within 2 % and 0.5 %, 93 % and 1.5 % (see docs/planner.md): kept from growing.
-        assert scored.pick_loss <= 0.025
-        assert scored.top_three_loss <= 0.015
+        assert scored.pick_loss <= 0.02
+        assert scored.top_three_loss <= 0.005
+        # Not within 93 % and 1.5 % at once (see docs/planner.md): kept from growing.
         assert scored.failures_foreseen >= 0.92
         assert scored.false_alarms <= 0.025
     assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())

@@ -1,0 +1,115 @@
+"""The order in which layouts are listed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.planner.calibration import load
+from harness.planner.cluster import cluster_of
+from harness.planner.layouts import Floats, Layout, Layouts
+from harness.planner.memory import memory
+from harness.planner.plan import plan
+from harness.planner.prediction import predict
+from harness.planner.question import Question
+from harness.planner.ranking import TRIED, ranked
+from harness.planner.shape import parse_shape
+
+CALIBRATION = load()
+often = settings(max_examples=60, deadline=None)
+
+
+def order(seconds: list[float], fits: list[float], half_width: float = 0.03) -> list[int]:
+    count = len(seconds)
+    memory_bytes = np.arange(count, dtype=float)
+    rows = ranked(np.array(seconds), np.array(fits), memory_bytes, np.full(count, half_width))
+    return [int(row) for row in rows]
+
+
+def test_a_faster_layout_that_may_not_fit_is_tried_second() -> None:
+    # The third is as sure as the first, but a tenth slower.
+    assert order([1.0, 0.96, 1.1], [1.0, 0.5, 1.0]) == [0, 1, 2]
+    # As sure to fit, the fastest is first, and a near one adds more than a far one.
+    assert order([1.0, 0.9, 1.5], [1.0, 1.0, 1.0]) == [1, 0, 2]
+    # What cannot fit adds nothing.
+    assert order([1.0, 0.1, 1.1], [1.0, 0.0, 1.0]) == [0, 2, 1]
+
+
+def test_of_equal_speeds_the_one_with_less_memory_is_first() -> None:
+    assert order([1.0, 0.999, 1.0], [1.0, 1.0, 1.0])[0] == 0
+
+
+def expected_best(rows: list[int], seconds: Floats, fits: Floats, deviation: float) -> float:
+    """Mean of the best speed among the rows, by drawing."""
+    draw = np.random.default_rng(0)
+    shape = (20_000, len(rows))
+    speeds = np.exp(deviation * draw.standard_normal(shape)) / seconds[rows]
+    return float(np.mean(np.max(speeds * (draw.random(shape) < fits[rows]), axis=1)))
+
+
+def test_the_places_are_those_that_drawing_gives() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(5):
+        seconds, fits = draw.uniform(1.0, 1.2, 8), draw.uniform(0.3, 1.0, 8)
+        rows = order(seconds.tolist(), fits.tolist(), half_width=0.04)
+        for place in range(1, TRIED):
+            kept = rows[:place]
+            values = {
+                row: expected_best([*kept, row], seconds, fits, 0.04 / 1.2816)
+                for row in range(8)
+                if row not in kept
+            }
+            assert values[rows[place]] >= max(values.values()) * (1 - 2e-3)
+
+
+@often
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(0.0, 1.0)), min_size=1, max_size=40),
+    st.floats(0.0, 0.5),
+)
+def test_every_layout_has_one_place(rows: list[tuple[float, float]], half_width: float) -> None:
+    seconds, fits = map(list, zip(*rows, strict=True))
+    places = order(seconds, fits, half_width)
+    assert sorted(places) == list(range(len(rows)))
+    score = np.array(fits) / np.array(seconds)
+    assert score[places[0]] >= score.max() * np.exp(-0.01) * (1 - 1e-9)
+    assert order([], []) == []
+
+
+def test_few_micro_batches_are_refused_where_the_measured_software_refuses_them() -> None:
+    short = Layouts.of([Layout(pipeline=8, accumulation=steps) for steps in (6, 7, 8)])
+    for links, refused in (("playbook-h100", [True, False, False]), ("nvlink", [False] * 3)):
+        asked = Question(parse_shape("llama-1b"), cluster_of("h100-80gb", 8, links), 4096, 8, 8)
+        assert predict(asked, short, CALIBRATION).refused.tolist() == refused
+    asked = Question(
+        parse_shape("llama-1b"), cluster_of("h100-80gb", 8, "playbook-h100"), 4096, 8, 8
+    )
+    dropped = plan(asked, CALIBRATION).dropped
+    assert dropped["fewer micro-batches than the pipeline needs"] > 0
+
+
+def test_activations_are_those_that_are_counted() -> None:
+    """Without tensor parallelism, with constants at their counts: 16 bytes of the hidden size, 8 of
+    the feed-forward size for each token, and fp32 logits with their softmax."""
+    shape = parse_shape("playbook-3b")
+    cluster = cluster_of("h100-80gb", 8, "playbook-h100")
+    counts = dataclasses.replace(
+        CALIBRATION.memory, layer_hidden=16.0, layer_feed=8.0, logit=8.0, gathered=4.0
+    )
+    alone = Layouts.of([Layout(data=8, zero=1, accumulation=32)])
+    found = memory(shape, 4096, cluster, alone, counts, np.array([1.0]))
+    layer = 16 * 3072 + 8 * 8192
+    assert found.activations[0] == pytest.approx(
+        4096 * (28 * layer + 2 * 3072 + 8 * 131072), rel=1e-9
+    )
+    assert found.pending[0] == 0
+    split = Layouts.of([Layout(data=4, tensor=2, zero=1, accumulation=64)])
+    pending = [
+        memory(shape, 4096, cluster, split, counts, np.array([ahead])).pending[0]
+        for ahead in (0.0, 0.5)
+    ]
+    assert pending == pytest.approx([0.0, 28 * 4096 * 3072 * 4 / 2])
