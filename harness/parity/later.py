@@ -22,7 +22,11 @@ docs/parity.md has what trials need."""
 TIMES_OWN = 3.0
 """How many times its own deviation within the segment."""
 WIDEST = 0.05
-"""The envelope widens no further: beyond it the loss alone says nothing."""
+"""Of a strategy that declares so much or more, later losses are not looked at: it is another
+training. Without a second reference run the envelope widens no further than this either."""
+MOST = 0.5
+"""The envelope widens no further: two correct trainings that have drifted apart by some percent
+soon differ as any two do, and the loss alone says little."""
 GROWTH_PER_STEP = 0.08
 """Logarithm of the factor by which it widens with each step where there is no second reference
 run (it did not end well, or rounded alike)."""
@@ -37,19 +41,22 @@ def envelope(
     `segment`: its length; `tolerance`: what is allowed within it; `own`: the trial's largest there.
     `drift`: relative deviation of the second reference run at each step, empty where there is none.
     What is declared (low precision, compression) grows with the square root of the steps, as the
-    sum of independent roundings does.
+    sum of independent roundings does, or as the reference's own drift grew since the segment, if
+    that is more.
     """
-    if drift:
-        # A trial may be some steps ahead of it.
-        rounding = TIMES_DRIFT * max(drift[: round(1.2 * step) + 8])
-    else:
-        rounding = EXACT.loss * math.exp(GROWTH_PER_STEP * (step - segment + 1))
     if tolerance >= WIDEST:  # declared to be another training
         return math.inf
-    grown = math.sqrt((step + 1) / max(1, segment))
-    loose = tolerance * grown if tolerance > EXACT.loss else NARROWEST
-    rounding *= max(1.0, tolerance / EXACT.loss)
-    return max(min(loose, WIDEST), min(WIDEST, max(TIMES_OWN * own, rounding)))
+    if drift:
+        # A trial may be some steps ahead of it.
+        drifted = max(drift[: round(1.2 * step) + 8])
+        rounding, most = TIMES_DRIFT * drifted, MOST
+        grown = drifted / max(*drift[:segment], NARROWEST / TIMES_DRIFT)
+    else:
+        grown, most = math.exp(GROWTH_PER_STEP * (step - segment + 1)), WIDEST
+        rounding = EXACT.loss * grown
+    if tolerance > EXACT.loss:
+        rounding = max(rounding, tolerance * max(grown, math.sqrt((step + 1) / max(1, segment))))
+    return max(NARROWEST, min(most, max(TIMES_OWN * own, rounding)))
 
 
 def deviations_later(

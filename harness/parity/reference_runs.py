@@ -72,9 +72,12 @@ def split_differently(reference: Cell) -> Cell | None:
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
     """The same training, and its data, but for rounding: with the batch in twice as many parts,
-    or, where it cannot be split so, with its last sample first."""
-    halved = _halved(reference)
-    return (halved, data) if halved else (reference, replace(data, last_first=True))
+    or, where it cannot be split so, with its last sample first and on one core, where convolutions
+    add in another order."""
+    if halved := _halved(reference):
+        return halved, data
+    cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
+    return reference.model_copy(update=cores), replace(data, last_first=True)
 
 
 def _halved(reference: Cell) -> Cell | None:

@@ -74,24 +74,23 @@ class DataSource:
         starts = np.array([r[0] for r in self.ranges])[labels]
         stops = np.array([r[1] for r in self.ranges])[labels]
         offsets = starts + (rng.random(global_batch) * (stops - starts - length)).astype(np.int64)
-        labels, offsets = labels[self._order], offsets[self._order]
+        labels, offsets = self._ordered(labels), self._ordered(offsets)
         pieces = np.stack([self.tokens[o : o + length + 1] for o in offsets[rows]]).astype(np.int64)
         if self.kind == "causal":
             return pieces[:, :-1], pieces[:, 1:]
         return pieces[:, :-1], labels[rows]
 
-    @property
-    def _order(self) -> slice:
-        """Of a global batch's samples."""
-        return slice(None, None, -1 if self.last_first else 1)
+    def _ordered(self, samples: Array) -> Array:
+        """What was drawn for a global batch, one number a sample, in the order of its samples."""
+        return samples[::-1].copy() if self.last_first else samples  # torch takes no reversed view
 
     def _images(
         self, rng: np.random.Generator, global_batch: int, rows: slice
     ) -> tuple[Array, Array]:
         """Gratings whose angle and frequency depend on the class, with a random phase and noise."""
-        labels = rng.integers(0, self.num_labels, global_batch)[self._order]
-        phases = rng.random(global_batch)[self._order] * 2 * np.pi
-        noise_seeds = rng.integers(0, 2**63, global_batch)[self._order]
+        labels = self._ordered(rng.integers(0, self.num_labels, global_batch))
+        phases = self._ordered(rng.random(global_batch)) * 2 * np.pi
+        noise_seeds = self._ordered(rng.integers(0, 2**63, global_batch))
         axis = np.linspace(-1, 1, self.image_size, dtype=np.float32)
         images = []
         for label, phase, noise in zip(labels[rows], phases[rows], noise_seeds[rows], strict=True):

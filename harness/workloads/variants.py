@@ -51,6 +51,12 @@ _TOLERANCES = {
         0.12,
         "sums in another order are rounded to fp16's 11 bits, and a small update is lost or not",
     ),
+    FLOAT8: Tolerance(
+        1e-4,
+        0.05,
+        "a value at the middle of two float8 numbers, which are 6 % apart, is rounded to either of"
+        " them by the order of the sums before it",
+    ),
 }
 _INT8_ON_GPU = Tolerance(
     1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.parity.later import NARROWEST, WIDEST, envelope, with_later
+from harness.parity.later import MOST, NARROWEST, envelope, with_later
 from harness.parity.verdict import ParityVerdict
 
 EXACT = ParityVerdict("exact", "", 1e-7, 1e-5, "weight", 1e-5, 1e-3)
@@ -23,7 +23,10 @@ def test_envelope_follows_the_drift_of_the_references() -> None:
     assert envelope(11, 3, 2e-3, 0.0, [0.0] * 40) == 4e-3, (
         "twice as much after four times the steps"
     )
-    assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == WIDEST
+    assert envelope(30, 3, 2e-3, 0.0, drift) == pytest.approx(0.2), (
+        "what is declared grows as the drift did since the segment, here a hundredfold"
+    )
+    assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == MOST
     assert envelope(39, 3, 0.3, 0.0, drift) == math.inf
 
 

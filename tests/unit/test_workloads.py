@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench.expand import expand
 from bench.host import Host
@@ -58,6 +59,7 @@ def test_a_batch_with_its_last_sample_first_holds_the_same_samples(name: str) ->
         strict=True,
     ):
         assert (there[::-1] == back).all()
+        torch.from_numpy(back)  # which takes no view that runs backwards
 
 
 def test_the_default_data_is_this_pythons_standard_library() -> None:
