@@ -7,7 +7,9 @@ in which they were launched, shifted by a random number of places: heavy tails, 
 neighbours share stay as they were. A deviation is scaled by what launches of so many steps usually
 deviate by. Prints how often equals are called different, planted
 differences are seen, intervals of 95 % hold, and the set of the best holds the best; each rate with
-its 95 % bounds.
+its 95 % bounds. Differences are planted twice: between a cell and all others, which are equal (then
+further rounds go to all of them), and between the two fastest cells, where the answer depends on
+this pair alone.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ from harness.run.further_rounds import FURTHER_SHARE
 
 RUNS = int(os.environ.get("RUNS", "2000"))
 PLANTED = (0.0, 0.02, 0.05, 0.10)
+BEHIND = 0.15
+"""What all other cells are slower by, at least, where the answer depends on two of them."""
+SHARE_LEFT = float(os.environ.get("SHARE_LEFT", FURTHER_SHARE))
+"""Of the planned launches: how many further ones fit in the time that is left after them."""
 
 
 class Design:
@@ -78,6 +84,9 @@ class Design:
                 groups[setting(cell)].append(cell.cell_id)
         self.group = max(groups.values(), key=len)
         """The cells of the largest setting."""
+        means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
+        self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
+        """Logarithms of their recorded throughputs over the fastest one's."""
 
     def simulated(self, chance: random.Random, true: Mapping[str, float]) -> dict[str, LogEstimate]:
         """Estimates of a run whose cells have these logarithms of throughput (0 where none)."""
@@ -91,7 +100,7 @@ class Design:
 
         for cell in self.order:
             launch(cell)
-        left = round(FURTHER_SHARE * len(self.order))
+        left = round(SHARE_LEFT * len(self.order))
         while True:
             estimates = estimated(values, self.steps)
             wanted = open_cells({cell: estimates[cell] for cell in self.group})
@@ -123,6 +132,24 @@ def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
         return []
     among = against_best([cells[cell] for cell in best], KEPT_CONFIDENCE)
     return [] if all(bound.low >= 1 - EQUAL for bound in among) else best
+
+
+def of_the_two_fastest(design: Design, chance: random.Random, planted: float) -> str:
+    """How often a difference between the two fastest cells is found."""
+    seen = alone = launches = 0
+    for _ in range(RUNS):
+        winner, second = chance.sample(design.group, 2)
+        true = {cell: min(level, -BEHIND) for cell, level in design.levels.items()}
+        cells = design.simulated(chance, true | {winner: 0.0, second: -planted})
+        seen += ratio(cells[winner], cells[second]).verdict != "no difference seen"
+        bounds = against_best([cells[cell] for cell in design.group])
+        chosen = {cell for cell, b in zip(design.group, bounds, strict=True) if b.may_be_best}
+        alone += chosen == {winner}
+        launches += cells[winner].trials
+    return (
+        f"the two fastest {planted:.0%} apart: called different {rate(seen, RUNS)}, the answer is"
+        f" the faster one alone {rate(alone, RUNS)}, of {launches / RUNS:.0f} launches each"
+    )
 
 
 def rate(successes: int, of: int) -> str:
@@ -160,6 +187,8 @@ def main(folder: str, run_id: str = "") -> None:
             f"planted {planted:.0%}: a pair is called different {rate(seen, RUNS)}, some pair of"
             f" the run {family / RUNS:.1%}; intervals hold {held / pairs:.1%}"
         )
+    for planted in PLANTED:
+        print(of_the_two_fastest(design, chance, planted))
     best = size = 0
     for _ in range(RUNS):
         winner = chance.choice(design.group)

@@ -20,15 +20,16 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     """The cell that the others of a setting are compared with; None where there is none.
 
     It is the first ranked cell that is chosen; where nothing is chosen, DDP by torchrun without
-    options, else the single process.
+    options, else the single process, and of several (weak scaling on one device is the same
+    training) the one with the most launches: the plan launches a baseline more often.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         return next(filter(chosen, ranked), None)
     plain = [cell for cell in ranked if cell.plain]
-    ddp = (cell for cell in plain if cell.wraps_ddp == "torchrun")
-    single = (cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}")
-    return next(ddp, None) or next(single, None)
+    ddp = [cell for cell in plain if cell.wraps_ddp == "torchrun"]
+    single = [cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}"]
+    return max(ddp or single, key=lambda cell: cell.trials, default=None)
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 LEAST_WINDOWS = 12
 """Fewer, beyond one for each cell, say nothing of a coefficient."""
+LEAST_LAUNCHES = 40
+"""With so many launches, beyond one for each cell, the coefficients are those between whole
+launches. The control's own noise, which averages out over a launch, makes those between windows of
+a few steps too small."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,16 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
     """
     import numpy as np
 
+    whole = {
+        cell: [mean_window(launch) for launch in launches if launch]
+        for cell, launches in cells.items()
+    }
+    beyond_one = sum(max(0, len(launches) - 1) for launches in whole.values())
     rows: list[tuple[float, float, float]] = []
-    for launches in cells.values():
+    for cell, launches in cells.items():
         windows = [window for launch in launches for window in launch]
+        if beyond_one >= LEAST_LAUNCHES:
+            windows = whole[cell]
         if not windows:
             continue
         middle = mean_window(windows)

@@ -17,6 +17,11 @@ from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
 
+ROUNDS_NOT_COMPARED = 2
+"""Planned rounds in which a cell is launched whose throughput is compared with nothing: as many as
+show how far its launches differ."""
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """A cell that will not be launched, and why."""
@@ -56,8 +61,8 @@ class Plan:
     once: frozenset[str] = frozenset()
     """Ids of the cells that are launched once, for parity: their time is no measurement."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of the cells that are timed for as many steps as they say, whatever `timed_seconds` is:
-    their throughput is compared with nothing."""
+    """Ids of the cells whose throughput is compared with nothing: they are timed for as many steps
+    as they say, whatever `timed_seconds` is, and launched in the first two rounds."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
     """Cell id -> launches in each round, of cells that have more than one: baselines."""
 
@@ -97,6 +102,8 @@ class Plan:
         order = []
         for number in range(self.trials):
             begun = set(self.once) if number else set()
+            if number >= ROUNDS_NOT_COMPARED:
+                begun |= self.not_compared
             for cell in self.shuffled(of_round, number):
                 if cell.id not in begun:
                     order.append((cell, number))
@@ -109,6 +116,8 @@ class Plan:
         """Launches of a cell."""
         if cell.id in self.once:
             return 1
+        if cell.id in self.not_compared:
+            return min(self.trials, ROUNDS_NOT_COMPARED)
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:

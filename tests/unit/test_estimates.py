@@ -128,6 +128,23 @@ def test_control_takes_out_what_moves_with_it() -> None:
     assert found.helps
 
 
+def test_noise_of_the_control_averages_out_over_the_launches_of_many_cells() -> None:
+    """Its windows are as noisy as the machine: by them the exponent would be about a half."""
+
+    def launches(chance: random.Random) -> list[list[Window]]:
+        made = []
+        for speed in (chance.gauss(0, 0.15) for _ in range(3)):
+            controls = [speed + chance.gauss(0, 0.15) for _ in range(8)]
+            made.append([Window(speed, control, control) for control in controls])
+        return made
+
+    chance = random.Random(7)
+    few, many = ({number: launches(chance) for number in range(count)} for count in (15, 60))
+    by_windows, by_launches = (found.control + found.slowest for found in map(fitted, (few, many)))
+    assert 0.3 < by_windows < 0.7
+    assert by_launches > 0.8
+
+
 def test_control_that_helps_nothing_is_left_out() -> None:
     chance = random.Random(4)
     found = fitted({number: _launches(chance, 0.0, 0.0, helps=False) for number in range(10)})

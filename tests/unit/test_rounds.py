@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
     assert first.count(ddp.id) == 3
     assert {cell.id for cell in cells} == set(first)
     assert [plan.timed_seconds_of(cell) for cell in (ddp, crowded, alone)] == [3.0, 0.0, 0.0]
+    longer = dataclasses.replace(plan, trials=4)
+    launches = Counter(cell.id for cell, _ in longer.schedule())
+    assert [launches[cell.id] for cell in (others[0], ddp, crowded, alone)] == [4, 12, 2, 2]
+    assert all(longer.trials_of(cell) == launches[cell.id] for cell in cells)
     assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
 
 
