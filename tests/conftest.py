@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from harness.host.cache import cache_folder
+from harness.host.imports import collect_seldom
 from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,7 @@ FOLDERS = ("cluster", "unit", "gpu", "ranks", "faults", "browser")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    collect_seldom()
     config.addinivalue_line("markers", "alone: measures time, so nothing may run beside it")
     config.addinivalue_line(
         "markers", "quick: a unit test, or one cell of each strategy: make test-quick"

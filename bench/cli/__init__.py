@@ -11,6 +11,7 @@ from importlib import import_module
 import typer
 
 from bench.cli.remedies import refusal
+from harness.host.imports import collect_seldom
 from harness.spec.errors import DamagedFileWarning, UsageError
 
 COMMANDS = {
@@ -66,6 +67,7 @@ def _show_warning(
 def main() -> None:
     """Runs a command; a user's mistake, and a file that the system refuses, become one sentence on
     stderr and exit code 2."""
+    collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         app(prog_name="python -m bench")

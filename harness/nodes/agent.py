@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.host.imports import collect_seldom
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
 from harness.nodes.facts import node_facts
@@ -148,6 +149,7 @@ def main() -> None:
         "--patience", type=float, default=120.0, help="Seconds to wait for the coordinator."
     )
     given = parser.parse_args()
+    collect_seldom()
     try:
         line = reach_coordinator(given.meeting, given.patience)
         address = addresses_of(given.interface)[0] if given.interface else line.address

@@ -16,7 +16,6 @@ from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
-
 ROUNDS_NOT_COMPARED = 2
 """Planned rounds in which a cell is launched whose throughput is compared with nothing: as many as
 show how far its launches differ."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
+gc.disable()  # see harness/host/imports.py
 die_with_parent()  # before the imports that take seconds
 # It died before the kernel was told, or Python has started this one, where the former was killed.
 if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
@@ -62,3 +63,4 @@ with open(os.devnull, "w") as nowhere:  # what libraries print on import is no n
 # a million objects.
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -7,14 +7,16 @@ import contextlib
 import importlib
 from collections.abc import Iterable
 
-import torch.distributed.tensor.parallel  # noqa: F401
-import transformers
-
 from harness.host.hidden_packages import hide, show
+from harness.host.imports import no_collections
 from harness.workloads.registry import families
 
-for family in families().values():
-    getattr(transformers, family.model_class)  # transformers imports a model's module on first use
+with no_collections():
+    import torch.distributed.tensor.parallel  # noqa: F401
+    import transformers
+
+    for family in families().values():
+        getattr(transformers, family.model_class)  # imports a model's module on first use
 transformers.utils.logging.set_verbosity_error()
 
 
@@ -26,8 +28,9 @@ def import_packages(names: Iterable[str]) -> None:
     """
     hide("mlflow")
     try:
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        with no_collections():
+            for name in names:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
     finally:
         show("mlflow")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from harness.workloads.workload import Workload
 
     Array: TypeAlias = NDArray[np.generic]
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class DataSource:
             return pieces[:, :-1], pieces[:, 1:]
         return pieces[:, :-1], labels[rows]
 
-    def _ordered(self, samples: Array) -> Array:
+    def _ordered(self, samples: NDArray[Number]) -> NDArray[Number]:
         """What was drawn for a global batch, one number a sample, in the order of its samples."""
         return samples[::-1].copy() if self.last_first else samples  # torch takes no reversed view
 
