@@ -6,7 +6,7 @@ from harness.analysis.cell_result import VERIFIED
 from harness.analysis.losses import mean_losses
 from harness.launch.outcome import Outcome
 from harness.parity.judging import allowed_deviation, distance_to_fp32, verdict_of
-from harness.parity.later import deviations_later, with_later
+from harness.parity.later import deviations_later, with_jumps, with_later
 from harness.run.prepared import PreparedTrial
 from harness.run.rows import Verification
 
@@ -32,6 +32,9 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verific
     later = []
     if reference and verdict.verdict in VERIFIED:
         later = deviations_later(losses, reference.all_losses, cell.parity_steps)
-        verdict = with_later(verdict, later, cell.parity_steps, reference.drift)
+        drift = reference.drift
+        if prepared.workload.batch_norm:
+            drift = with_jumps(drift, cell.parity_steps)
+        verdict = with_later(verdict, later, cell.parity_steps, drift)
     distance = distance_to_fp32(cell, losses) if losses else None
     return Verification(verdict, reference_losses, noise, distance, tuple(later))

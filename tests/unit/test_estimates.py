@@ -240,6 +240,17 @@ def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) ->
     assert baseline_of(results) is results[0]
 
 
+def test_of_two_baselines_the_one_with_more_launches_is_taken(tmp_path: Path) -> None:
+    """Weak scaling on one device is the same training; the faster of the two would be chosen by
+    luck."""
+    rows = _rows(Cell(strategy="single", regime="weak"), [0.9, 0.9], [0.1, 0.1])
+    rows += _rows(Cell(strategy="single"), [1.0, 1.0, 1.0], [0.1, 0.1, 0.1])
+    fastest, other = cell_results(stored(tmp_path, rows).trials)
+    assert (fastest.trials, other.trials) == (2, 3)
+    assert baseline_of([fastest, other]) is other
+    assert fastest.baseline == other.cell_id
+
+
 def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path) -> None:
     rows = [
         row
