@@ -100,12 +100,12 @@ class Design:
 
         for cell in self.order:
             launch(cell)
-        left = round(SHARE_LEFT * len(self.order))
+        further = round(SHARE_LEFT * len(self.order))
         while True:
             estimates = estimated(values, self.steps)
             wanted = open_cells({cell: estimates[cell] for cell in self.group})
-            left -= len(wanted)
-            if not wanted or left < 0:
+            further -= len(wanted)
+            if not wanted or further < 0:
                 return estimates
             for cell in wanted:
                 launch(cell)

@@ -88,16 +88,16 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
     """
     import numpy as np
 
-    whole = {
+    launch_means = {
         cell: [mean_window(launch) for launch in launches if launch]
         for cell, launches in cells.items()
     }
-    beyond_one = sum(max(0, len(launches) - 1) for launches in whole.values())
+    beyond_one = sum(max(0, len(launches) - 1) for launches in launch_means.values())
     rows: list[tuple[float, float, float]] = []
     for cell, launches in cells.items():
         windows = [window for launch in launches for window in launch]
         if beyond_one >= LEAST_LAUNCHES:
-            windows = whole[cell]
+            windows = launch_means[cell]
         if not windows:
             continue
         middle = mean_window(windows)

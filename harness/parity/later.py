@@ -66,10 +66,10 @@ def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
     one training and to its references not within 60 (docs/parity.md). After the segment a drift
     that grows as it does without a second reference run is taken where it is more.
     """
-    grown = (math.exp(GROWTH_PER_STEP * (step - segment + 1)) for step in range(len(drift)))
-    jumps = (EXACT.loss / TIMES_OWN * factor for factor in grown)
-    later = zip(drift[segment:], list(jumps)[segment:], strict=True)
-    return [*drift[:segment], *(max(pair) for pair in later)]
+    least = EXACT.loss / TIMES_OWN
+    later = enumerate(drift[segment:], 1)
+    grown = [max(apart, least * math.exp(GROWTH_PER_STEP * steps)) for steps, apart in later]
+    return [*drift[:segment], *grown]
 
 
 def deviations_later(

@@ -63,12 +63,12 @@ class _Gains:
         """Probability that a layout is slower than each point (shape [rows, STEPS])."""
         self.all_slower = np.ones(STEPS)
         """That all picked ones are."""
-        self.left = np.ones(len(log_speed), bool)
+        self.not_picked = np.ones(len(log_speed), bool)
 
     def after(self, picked: int) -> int:
         """The row that adds most, once this one is picked too."""
         self.all_slower = self.all_slower * self.slower[picked]
-        self.left[picked] = False
+        self.not_picked[picked] = False
         # E[max(a, b)] - E[b] is the integral of P(a > x) P(b < x) over x.
         gains = (1 - self.slower) @ (self.all_slower * self.widths)
-        return int(np.argmax(np.where(self.left, gains, -1.0)))
+        return int(np.argmax(np.where(self.not_picked, gains, -1.0)))

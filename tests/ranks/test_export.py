@@ -12,7 +12,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -176,9 +176,21 @@ def rank_of_script(
     os._exit(0)  # torch's threads may outlive the interpreter's end
 
 
-SETS: list[tuple[str, str, dict[str, Any]]] = [
-    ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
+Sets: TypeAlias = list[tuple[str, str, dict[str, Any]]]
+STARTED_ANEW: Sets = [
     ("ddp", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
+    ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
+    (
+        "deepspeed",
+        "deepspeed",
+        {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
+    ),
+]
+"""One for each launcher, whose ranks are interpreters that it starts: torchrun, accelerate launch
+and deepspeed."""
+SETS: Sets = [
+    *STARTED_ANEW,
+    ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
     (
         "ddp",
         "torchrun",
@@ -195,7 +207,6 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
-    ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),
     (
@@ -203,15 +214,7 @@ SETS: list[tuple[str, str, dict[str, Any]]] = [
         "deepspeed",
         {"options": {"stage": 0}, "precision": "bf16", "workload": "llama-micro"},
     ),
-    (
-        "deepspeed",
-        "deepspeed",
-        {"options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
-    ),
 ]
-STARTED_ANEW = SETS[1], SETS[10], SETS[14]
-"""One for each launcher, whose ranks are interpreters that it starts: torchrun, accelerate launch
-and deepspeed."""
 
 
 @pytest.mark.parametrize(

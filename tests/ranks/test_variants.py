@@ -163,10 +163,10 @@ def test_half_weights_train_the_same_within_what_they_declare(
 ) -> None:
     # fp16 is slow on most CPUs.
     steps: dict[str, Any] = {"warmup_steps": 1, "timed_steps": 3, "parity_steps": 3}
-    steps["global_batch"] = 4
+    axes = {**axes, **steps, "global_batch": 4}
     half, full = (
-        cell("ddp", workload=workload, **axes, **steps),
-        cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes, **steps),
+        cell("ddp", workload=workload, **axes),
+        cell("ddp", workload=workload.replace("+bf16", "").replace("+fp16", ""), **axes),
     )
     trials = run_cells(half, full).trials.set_index("workload")
     trial = trials.loc[half.workload]

@@ -101,12 +101,12 @@ def test_activations_are_those_that_are_counted() -> None:
         CALIBRATION.memory, layer_hidden=16.0, layer_feed=8.0, logit=8.0, gathered=4.0
     )
     alone = Layouts.of([Layout(data=8, zero=1, accumulation=32)])
-    found = memory(shape, 4096, cluster, alone, counts, np.array([1.0]))
+    needed = memory(shape, 4096, cluster, alone, counts, np.array([1.0]))
     layer = 16 * 3072 + 8 * 8192
-    assert found.activations[0] == pytest.approx(
+    assert needed.activations[0] == pytest.approx(
         4096 * (28 * layer + 2 * 3072 + 8 * 131072), rel=1e-9
     )
-    assert found.pending[0] == 0
+    assert needed.pending[0] == 0
     split = Layouts.of([Layout(data=4, tensor=2, zero=1, accumulation=64)])
     pending = [
         memory(shape, 4096, cluster, split, counts, np.array([ahead])).pending[0]
