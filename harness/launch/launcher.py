@@ -113,8 +113,9 @@ class Launcher:
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
                 former.kill()
-                while former.status() != psutil.STATUS_ZOMBIE:
-                    time.sleep(0.005)
+                # Until Python, which looks the same way, can see its end: a process is a zombie
+                # as soon as its first thread has ended. Python collects what is left of it.
+                os.waitid(os.P_PID, former.pid, os.WEXITED | os.WNOWAIT)
         self._start_fork_server()
 
     def _fork_server_runs(self) -> bool:
@@ -171,7 +172,9 @@ class Launcher:
                 self._restart_fork_server()
             try:
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-            except EOFError:  # the process that ranks are forked from was killed just before
+            # The process that ranks are forked from was killed just before: by when it closed
+            # what it listens on, Python says one or the other.
+            except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
         except (OSError, RuntimeError, EOFError) as error:  # torch's own are RuntimeErrors

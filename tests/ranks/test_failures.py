@@ -190,4 +190,21 @@ def test_a_fork_server_that_was_killed_just_before_a_trial_is_replaced(
     it."""
     os.kill(launcher.fork_server, signal.SIGKILL)
     monkeypatch.setattr(launcher, "_fork_server_runs", lambda: True)
-    assert run_cells(cell("ddp")).trials.iloc[0]["status"] == "ok"
+    row = run_cells(cell("ddp")).trials.iloc[0]
+    assert (row["status"], row["reason"]) == ("ok", "")
+
+
+def test_a_fork_server_that_no_longer_listens_is_replaced(
+    run_cells: RunCells, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed, has closed its socket and not yet ended, so that Python takes it for alive."""
+    former, run_ranks = launcher.fork_server, launcher._run_ranks
+
+    def refused_once(*arguments: object) -> object:
+        if launcher.fork_server == former:
+            raise ConnectionRefusedError("the fork server was killed")
+        return run_ranks(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launcher, "_run_ranks", refused_once)
+    row = run_cells(cell("ddp")).trials.iloc[0]
+    assert (row["status"], row["reason"]) == ("ok", "")
