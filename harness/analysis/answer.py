@@ -35,10 +35,12 @@ class Advice:
     cell: CellResult
     words: str
     """The rest of a sentence that begins with the cell's label and a colon."""
+    as_good: str = ""
+    """Names those that are equal to it or not told apart from it; empty where there are none."""
 
     @property
     def sentence(self) -> str:
-        return f"{self.cell.label}: {self.words}"
+        return f"{self.cell.label}: {self.words}{'; ' if self.as_good else ''}{self.as_good}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
     baseline = next((cell for cell in fair if cell.cell_id == cell.baseline), None)
     fastest = exact[0]
     ties = may_be_fastest(exact)
-    advice = [Advice("Use", fastest, _use(fastest, exact, ties, baseline))]
+    advice = [Advice("Use", fastest, _use(fastest, exact, baseline), _as_good(fastest, ties))]
     inexact = fair[0]
     if inexact is not fastest and _faster(inexact, fastest):
         advice.append(Advice("Faster at a price", inexact, _price(inexact, fastest)))
@@ -178,31 +180,27 @@ def named(cells: Sequence[CellResult]) -> str:
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
 
 
-def _use(
-    cell: CellResult,
-    exact: Sequence[CellResult],
-    ties: Sequence[CellResult],
-    baseline: CellResult | None,
-) -> str:
-    count = len(exact)
-    if count == 1:
+def _use(cell: CellResult, exact: Sequence[CellResult], baseline: CellResult | None) -> str:
+    if len(exact) == 1:
         return "the only one here that trains exactly the same as one process"
-    parts = [f"the fastest of {count} that train exactly the same as one process"]
-    if baseline is not None and baseline is not cell:
-        ratio = compared(cell, baseline, CONFIDENCE)
-        if ratio:
-            parts.append(f"{change(ratio)} than {baseline.label}")
-    elif baseline is cell:
+    parts = [f"the fastest of {len(exact)} that train exactly the same as one process"]
+    if baseline is cell:
         parts.append("the usual choice itself")
+    elif baseline is not None and (ratio := compared(cell, baseline, CONFIDENCE)):
+        parts.append(f"{change(ratio)} than {baseline.label}")
+    return ", ".join(parts)
+
+
+def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     others = [tie for tie in ties if tie is not cell]
     equal = [tie for tie in others if _ratio(tie, cell) >= 1 - EQUAL]
-    words = ", ".join(parts)
-    if equal:
-        words += f"; equal to it within {EQUAL:.0%}: {named(equal)}".replace("%:", " %:")
     rest = [tie for tie in others if tie not in equal]
+    parts = []
+    if equal:
+        parts.append(f"equal to it within {EQUAL * 100:.0f} %: {named(equal)}")
     if rest:
-        words += f"; not told apart from it: {named(rest)}"
-    return words
+        parts.append(f"not told apart from it: {named(rest)}")
+    return "; ".join(parts)
 
 
 def _ratio(cell: CellResult, other: CellResult) -> float:

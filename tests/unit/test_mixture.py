@@ -222,3 +222,24 @@ def test_traffic_by_hand() -> None:
     states = strategy.states(one, layout, facts)
     assert states is not None
     assert states.parameters == facts.parameter_bytes / 2
+
+
+@pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
+def test_no_routers_loss_is_trained_as_a_mean_of_ranks_is_not_that_of_their_batch(
+    name: str,
+) -> None:
+    """The auxiliary loss that balances experts multiplies two means over tokens."""
+    workload = make_workload(name)
+    model: Any = workload.build(0)
+    inputs = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+
+    def balance(samples: torch.Tensor) -> float:
+        loss: float = model(samples, output_router_logits=True).aux_loss.item()
+        return loss
+
+    ranks = (balance(inputs[:2]) + balance(inputs[2:])) / 2
+    assert abs(ranks / balance(inputs) - 1) > 1e-4, "far above rounding"
+    plain = model(inputs, labels=inputs)
+    assert plain.aux_loss is None
+    again = model(inputs, labels=inputs, output_router_logits=True)
+    assert again.loss.item() == plain.loss.item(), "not even where a library asks for it"

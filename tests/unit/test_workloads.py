@@ -15,6 +15,7 @@ import torch
 from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
+from harness.host.hidden_packages import show
 from harness.run.prepared import more_of_the_same
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError
@@ -462,3 +463,24 @@ def test_flops_of_experts_by_hand(name: str) -> None:
 def test_experts_have_no_adapters() -> None:
     with pytest.raises(UsageError, match=r"one parameter of three dimensions, which \+lora"):
         make_workload("mixtral-nano+lora")
+
+
+@pytest.mark.parametrize(("recipe", "same"), [("rowwise", True), ("tensorwise", False)])
+def test_products_in_float8_do_not_depend_on_which_rank_has_a_sample(
+    recipe: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale for each row is of one token alone; one scale for all rows is of a rank's samples,
+    so that two ranks train another model than one process."""
+    show("torchao")
+    float8 = pytest.importorskip("torchao.float8", reason="make setup installs torchao")
+    config = float8.Float8LinearConfig
+    make = config.from_recipe_name
+    if not same:
+        monkeypatch.setattr(config, "from_recipe_name", lambda name: make(recipe))
+    workload = make_workload("llama-nano+float8")
+    model = workload.build(0)
+    inputs = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        together = workload.logits(model, inputs)
+        apart = torch.cat([workload.logits(model, half) for half in inputs.split(1)])
+    assert (float((together - apart).abs().max()) < 1e-5) == same
