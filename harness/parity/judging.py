@@ -20,7 +20,7 @@ from harness.parity.verdict import (
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Layout, Tolerance
 from harness.strategy.base import Strategy
-from harness.strategy.optimizers import MUON
+from harness.strategy.optimizers import TOLERANCES
 from harness.strategy.registry import batch_norm_is_split
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
@@ -50,8 +50,8 @@ def allowed_deviation(
     reasons = [strategy.tolerance(cell, workload), workload.tolerance(cell) or EXACT]
     if cell.precision in PRECISION:
         reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
-    if cell.optimizer == "muon":
-        reasons.append(MUON)
+    if cell.optimizer in TOLERANCES:
+        reasons.append(TOLERANCES[cell.optimizer])
     if batch_norm_is_split(strategy, cell, workload, layout):
         reasons.append(SPLIT_BATCH_NORM)
     return widest(*reasons)

@@ -21,6 +21,14 @@ OF_SOME = ("adamw_8bit", "muon")
 MUON = Tolerance(
     1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"
 )
+EIGHT_BITS = Tolerance(
+    1e-4,
+    0.02,
+    "of a moment in the middle of two values of eight bits rounding decides which one is kept",
+)
+TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
+"""Of optimizers that amplify the rounding of gradients. Eight bits were seen to be off by up to
+2.9e-3 of an update after 20 steps."""
 QUANTISED_ELEMENTS = 4096
 """bitsandbytes keeps the moments of smaller parameters in fp32."""
 QUANTISED_BLOCK = 256
