@@ -113,8 +113,8 @@ class Launcher:
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
                 former.kill()
-                # Until Python, which looks the same way, can see its end: a process is a zombie
-                # as soon as its first thread has ended. Python collects what is left of it.
+                # A process is a zombie as soon as its first thread has ended, but has an end that
+                # Python sees, which looks by waitpid, only with its last one.
                 os.waitid(os.P_PID, former.pid, os.WEXITED | os.WNOWAIT)
         self._start_fork_server()
 
@@ -172,8 +172,8 @@ class Launcher:
                 self._restart_fork_server()
             try:
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-            # The process that ranks are forked from was killed just before: by when it closed
-            # what it listens on, Python says one or the other.
+            # The process that ranks are forked from was killed just before; a connection is refused
+            # where it had closed its socket already.
             except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
