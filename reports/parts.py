@@ -49,6 +49,8 @@ class Parity:
     steps: str
     unexpected: int
     """Diverged though the matrix does not expect it."""
+    set_back: int
+    """Cells whose state was set back between timed steps and judged again."""
 
     @classmethod
     def of(cls, report: RunReport) -> Parity | None:
@@ -61,7 +63,8 @@ class Parity:
         away = [cell for cell in judged if cell.parity_verdict == "diverged"]
         unexpected = sum(not cell.expected for cell in away)
         words = " or ".join(map(str, steps))
-        return cls(len(judged) - len(away), len(judged), words, unexpected)
+        set_back = sum(bool(cell.set_backs) for cell in judged)
+        return cls(len(judged) - len(away), len(judged), words, unexpected, set_back)
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,15 @@ def _parity(out: Console, cell: CellResult) -> None:
         f"  over {cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
         f" {update}"
     )
+    if cell.set_backs:
+        times = "once" if cell.set_backs == 1 else f"{cell.set_backs} times"
+        out.print(
+            f"  state set back {times} between timed steps: largest deviation in loss"
+            f" {deviation(cell.set_back_loss_deviation)}, in parameters"
+            f" {deviation(cell.set_back_update_deviation)}"
+        )
+    elif cell.not_set_back:
+        out.print(f"  state never set back between timed steps: {clean(cell.not_set_back)}")
     if losses := [loss for loss in cell.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 

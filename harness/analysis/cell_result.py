@@ -169,6 +169,12 @@ class CellResult:
     parity_worst_tensor: str | None = None
     parity_loss_tolerance: float | None = None
     parity_update_tolerance: float | None = None
+    set_backs: int | None = None
+    """How often, in all trials together, the state was set back and judged again; None: unknown.
+    The deviations are the largest found then, `not_set_back` is the reason where it never was."""
+    not_set_back: str | None = None
+    set_back_loss_deviation: float | None = None
+    set_back_update_deviation: float | None = None
     losses: tuple[float | None, ...] = ()
     reference_losses: tuple[float | None, ...] = ()
 

@@ -1,8 +1,10 @@
-"""A trial's loss at each step, from those of its ranks."""
+"""A trial's loss at each step, from those of its ranks, and the steps that were trained again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
@@ -15,3 +17,35 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
         have = [loss for loss in step if loss is not None]
         losses.append(sum(have) / len(have) if have else None)
     return losses
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Consecutive steps of a training, up to where its state was set back, or to its end."""
+
+    first: int
+    """Training step that it begins with; 0 where nothing was set back yet."""
+    losses: tuple[float | None, ...]
+
+    def before(self, step: int) -> tuple[float | None, ...]:
+        """The losses of its steps before that training step."""
+        return self.losses[: max(0, step - self.first)]
+
+    def since(self, step: int) -> tuple[float | None, ...]:
+        """The losses of its steps from that training step on."""
+        return self.losses[max(0, step - self.first) :]
+
+
+def passes(
+    losses: Sequence[float | None], training_steps: Sequence[int | None]
+) -> tuple[Pass, ...]:
+    """The losses of a trial, divided where its state was set back.
+
+    `training_steps`: of each loss; None: as many as there were before it.
+    """
+    steps = [number if step is None else step for number, step in enumerate(training_steps)]
+    starts = [i for i, step in enumerate(steps) if i == 0 or step != steps[i - 1] + 1]
+    return tuple(
+        Pass(steps[begin], tuple(losses[begin:end]))
+        for begin, end in itertools.pairwise((*starts, len(steps)))
+    )

@@ -305,7 +305,14 @@ def _parity(trials: Sequence[TrialRecord]) -> Figures:
     if not judged:
         return {}
     worst = min(judged, key=lambda trial: _WORST_VERDICT_FIRST.index(trial.parity_verdict))
+    counts = [trial.set_backs for trial in judged if trial.set_backs is not None]
+    losses = [x for trial in judged if (x := trial.set_back_loss_deviation) is not None]
+    updates = [x for trial in judged if (x := trial.set_back_update_deviation) is not None]
     return {
+        "set_backs": sum(counts) if counts else None,
+        "not_set_back": next((trial.not_set_back for trial in judged if trial.not_set_back), None),
+        "set_back_loss_deviation": max(losses, default=None),
+        "set_back_update_deviation": max(updates, default=None),
         **{name: getattr(worst, name) for name in _PARITY},
         "losses": tuple(worst.losses),
         "reference_losses": tuple(worst.reference_losses),

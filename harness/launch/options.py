@@ -22,6 +22,7 @@ class TrialOptions(TypedDict, total=False):
     turns: TimeSlices | None
     control: bool
     timed_seconds: float
+    set_back_seed: int | None
 
 
 class LaunchOptions(TrialOptions, total=False):

@@ -16,6 +16,7 @@ A column says since which version the schema has it. What the first versions wer
   9  recomputation of blocks, and the operations that it adds; table conclusions.
   10 ranks that share sequences; compiled blocks, and how long compiling took; tokens that each
      expert of a mixture gets, and their imbalance.
+  11 states set back to an earlier step and judged again.
 """
 
 from __future__ import annotations

@@ -32,3 +32,5 @@ class StepRecord(Record):
     left_over_seconds: float | None = since(8, None)
     """processor time that the rank's threads used in the pause after the step, for work that the
     step left behind; part of step_seconds"""
+    training_step: Int32 | None = since(11, None)
+    """which step of the training it is, from 0: less than step once the state was set back"""

@@ -91,7 +91,7 @@ class TrialParity(Record):
     restarts: Int32 | None = None
     """elastic restarts taken"""
     losses: tuple[float, ...] = ()
-    """mean loss of each step, warm-up included"""
+    """mean loss of each step of the training, warm-up included; steps trained again are not"""
     reference_losses: tuple[float, ...] = ()
     """the reference run's, over the parity segment"""
     fp32_loss_deviation: float | None = since(2, None)
@@ -109,6 +109,15 @@ class TrialParity(Record):
     """steps after the parity segment whose loss was held to the reference's"""
     later_loss_deviation: float | None = since(8, None)
     """largest |loss - reference| / |reference| of these"""
+    set_backs: Int32 | None = since(11, None)
+    """how often the state was set back to an earlier step, between timed steps, and the steps after
+    it judged again"""
+    not_set_back: str | None = since(11, None)
+    """why it never was"""
+    set_back_loss_deviation: float | None = since(11, None)
+    """largest |loss - reference| / |reference| of a step that was trained again"""
+    set_back_update_deviation: float | None = since(11, None)
+    """largest |parameters - reference| / |reference's update| of a tensor after these"""
     parity_worst_tensor: str | None = None
     """the tensor that it was"""
     reference_loss_noise: float | None = since(7, None)

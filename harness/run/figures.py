@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from harness.analysis.flops import mfu
-from harness.analysis.losses import mean_losses
+from harness.analysis.losses import mean_losses, passes
 from harness.analysis.stats import over_cycles, percentile, slowest, trend
 from harness.host.gpu_record import as_json
 from harness.measure.load import Load, foreign_load
@@ -52,7 +52,7 @@ def with_figures(
     trial = _with_states(trial, ranks)
     trial = _with_traffic(trial, ranks)
     trial = _with_experts(trial, ranks)
-    losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
+    losses = _losses(ranks)
     joules = all_known([rank.joules_per_step for rank in ranks])
     return replace(
         trial,
@@ -65,6 +65,15 @@ def with_figures(
         foreign_load_cores=_foreign_load(answers),
         energy_joules_per_sample=sum(joules) / cell.global_batch if joules else None,
     )
+
+
+def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
+    """Of each step of the training, the first time that it was taken."""
+    all_losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
+    losses: list[float | None] = []
+    for part in passes(all_losses, [step.training_step for step in ranks[0].steps]):
+        losses += part.since(len(losses))
+    return losses
 
 
 def _with_speed(

@@ -4,8 +4,11 @@ whether it can be skipped."""
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import psutil
 
 from harness.host.cuda import to_preload
 from harness.host.environment import device_type
@@ -24,6 +27,10 @@ from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
+MOST_OF_FREE_MEMORY = 0.25
+"""Share of the host's free memory that copies of the ranks' states may fill, while it is set back.
+"""
+
 
 class PreparedTrial:
     """A trial, and what a launcher is told to launch it."""
@@ -35,8 +42,10 @@ class PreparedTrial:
         position: int,
         reference: Reference | None,
         timed_seconds: float | None = None,
+        seed: int = 0,
     ) -> None:
-        """`timed_seconds`: see Plan.timed_seconds_of."""
+        """`timed_seconds`: see Plan.timed_seconds_of. `seed`: decides, with the key, when the state
+        is set back."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -53,8 +62,30 @@ class PreparedTrial:
         if timed_seconds is not None and has_control(cell):
             fixed = self.strategy.fixed_steps
             more |= {"control": True, "timed_seconds": 0.0 if fixed else timed_seconds}
+        self.not_set_back = self._why_not_set_back(timed_seconds)
+        if not self.not_set_back:
+            text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"
+            more["set_back_seed"] = zlib.crc32(text.encode())
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+
+    def _why_not_set_back(self, timed_seconds: float | None) -> str:
+        """Why the state is never set back in this trial; empty where it is."""
+        cell = self.cell
+        if self.known is None:
+            return "there is no reference run to compare with"
+        if timed_seconds is None:
+            return "the number of timed steps was set"
+        if cell.parity_steps < 2:
+            return "the parity segment has one step"
+        if cell.memory_limit_bytes is not None:
+            return "its memory is limited"
+        facts = model_facts(self.workload, cell.sequence_length)
+        copies = self.layout.processes // cell.nodes
+        needed = copies * (facts.parameter_bytes + (1 + cell.moments) * facts.trained_bytes)
+        if needed > MOST_OF_FREE_MEMORY * psutil.virtual_memory().available:
+            return f"copies of its state need {needed / 2**30:.1f} GiB of memory, too much here"
+        return self.strategy.not_set_back
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,13 @@ class ReferenceRuns:
                     reference.note(noise)
 
     def grow(
-        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, steps: int
+        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
-        """Sees to it that the reference of a cell has the losses of so many steps, and their drift,
-        by launches of its own where it has fewer; it stays as it is where these do not end well.
-        """
+        """Sees to it that the reference of a cell has the losses of as many steps of the training
+        as a trial took, and their drift, by launches of its own where it has fewer; it stays as it
+        is where these do not end well."""
+        taken = outcome.trained[0].steps
+        steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
             return
         longer = reference_cell(cell)

@@ -70,6 +70,30 @@ def left_out_record(
 
 
 @dataclass(frozen=True)
+class SetBackCheck:
+    """What was found each time that the state was set back and the steps after it trained again."""
+
+    count: int
+    why_not: str
+    """Empty where it was set back."""
+    loss_deviation: float | None
+    """The largest; None: never set back, or not finite."""
+    update_deviation: float | None
+
+    @classmethod
+    def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> SetBackCheck:
+        """Of the verdicts of each time; `why_not`: the reason where there is none."""
+        losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
+        updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
+        return cls(
+            len(verdicts),
+            "" if verdicts else why_not,
+            max(losses, default=None),
+            max(updates, default=None),
+        )
+
+
+@dataclass(frozen=True)
 class Verification:
     """How a trial compares with its reference run."""
 
@@ -81,6 +105,7 @@ class Verification:
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
     """Relative deviation of the loss from the reference's at each step after the parity segment."""
+    set_backs: SetBackCheck | None = None
 
 
 def trial_record(
@@ -133,6 +158,14 @@ def trial_record(
         later_steps_verified=len(verification.later_deviations),
         later_loss_deviation=largest_finite(verification.later_deviations),
     )
+    if check := verification.set_backs:
+        trial = replace(
+            trial,
+            set_backs=check.count,
+            not_set_back=check.why_not or None,
+            set_back_loss_deviation=check.loss_deviation,
+            set_back_update_deviation=check.update_deviation,
+        )
     trial = surroundings.noted_in(trial, prepared.gpus, outcome)
     if nodes:
         names = tuple(node["name"] for node in nodes)

@@ -275,7 +275,7 @@ class Runner:
         Without a reference its parity stays unknown.
         """
         seconds = self.plan.timed_seconds_of(cell)
-        prepared = PreparedTrial(cell, key, position, reference, seconds)
+        prepared = PreparedTrial(cell, key, position, reference, seconds, self.plan.order_seed)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(
@@ -317,8 +317,7 @@ class Runner:
         """Judges and records a trial; launches what its reference lacks for that."""
         cell, reference = prepared.cell, prepared.reference
         if prepared.known and outcome.status == "ok":
-            taken = max(len(rank.steps) for rank in outcome.trained)
-            self._references.grow(launcher, cell, prepared.known, taken)
+            self._references.grow(launcher, cell, prepared.known, outcome)
         why_not = (
             self._references.failures.get(reference.folder, "")
             if reference

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.losses import mean_losses
+from harness.analysis.losses import Pass, mean_losses, passes
 from harness.launch.outcome import Outcome
 from harness.parity.judging import allowed_deviation, distance_to_fp32, verdict_of
 from harness.parity.later import deviations_later, with_jumps, with_later
+from harness.parity.reference import Reference
+from harness.parity.verdict import ParityVerdict
 from harness.run.prepared import PreparedTrial
-from harness.run.rows import Verification
+from harness.run.rows import SetBackCheck, Verification
+from harness.spec.training import Tolerance
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verification:
@@ -19,22 +25,77 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verific
     if outcome.status != "ok":
         return Verification(None, reference_losses, noise, None)
     losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
-    verdict = verdict_of(
-        cell,
-        prepared.workload,
+    steps = [step.training_step for step in outcome.trained[0].steps]
+    first, *replays = passes(losses, steps)
+    judging = _Judging(
+        prepared,
         allowed_deviation(cell, prepared.workload, prepared.strategy, prepared.layout),
-        losses,
-        [rank.update_deviations or {} for rank in outcome.trained],
         reference_losses,
         why_not,
-        noise,
+        reference,
     )
-    later = []
-    if reference and verdict.verdict in VERIFIED:
-        later = deviations_later(losses, reference.all_losses, cell.parity_steps)
-        drift = reference.drift
-        if prepared.workload.batch_norm:
-            drift = with_jumps(drift, cell.parity_steps)
-        verdict = with_later(verdict, later, cell.parity_steps, drift)
-    distance = distance_to_fp32(cell, losses) if losses else None
-    return Verification(verdict, reference_losses, noise, distance, tuple(later))
+    verdict = judging.of(first.losses, [rank.update_deviations or {} for rank in outcome.trained])
+    distance = distance_to_fp32(cell, first.losses) if losses else None
+    if not reference or verdict.verdict not in VERIFIED:
+        return Verification(verdict, reference_losses, noise, distance)
+    later = judging.later(first)
+    verdict = judging.with_later(verdict, later)
+    checks: list[ParityVerdict] = []
+    for number, replay in enumerate(replays):
+        again = judging.of(
+            first.before(replay.first) + replay.losses,
+            [rank.replayed_deviations[number] for rank in outcome.trained],
+        )
+        checks.append(again)
+        if again.verdict not in VERIFIED and verdict.verdict in VERIFIED:
+            reason = f"after its state was set back to step {replay.first}: {again.reason}"
+            verdict = replace(again, reason=reason)
+        further = judging.later(replay)
+        later += further
+        verdict = judging.with_later(verdict, further)
+    check = SetBackCheck.of(checks, prepared.not_set_back)
+    return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
+
+
+@dataclass(frozen=True)
+class _Judging:
+    """What a trial of one cell is held to."""
+
+    prepared: PreparedTrial
+    allowed: Tolerance
+    reference_losses: Sequence[float]
+    why_not: str
+    reference: Reference | None
+
+    def of(
+        self, losses: Sequence[float | None], updates: Sequence[Mapping[str, float]]
+    ) -> ParityVerdict:
+        """The verdict on the parity segment, or on a part of it that was trained again."""
+        noise = self.reference.noise if self.reference else None
+        return verdict_of(
+            self.prepared.cell,
+            self.prepared.workload,
+            self.allowed,
+            losses,
+            updates,
+            self.reference_losses,
+            self.why_not,
+            noise,
+        )
+
+    def later(self, steps: Pass) -> list[float]:
+        """Deviations of the losses after the segment."""
+        assert self.reference is not None
+        segment = self.prepared.cell.parity_steps
+        losses = [None] * segment + list(steps.since(segment))
+        return deviations_later(losses, self.reference.all_losses, segment)
+
+    def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
+        """The verdict, or `diverged` where one of these leaves the envelope."""
+        assert self.reference is not None
+        if verdict.verdict not in VERIFIED:
+            return verdict
+        drift, segment = self.reference.drift, self.prepared.cell.parity_steps
+        if self.prepared.workload.batch_norm:
+            drift = with_jumps(drift, segment)
+        return with_later(verdict, later, segment, drift)

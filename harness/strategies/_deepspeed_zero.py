@@ -87,6 +87,10 @@ class ZeroOptions(Strategy):
         """Whether anything is offloaded to a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
+    @property
+    def not_set_back(self) -> str:
+        return "states are on a disk" if self.on_disk else super().not_set_back
+
     def check(self, cell: Cell, workload: Workload) -> None:
         check_zero(self, cell, workload)
         facts = model_facts(workload, cell.sequence_length)

@@ -114,6 +114,16 @@ class Strategy(BaseModel, ABC):
         return 1
 
     @property
+    def not_set_back(self) -> str:
+        """Why the harness cannot set its state back to an earlier step and train on from there;
+        empty: it can.
+
+        The harness sets back what the strategy registers: parameters, buffers, states, and the
+        numbers in the optimizers.
+        """
+        return "the number of its steps is fixed" if self.fixed_steps else ""
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether it cuts parameters into parts that are put together when their layer runs."""
         return False

@@ -32,6 +32,8 @@ class RankStep(StepTime):
     left_over_seconds: float | None = None
     """Processor time that this rank's threads used in the pause after the step, for work that the
     step left behind; it is part of `step_seconds`."""
+    training_step: int | None = None
+    """Which step of the training it is, from 0: less than `step` once the state was set back."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class TrainedAnswer:
     """None: it drives no GPU."""
     update_deviations: dict[str, float] | None
     """By tensor, from the reference run's; None: not compared."""
+    replayed_deviations: tuple[dict[str, float], ...]
+    """The same each time after the state was set back."""
     busy_fraction: float | None
     """Share of time that its pipeline stage computes; None: not looked at."""
     offload: Offload | None

@@ -43,18 +43,22 @@ class Batches:
                 1, "batches", initializer=torch.cuda.set_device, initargs=(device,)
             )
 
-    def fetch(self, step: int) -> Batch:
-        """The batch of a step, on the device; a copy to a GPU may still be under way, in the order
-        of its stream."""
+    def fetch(self, step: int, number: int | None = None) -> Batch:
+        """The batch of a step of the training, on the device; a copy to a GPU may still be under
+        way, in the order of its stream.
+
+        `number`: the step's as the strategy is told it, where some steps are trained again.
+        """
+        shown = step if number is None else number
         if self._pool is None:
             inputs, labels = self._tensors(step)
-            return Batch(step, inputs.to(self.device), labels.to(self.device))
+            return Batch(shown, inputs.to(self.device), labels.to(self.device))
         if self._next is None or self._next[0] != step:
             self._next = step, self._pool.submit(self._pinned, step)
         inputs, labels = self._next[1].result()
         self._next = step + 1, self._pool.submit(self._pinned, step + 1)
         return Batch(
-            step,
+            shown,
             inputs.to(self.device, non_blocking=True),
             labels.to(self.device, non_blocking=True),
         )

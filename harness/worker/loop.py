@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import math
-import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from harness.measure.bubble import busy_fraction
@@ -18,44 +15,24 @@ from harness.measure.gpu_use import RankGpus
 from harness.measure.load import Load
 from harness.measure.memory import MemoryMeter
 from harness.measure.routing import ExpertTokens, counted, routers_of
-from harness.measure.states import retained, state_bytes
 from harness.measure.traffic import Traffic, folder_bytes
 from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
 from harness.spec.training import Batch, TrainStep
-from harness.strategy.job import Job, TrainState
+from harness.strategy.job import Job
 from harness.worker.answer import Offload, RankStates, RankStep
 from harness.worker.batches import Batches
 from harness.worker.compilation import compile_seconds
 from harness.worker.control import Control
 from harness.worker.heartbeat import Heartbeat
 from harness.worker.interleave import Place
+from harness.worker.progress import Progress
+from harness.worker.set_back import FIRST_WITHIN, REPLAYED_STEPS, SetBacks
 from harness.worker.spec import TrialSpec
-from harness.workloads import Workload
+from harness.worker.states import states_of
 
 MOST_TIMED_STEPS = 200
 """However short they are."""
-
-
-class Progress:
-    """Tells the parent of finished steps, at most twice a second, without ever waiting for it."""
-
-    def __init__(self, address: str | None) -> None:
-        self.address = address
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
-        if self.socket:
-            self.socket.setblocking(False)
-        self.last = 0.0
-
-    def tell(self, step: int, seconds: float) -> None:
-        now = time.monotonic()
-        if self.socket is None or self.address is None or now - self.last < 0.5:
-            return
-        self.last = now
-        with contextlib.suppress(OSError):
-            self.socket.sendto(
-                json.dumps({"step": step, "seconds": seconds}).encode(), self.address
-            )
 
 
 class Loop:
@@ -70,9 +47,12 @@ class Loop:
         meter: MemoryMeter,
         control: Control | None = None,
         heartbeat: Heartbeat | None = None,
+        set_backs: SetBacks | None = None,
     ) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
-        self.control, self.heartbeat = control, heartbeat
+        self.control, self.heartbeat, self.set_backs = control, heartbeat, set_backs
+        self.training_step = 0
+        """Of the next step: its batch, and the reference's step that it is compared with."""
         self.paused_seconds = 0.0
         """Time for which the control ran while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
@@ -80,7 +60,8 @@ class Loop:
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
-        self.deviations: dict[str, float] | None = None
+        self.deviations: list[dict[str, float]] = []
+        """Of each tensor at the end of the parity segment, and each time it was trained again."""
         self.states: RankStates | None = None
         """What this rank holds between steps, once `verify` has looked."""
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
@@ -117,7 +98,7 @@ class Loop:
                 torch.cuda.synchronize(device)
 
     def fetch(self, index: int) -> Batch:
-        return self.batches.fetch(index)
+        return self.batches.fetch(self.training_step, index)
 
     def start_counting(self) -> None:
         """Reads the counters of traffic, energy and load before a stretch of timed steps. They are
@@ -156,10 +137,42 @@ class Loop:
         return self.spec.turns is not None or self.control is not None
 
     def over(self) -> bool:
-        """Whether all steps were taken; by turns and by time more of them than the cell says."""
+        """Whether all steps were taken; by turns and by time more of them than the cell says, and
+        where the state is set back, at least once and to the end of what is trained again."""
+        if self.set_backs and (
+            not self.set_backs.count or self.training_step < self.job.cell.parity_steps
+        ):
+            return False
         return len(self.steps) >= self.job.cell.total_steps and (
             not self.counted or self.timed >= self.planned
         )
+
+    def keep_or_set_back(self, set_backs: SetBacks) -> None:
+        """Before a step: sets the state aside, or back to what was set aside. The step after that
+        does not count: caches are cold."""
+        train_state, number = self.job.train_state, len(self.steps)
+        assert train_state is not None
+        if set_backs.keeps(self.training_step):
+            self._without_counting(lambda: set_backs.keep(train_state, number))
+        elif (
+            self.training_step >= self.job.cell.parity_steps
+            and self._knows_what_is_left()
+            and set_backs.due(number, self.planned - self.timed)
+        ):
+            self._without_counting(lambda: set_backs.set_back(train_state))
+            self.training_step = set_backs.from_step
+
+    def _knows_what_is_left(self) -> bool:
+        """Whether the ranks have agreed how many steps are to be timed, or many are left anyway."""
+        left = self.job.cell.timed_steps - self.timed
+        return self.control is None or left <= 0 or left > FIRST_WITHIN + REPLAYED_STEPS
+
+    def _without_counting(self, work: Callable[[], None]) -> None:
+        self.stop_counting()
+        with self.meter.unlimited():
+            work()
+        self.synchronize()
+        self.settling = True
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
         """In the last warm-up step the tokens of each expert are counted. Of tensor-parallel ranks,
@@ -182,6 +195,8 @@ class Loop:
             self.heartbeat.forget()
 
     def run_step(self, index: int) -> None:
+        if self.set_backs:
+            self.keep_or_set_back(self.set_backs)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
@@ -198,7 +213,17 @@ class Loop:
         self.settling = False
         self.timed += phase == "timed"
         value = None if loss is None else float(loss.detach())
-        self.steps.append(RankStep(took.data_seconds, took.step_seconds, index, phase, value))
+        self.steps.append(
+            RankStep(
+                took.data_seconds,
+                took.step_seconds,
+                index,
+                phase,
+                value,
+                training_step=self.training_step,
+            )
+        )
+        self.training_step += 1
         self.progress.tell(index, took.step_seconds)
         if self.control:
             self._pause(self.control, phase == "timed")
@@ -254,7 +279,7 @@ class Loop:
         self.note_peak()
         train_state, workload = self.job.train_state, self.job.workload
         assert train_state is not None
-        self.states = states_of(train_state, workload, self.job.device.type)
+        self.states = self.states or states_of(train_state, workload, self.job.device.type)
         with self.meter.unlimited():
             if self.spec.reference_output:
                 losses = [step.loss for step in self.steps if step.loss is not None]
@@ -263,9 +288,8 @@ class Loop:
                     workload, train_state.model, initial, losses
                 )
             if self.spec.reference:
-                self.deviations = update_deviations(
-                    train_state, workload, Reference(self.spec.reference)
-                )
+                reference = Reference(self.spec.reference)
+                self.deviations.append(update_deviations(train_state, workload, reference))
         self.meter.reset()
         if self.heartbeat:
             self.heartbeat.beat(f"step {len(self.steps)}")
@@ -274,42 +298,6 @@ class Loop:
 
 def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
-
-
-def states_of(train_state: TrainState, workload: Workload, device_type: str) -> RankStates:
-    """What this rank holds between steps."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    def names(tensors: Iterable[object]) -> tuple[str, ...]:
-        dtypes = {str(t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
-        return tuple(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
-
-    parameters = list(train_state.model.parameters())
-    state = [
-        v
-        for o in train_state.optimizers
-        for s in o.state.values()
-        if isinstance(s, dict)
-        for k, v in s.items()
-        if k != "step"
-    ]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    kinds, buffers = state_bytes(
-        itertools.chain(retained(train_state), workload.retained(train_state.model)), device_type
-    )
-    return RankStates(
-        parameter_dtypes=names(parameters),
-        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd
-        # accumulates into that).
-        gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
-        optimizer_state_dtypes=names(state),
-        held_parameters=sum(
-            (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters
-        ),
-        state_bytes=kinds,
-        library_buffers=buffers,
-    )
 
 
 def busy_share(loop: Loop) -> float | None:

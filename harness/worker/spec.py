@@ -44,6 +44,9 @@ class TrialSpec:
     timed_seconds: float = 0.0
     """With a control: timed steps are taken until they take so long together, but no fewer than
     the cell says."""
+    set_back_seed: int | None = None
+    """Decides when the state is set back to an earlier step (see harness/worker/set_back.py); None:
+    never."""
     node: int = 0
     """Which of the cell's nodes this is."""
     node_name: str = ""

@@ -36,6 +36,7 @@ from harness.worker.control import Control
 from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
+from harness.worker.set_back import SetBacks
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
 from harness.workloads import make_workload
 
@@ -300,7 +301,9 @@ def _train(
 
     progress.heartbeat.beat("step 0")
     # Profiled steps are followed by work of unknown length.
-    loop = Loop(spec, job, step, meter, control, None if spec.profile else progress.heartbeat)
+    heartbeat = None if spec.profile else progress.heartbeat
+    set_backs = SetBacks.of(spec, strategy.cycle)
+    loop = Loop(spec, job, step, meter, control, heartbeat, set_backs)
     if spec.profile:
         from harness.worker.profile import profile_rank
 
@@ -310,7 +313,7 @@ def _train(
     gc.disable()  # a collection in a timed step is a noise of the harness's making
     while not loop.over():
         loop.run_step(len(loop.steps))
-        if len(loop.steps) == cell.parity_steps:
+        if loop.training_step == cell.parity_steps:
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
@@ -333,7 +336,8 @@ def _train(
         host_peak_bytes=loop.peak_host,
         memory_method=meter.method,
         gpu_use=loop.gpus.use(),
-        update_deviations=loop.deviations,
+        update_deviations=loop.deviations[0] if loop.deviations else None,
+        replayed_deviations=tuple(loop.deviations[1:]),
         busy_fraction=busy,
         offload=loop.offload(),
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),

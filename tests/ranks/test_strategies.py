@@ -17,6 +17,7 @@ from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
+from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, Silent, cell
 
@@ -92,7 +93,7 @@ ALSO_RECORDED = {
 
 @pytest.mark.parametrize("one", parameters())
 def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> None:
-    trial = run_cells(one).trials.iloc[0]
+    trial = run_cells(one, timed_seconds=0.01).trials.iloc[0]
     if one.expect == "diverged":
         assert (trial["status"], trial["expected"]) == ("diverged", True)
         return
@@ -100,6 +101,10 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     assert trial["parity_verdict"] in ("exact", "within tolerance")
     if trial["parity_loss_tolerance"] == 1e-5:
         assert trial["parity_verdict"] == "exact"
+    if (why_not := make_strategy(one).not_set_back) == "":
+        assert trial["set_backs"] >= 1, trial["not_set_back"]
+    else:
+        assert (trial["set_backs"], trial["not_set_back"]) == (0, why_not)
     states_follow_the_formula(trial, within=0.01)
     if one.devices == 2:
         for column, expected in ALSO_RECORDED.get(one.strategy, {}).items():

@@ -56,6 +56,7 @@ def answer(
         memory_method="by hand",
         gpu_use=None,
         update_deviations=None,
+        replayed_deviations=(),
         busy_fraction=None,
         offload=None,
         sent_bytes_per_step=20.0,

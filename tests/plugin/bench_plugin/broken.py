@@ -19,6 +19,7 @@ class Broken(Strategy):
         "other_seed",
         "frozen_tensor",
         "no_weight_decay",
+        "undecayed_norm",
         "skipped_steps",
         "frozen_update",
         "lower_precision",
@@ -35,10 +36,9 @@ class Broken(Strategy):
         if self.mistake == "frozen_tensor":
             next(model.parameters()).requires_grad_(False)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-        if self.mistake == "no_weight_decay":
-            optimizer.param_groups[0]["weight_decay"] = 0.0
         job.register(model, optimizer)
         size = dist.get_world_size()
+        norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
         kept: list[Batch] = []
 
         def step(batch: Batch) -> torch.Tensor:
@@ -46,6 +46,8 @@ class Broken(Strategy):
             mistake = self.mistake if batch.step >= self.from_step else "none"
             if mistake == "repeated_batch" and batch.step == max(3, self.from_step):
                 batch = kept[-2]
+            if mistake == "no_weight_decay":
+                optimizer.param_groups[0]["weight_decay"] = 0.0
             if mistake == "lost_micro_batch":
                 batch = next(batch.split(2))
             with torch.autocast("cpu", torch.bfloat16, enabled=mistake == "lower_precision"):
@@ -61,6 +63,9 @@ class Broken(Strategy):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if mistake != "frozen_update" and not (mistake == "skipped_steps" and batch.step % 2):
                 optimizer.step()
+            if mistake == "undecayed_norm":
+                with torch.no_grad():
+                    norm.div_(1 - job.cell.learning_rate * job.cell.weight_decay)
             optimizer.zero_grad()
             return loss.detach()
 

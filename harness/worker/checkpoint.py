@@ -1,0 +1,152 @@
+"""What a rank keeps at one step, set aside so that its training can go on from there once more."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from harness.measure.states import local_part, retained
+from harness.strategy.job import TrainState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE_BYTES = 2**24
+"""Copied from or to a GPU at a time: host memory for a whole copy is not needed."""
+
+
+class Checkpoint:
+    """A copy of a rank's parameters, buffers and optimizer states.
+
+    It lies in memory that belongs to no process (an anonymous file), so it is in no figure of the
+    rank's memory, and nothing is written to a disk while steps are timed.
+    """
+
+    def __init__(self, train_state: TrainState) -> None:
+        """Copies the state; between two steps."""
+        self._file = os.memfd_create("state of a rank")
+        self._places: dict[Hashable, tuple[int, int]] = {}
+        """Where each tensor's bytes begin in the file, and how many they are."""
+        self._counters: dict[Hashable, dict[str, int]] = {}
+        place, copied = 0, set[tuple[str, int]]()
+        for key, tensor in _tensors(train_state):
+            storage = tensor.untyped_storage()
+            owner = (str(storage.device), storage.data_ptr())
+            if owner in copied:
+                continue  # it is a view of what was copied as a whole
+            if tensor.nbytes == storage.nbytes():
+                copied.add(owner)
+            self._places[key] = place, tensor.nbytes
+            place += tensor.nbytes
+            for piece in _bytes_of(tensor).split(PIECE_BYTES):
+                with memoryview(_numbers(piece.cpu())) as numbers:
+                    _write(self._file, numbers)
+        for key, record in _records(train_state):
+            self._counters[key] = dict(_counters(record))
+
+    def restore(self, train_state: TrainState) -> None:
+        """Puts the state back to where it was, in place. What an optimizer keeps of a parameter
+        that had no state then is forgotten.
+
+        Raises RuntimeError where the rank no longer keeps a tensor that it kept then, or keeps it
+        in another size.
+        """
+        self._forget_later_states(train_state)
+        found = set()
+        for key, tensor in _tensors(train_state):
+            if key not in self._places:
+                continue
+            place, size = self._places[key]
+            if size == tensor.nbytes:
+                found.add(key)
+                self._fill(tensor, place)
+        if found != self._places.keys():
+            raise RuntimeError(
+                "the state cannot be set back, as the rank keeps other tensors than it kept then; a"
+                " strategy of which that is right says why in `not_set_back`"
+            )
+        for key, record in _records(train_state):
+            record.update(self._counters.get(key, {}))
+
+    def _fill(self, tensor: Tensor, place: int) -> None:
+        import torch
+
+        whole = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        for piece in _bytes_of(whole).split(PIECE_BYTES):
+            on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
+            with memoryview(_numbers(on_host)) as numbers:
+                place = _read(self._file, numbers, place)
+            if on_host is not piece:
+                piece.copy_(on_host)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def _forget_later_states(self, train_state: TrainState) -> None:
+        for number, optimizer in enumerate(train_state.optimizers):
+            for parameter, state in list(optimizer.state.items()):
+                key = ("state", number, id(parameter))
+                if isinstance(state, dict) and key not in self._counters:
+                    del optimizer.state[parameter]
+
+
+def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
+    """Everything that decides how the training goes on, by keys that stay the same from step to
+    step; no gradients, which a step makes anew."""
+    seen: Counter[Hashable] = Counter()
+    for kind, name, tensor in retained(train_state):
+        if kind != "gradients" and not isinstance(tensor, int):
+            seen[kind, name] += 1
+            yield (kind, name, seen[kind, name]), local_part(tensor).detach()
+    for number, optimizer in enumerate(train_state.optimizers):
+        for group, parameters in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(parameters["params"]):
+                yield ("group", number, group, place), local_part(parameter).detach()
+    for key, record in _records(train_state):
+        for name, value in record.items():
+            if hasattr(value, "untyped_storage"):
+                yield (key, name), local_part(value).detach()
+
+
+def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]]]:
+    """The optimizers' dictionaries, of their groups and of the state of each parameter."""
+    for number, optimizer in enumerate(train_state.optimizers):
+        for group, record in enumerate(optimizer.param_groups):
+            yield ("group", number, group), record
+        for parameter, state in optimizer.state.items():
+            if isinstance(state, dict):
+                yield ("state", number, id(parameter)), state
+
+
+def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Such as how many steps were taken. Learning rates and the like are left as they are, so that
+    a wrong one is seen."""
+    return ((key, value) for key, value in record.items() if type(value) is int)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor: (bytes,); they are its own where it is contiguous."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numbers(data: Tensor) -> Any:
+    """A tensor on the host as an array that shares its memory."""
+    return data.numpy()
+
+
+def _write(file: int, numbers: memoryview) -> None:
+    while numbers:
+        numbers = numbers[os.write(file, numbers) :]
+
+
+def _read(file: int, numbers: memoryview, place: int) -> int:
+    """Returns the place that follows."""
+    while numbers:
+        count = os.preadv(file, [numbers], place)
+        if not count:
+            raise RuntimeError("the state cannot be set back: its copy is shorter than it was")
+        numbers, place = numbers[count:], place + count
+    return place
