@@ -171,9 +171,10 @@ def memory(
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
             inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)
-            # One layer is computed again at a time, where the stage has any.
+            # One layer is computed again at a time, where the stage has any, and the first of them
+            # once the backward pass has freed the logits.
             redone = again[rows] * min(stage.layers, 1)
-            kept = flight * (stage.layers * layer[rows] + inputs) + ends + redone
+            kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
             bucket = np.where(ranks[rows] > 1, c.bucket * parameters, 0.0)
             # Two layers' parameters are gathered at once: the one in use and the next.
             largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)

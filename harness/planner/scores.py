@@ -61,6 +61,8 @@ class Scores:
     """Of rows that failed."""
     false_alarms: float
     """Of rows that ran, those that were said not to."""
+    false_alarms_consistent: float
+    """The same of consistent rows."""
     covered: float
     """Of consistent rows, those within the 80 % interval of the time."""
     covered_all: float
@@ -198,6 +200,7 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
         top_three_loss=float(np.mean(triples)),
         failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
         false_alarms=float(np.mean(said[ran])),
+        false_alarms_consistent=float(np.mean(said[consistent])),
         covered=float(np.mean(inside[consistent])),
         covered_all=float(np.mean(inside[ran])),
         memory_covered=float(np.mean((memory_logs <= held.memory_half_width)[ran])),

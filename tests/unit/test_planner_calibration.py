@@ -171,6 +171,7 @@ def test_scores_by_hand() -> None:
     assert scored.top_three_loss == 0.0
     assert scored.failures_foreseen == 0.0
     assert scored.false_alarms == pytest.approx(1 / 3)
+    assert scored.false_alarms_consistent == pytest.approx(1 / 3)
     assert scored.covered == pytest.approx(2 / 3)
     assert scored.memory_covered == 0.0
 
@@ -206,6 +207,7 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.pick_loss <= 0.02
         assert scored.top_three_loss <= 0.005
         # Not within 93 % and 1.5 % at once (see docs/planner.md): kept from growing.
-        assert scored.failures_foreseen >= 0.92
-        assert scored.false_alarms <= 0.025
+        assert scored.failures_foreseen >= 0.925
+        assert scored.false_alarms <= 0.02
+        assert scored.false_alarms_consistent <= 0.015
     assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())
