@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 from harness.analysis.answer import EQUAL, KEPT_CONFIDENCE, trustworthy
 from harness.analysis.best import against_best
-from harness.analysis.estimates import estimates_of
+from harness.analysis.estimates import estimates_of, steps_of
 from harness.analysis.moderated import Spread, moderated, prior
 from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate, ratio
@@ -62,7 +62,7 @@ class Design:
         self.order = [trial.cell_id for trial in several]
         steps: dict[str, list[int]] = defaultdict(list)
         for trial in several:
-            steps[trial.cell_id].append(len(trial.losses))
+            steps[trial.cell_id].append(steps_of(trial))
         self.steps = {cell: statistics.fmean(numbers) for cell, numbers in steps.items()}
         spreads = {
             cell: Spread(statistics.variance(logs[cell]), len(logs[cell]) - 1, self.steps[cell])

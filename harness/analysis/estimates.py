@@ -53,7 +53,7 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
             taken_off = adjustments[_on_disk(trial)].of(middle, usual[_computing(trial)])
             value = math.log(trial.global_batch) - (middle.step - taken_off)
         logs.setdefault(trial.cell_id, []).append(value)
-        steps.setdefault(trial.cell_id, []).append(max(1, len(trial.losses)))
+        steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
     spreads = moderated(
         [
@@ -81,6 +81,11 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         for (cell_id, values), spread in zip(logs.items(), spreads, strict=True)
     }
     return RunEstimates(cells, by_trial, adjustments[False])
+
+
+def steps_of(trial: TrialRecord) -> int:
+    """All steps of a trial that ended well, as far as its record says; at least 1."""
+    return max(1, trial.steps_taken or len(trial.losses))
 
 
 def windows_of(trial: TrialRecord) -> list[Window]:

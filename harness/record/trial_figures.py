@@ -109,6 +109,8 @@ class TrialParity(Record):
     """steps after the parity segment whose loss was held to the reference's"""
     later_loss_deviation: float | None = since(8, None)
     """largest |loss - reference| / |reference| of these"""
+    steps_taken: Int32 | None = since(11, None)
+    """all steps of a rank, those trained again included"""
     set_backs: Int32 | None = since(11, None)
     """how often the state was set back to an earlier step, between timed steps, and the steps after
     it judged again"""

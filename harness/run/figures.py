@@ -60,6 +60,7 @@ def with_figures(
         first_step_seconds=max(rank.steps[0].step_seconds for rank in ranks),
         compile_seconds=max(all_known([rank.compile_seconds for rank in ranks]), default=None),
         restarts=max(rank.restarts for rank in ranks),
+        steps_taken=len(ranks[0].steps),
         losses=tuple(math.nan if loss is None else loss for loss in losses),
         rank_cores=tuple(rank.cores for rank in ranks),
         foreign_load_cores=_foreign_load(answers),
