@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.exchange import divided, engine_of, messages, optimizer_flops, sent_bytes
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SERIES
 from harness.analysis.summary import cell_results
@@ -19,9 +20,8 @@ from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link, over
-from harness.spec.training import EXACT, Layout, States
-from harness.strategy.base import Strategy
-from harness.strategy.formulas import all_reduced, model_states, passed_once
+from harness.spec.training import EXACT
+from harness.strategy.formulas import model_states
 from harness.strategy.registry import (
     make_strategy,
     stand_in_of,
@@ -29,8 +29,8 @@ from harness.strategy.registry import (
     validate,
     with_defaults,
 )
-from harness.workloads import Workload, make_workload
-from harness.workloads.counts import ModelFacts, model_facts
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
 from harness.workloads.operators import operators
 
 PIPELINE_MICRO_BATCHES = 4
@@ -145,19 +145,20 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
     workload.
 
     Where a strategy has no formula for its states, the model's are divided by the axes that cut it;
-    where it has none for its traffic, see `_sent`. Raises Refused, Unavailable or UsageError.
+    where it has none for its traffic, see `sent_bytes`. Raises Refused, Unavailable or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
-    states = strategy.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
+    states = strategy.states(cell, layout, facts) or divided(model_states(cell, facts), split)
     # Ranks that train the same part of the model; some of them may share the tokens of a sample.
     replicas = layout.devices // split
     shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
-    counted = operators(workload, samples, cell.sequence_length, cell.recompute)
+    precision, engine = workload.arithmetic or cell.precision, engine_of(strategy, cell.strategy)
+    counted = operators(workload, samples, cell.sequence_length, cell.recompute, precision)
     more = strategy.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
     link = here.link_of(cell.links) if cell.nodes > 1 and cell.links else None
     return CellFacts(
@@ -165,8 +166,8 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         setting=setting_of(cell).words,
         links=cell.links,
         label=cell.label,
-        strategy=cell.strategy,
-        precision=workload.arithmetic or cell.precision,
+        precision=precision,
+        engine=engine,
         exact=strategy.tolerance(cell, workload) == EXACT,
         stand_in=stand_in_of(strategy, cell, workload) is not None,
         data=replicas,
@@ -176,6 +177,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         micro_batches=cell.micro_batches,
         flops=float(facts.flops_per_sample * cell.global_batch) + more,
         operators=counted.number,
+        convolutions=counted.convolutions,
         moved_bytes=counted.moved_bytes / shared,
         tensors=len(facts.sizes),
         state_bytes=states.total - states.library,
@@ -184,57 +186,21 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         trained_bytes=facts.trained_bytes / split,
         optimizer_bytes=states.optimizer,
         activation_bytes=counted.held_bytes / shared,
-        sent_bytes=_sent(cell, strategy, layout, facts, workload),
-        messages=_messages(cell, strategy, layout, workload.blocks),
+        served=layout.servers > 0,
+        flat=strategy.shards_parameters or (engine == "deepspeed" and strategy.zero_stage > 0),
+        sent_bytes=sent_bytes(cell, strategy, layout, facts, workload),
+        messages=messages(cell, strategy, layout, facts, workload.blocks),
+        sharded=strategy.shards_parameters,
+        in_memory=strategy.in_memory,
+        disk_bytes=0.0 if layout.servers else strategy.moved_bytes(cell, layout, facts),
+        threads=layout.devices_per_process,
+        coded_elements=2.0 * sum(facts.sizes) if cell.optimizer == "adamw_8bit" else 0.0,
+        optimizer_flops=optimizer_flops(cell, workload, facts),
         link_bytes_per_second=link.bits_per_second / 8
         if link and link.bits_per_second
         else float("inf"),
         link_seconds=link.delay_seconds if link else 0.0,
     )
-
-
-def _divided(states: States, parts: int) -> States:
-    return States(
-        **{field.name: getattr(states, field.name) / parts for field in dataclasses.fields(states)}
-    )
-
-
-def _sent(
-    cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, workload: Workload
-) -> float:
-    """Bytes that a rank sends in a step, by the strategy's formula.
-
-    Without one, by what the layout must exchange: on the data axis averages of the gradients, half
-    as much again where parameters are sharded (ZeRO, arXiv 1910.02054, section 7); on the tensor
-    axis four all-reduces of the hidden states in each block (Megatron-LM, arXiv 1909.08053, section
-    3); between stages hidden states forward and their gradients back.
-    """
-    known = strategy.traffic(cell, layout, facts)
-    if known is not None:
-        return known
-    trained = facts.trained_bytes / (layout.pipeline * layout.tensor)
-    total = passed_once(layout.data, trained * (3.0 if strategy.shards_parameters else 2.0))
-    if layout.tensor > 1 or layout.pipeline > 1:
-        hidden = 4.0 * cell.global_batch / layout.data * cell.sequence_length * workload.hidden_size
-        total += all_reduced(layout.tensor, 4 * workload.blocks / layout.pipeline * hidden)
-        total += passed_once(layout.pipeline, 2 * hidden)
-    return total
-
-
-def _messages(cell: Cell, strategy: Strategy, layout: Layout, blocks: int) -> float:
-    """Collectives and transfers of a step, by what the layout must exchange: of the tensor axis
-    four in each block (Megatron-LM, arXiv 1909.08053, section 3), of a pipeline one forward and one
-    backward for each micro-batch, of the data axis one, or three for each block where parameters
-    are sharded."""
-    count = 0.0
-    if layout.tensor > 1:
-        count += 4.0 * blocks * cell.micro_batches / layout.pipeline
-    if layout.pipeline > 1:
-        count += 2.0 * cell.micro_batches
-    if layout.data > 1:
-        sharded = 3.0 * (blocks + 1) * cell.micro_batches
-        count += sharded if strategy.shards_parameters else 1.0
-    return count
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,9 @@ class AccelerateEngine(Strategy):
             return whole_model_states(cell, facts)
         return model_states(cell, facts, shards=cell.devices)
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return self.zero.messages(cell, layout, facts) if self.zero else None
+
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
         """What Accelerate is told of FSDP2, where that is the engine."""
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None

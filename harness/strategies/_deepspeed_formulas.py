@@ -4,6 +4,7 @@ differs from it."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from harness.strategies._deepspeed_swap import SWAPPED_BYTES
@@ -132,6 +133,20 @@ def zero_traffic(
     kept = float(width * sum(size for size in facts.sizes if size <= threshold))
     reused = width * _reused(facts.sizes, options.bucket(facts.sizes), threshold)
     return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
+
+
+def zero_messages(options: ZeroOptions, cell: Cell, facts: ModelFacts) -> float:
+    """Collectives of a step: gradients are reduced bucket by bucket, stages 1 and 2 gather the
+    updated parameters in buckets of the same size, and stage 3 gathers as many elements at a time,
+    for forward and again for backward (`reduce_bucket_size`, `allgather_bucket_size` and
+    `stage3_prefetch_bucket_size` of DeepSpeed's configuration)."""
+    if options.stage == 0:
+        return 1.0
+    buckets = float(math.ceil(sum(facts.sizes) / options.bucket(facts.sizes)))
+    parts = cell.micro_batches
+    if options.stage == 3:
+        return 3 * parts * buckets
+    return buckets * (1 + (parts if options.stage == 2 else 1))
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:

@@ -101,3 +101,15 @@ def without_sync(root: FSDPModule) -> Iterator[None]:
     root.set_requires_gradient_sync(False)
     yield
     root.set_requires_gradient_sync(True)
+
+
+def sharded_messages(
+    cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
+) -> float:
+    """Collectives of a step: each micro-batch gathers the root's parameters once, and those of each
+    block once more for backward where they were freed; each unit's gradients are scattered, and
+    under hybrid sharding all-reduced too, after the last micro-batch, or without `no_sync` after
+    each."""
+    units, parts = blocks + 1, cell.micro_batches
+    gathers = parts * (units + (blocks if gathered_again else 0))
+    return float(gathers + (parts if not no_sync else 1) * units * (2 if hybrid else 1))

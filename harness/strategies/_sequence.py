@@ -198,3 +198,12 @@ def exchanged_for_heads(
 def averaged(layout: Layout, facts: ModelFacts) -> float:
     """Bytes that a rank must send per step for the mean of all gradients over all ranks."""
     return all_reduced(layout.replicas, facts.trained_bytes)
+
+
+def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:
+    """Collectives of a step that `exchanged_for_heads` has the bytes of."""
+    if layout.sequence == 1:
+        return 0.0
+    passes = 2 if cell.recompute == "none" else 3
+    gathers = passes - 1 if gathers_positions else 0
+    return float(make_workload(cell.workload).blocks * cell.micro_batches * (4 * passes + gathers))

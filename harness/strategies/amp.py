@@ -33,6 +33,8 @@ class Amp(Strategy):
     below 6e-8 becomes zero, and the step is then divided by epsilon alone.
     """
 
+    wraps = "ddp"
+
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half.
     """

@@ -59,6 +59,10 @@ class Collectives(Strategy):
             all_reduced(layout.data, facts.trained_bytes) if self.average == "gradients" else None
         )
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """One for each parameter, once a period."""
+        return len(facts.sizes) / self.period
+
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
         parameters = list(model.parameters())

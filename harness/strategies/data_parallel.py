@@ -28,6 +28,10 @@ class DataParallel(Strategy):
     def stand_in(self, cell: Cell) -> str | None:
         return "CPU threads instead of GPUs, the same five steps" if cell.device == "cpu" else None
 
+    @property
+    def in_memory(self) -> bool:
+        return True
+
     def setup(self, job: Job) -> TrainStep:
         import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from harness.spec.errors import Refused, Unavailable
@@ -10,7 +11,7 @@ from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategies._ddp import COMPRESSED, compress, ddp_buckets, least_bucket_mib, wrap_in_ddp
 from harness.strategy import Cell, Export, Job, Strategy
-from harness.strategy.formulas import all_reduced, passed_once, whole_model_states
+from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts
@@ -66,6 +67,13 @@ class Ddp(Strategy):
         return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
             layout.data, facts.buffer_bytes
         )
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """One for each bucket of a stated size; torch's own size has no formula here."""
+        if self.bucket_cap_mb is None:
+            return None
+        buckets = math.ceil(facts.trained_bytes / (self.bucket_cap_mb * 2**20))
+        return 1.0 + BESIDE_BACKWARD * (buckets - 1)
 
     def same_as_ddp(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}

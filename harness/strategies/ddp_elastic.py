@@ -25,6 +25,8 @@ class DdpElastic(Strategy):
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
+    wraps = "ddp"
+
     least_devices: ClassVar[int] = 2
     # One is needed; the others are for a rank that fails on its own in warm-up.
     max_restarts: ClassVar[int] = 3

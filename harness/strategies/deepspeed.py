@@ -36,6 +36,9 @@ class Deepspeed(ZeroTraining):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         return formulas.zero_traffic(self, cell, layout, facts)
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return formulas.zero_messages(self, cell, facts)
+
     def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         return formulas.zero_moves(self, facts)
 

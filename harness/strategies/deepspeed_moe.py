@@ -62,6 +62,11 @@ class DeepspeedMoe(Strategy):
         )
         return zero_states(Deepspeed(stage=0), cell, layout, own)
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """To the experts and back, forward and backward, in each block, and the reductions of the
+        experts' gradients and of all others."""
+        return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches
+
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
         import deepspeed

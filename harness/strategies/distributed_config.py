@@ -9,6 +9,7 @@ from pydantic import Field
 from harness.strategies import _distributed_config as mesh
 from harness.strategies import _distributed_formulas as formulas
 from harness.strategies._distributed_mesh import MeshStrategy
+from harness.strategies._fsdp import sharded_messages
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep
 from harness.strategy.step import standard_step
 from harness.workloads import make_workload
@@ -38,6 +39,15 @@ class DistributedConfigParallel(MeshStrategy):
         if layout.data > 1:
             return None
         return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """FSDP2's, to the experts and back, forward and backward, and the numbers of their tokens;
+        None with tensor parallelism."""
+        sizes, workload = self.sizes(cell.devices), make_workload(cell.workload)
+        if sizes.tensor > 1:
+            return None
+        exchanged = 5 * workload.blocks * cell.micro_batches if sizes.expert > 1 else 0
+        return exchanged + sharded_messages(cell, workload.blocks, True, False, False)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Not with tensor parallelism, whose ranks see the same samples."""

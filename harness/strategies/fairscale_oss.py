@@ -13,7 +13,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _fairscale
 from harness.strategy import Cell, Job, Strategy
-from harness.strategy.formulas import model_states
+from harness.strategy.formulas import BESIDE_BACKWARD, model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 from harness.workloads.counts import ModelFacts
@@ -74,6 +74,12 @@ class FairscaleOss(Strategy):
             library=whole.library + kept,
             transient=whole.transient - kept,
         )
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """A reduction for each rank's gradients, or for each gradient, and as many broadcasts as
+        there are ranks."""
+        reduced = layout.data if self.reduce_buffer_size else len(facts.sizes)
+        return layout.data + BESIDE_BACKWARD * reduced
 
     def setup(self, job: Job) -> TrainStep:
         from fairscale.nn.data_parallel import ShardedDataParallel

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._fsdp import backward_prefetch, wrap_policy
+from harness.strategies._fsdp import backward_prefetch, sharded_messages, wrap_policy
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
 from harness.strategy.sharding import check_hybrid, shard_mesh
 from harness.strategy.step import sharded_loss_scaler, standard_step
-from harness.workloads import Workload
+from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class Fsdp1(Strategy):
     """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat
     tensor when it runs."""
+
+    wraps = "fsdp2"
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
     """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each
@@ -49,6 +51,11 @@ class Fsdp1(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shards = cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices
         return model_states(cell, facts, shards)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        units = make_workload(cell.workload).blocks if self.auto_wrap else 0
+        again = self.sharding != "shard_grad_op"
+        return sharded_messages(cell, units, again, self.sharding == "hybrid_shard")
 
     @property
     def shards_parameters(self) -> bool:

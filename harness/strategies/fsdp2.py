@@ -87,6 +87,12 @@ class Fsdp2(Strategy):
         between = all_reduced(2, scattered / shards) if self.hybrid else 0.0
         return passed_once(shards, parts * gathered + scattered) + between
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        blocks = make_workload(cell.workload).blocks
+        return _fsdp.sharded_messages(
+            cell, blocks, self.reshard_after_forward, self.hybrid, self.no_sync
+        )
+
     def export(self, cell: Cell, to: str) -> Export | None:
         if to == "accelerate":
             own = self.hybrid or self.prefetch or not self.no_sync

@@ -12,9 +12,13 @@ from pydantic import Field
 
 from harness.strategies import _horovod
 from harness.strategy import Cell, Job, Layout, States, Strategy, Tolerance, TrainStep, Workload
-from harness.strategy.formulas import all_reduced, model_states
+from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
 from harness.strategy.step import standard_step
 from harness.workloads.counts import ModelFacts
+
+GRADIENTS_FUSED = 4
+"""Gradients that are ready in one cycle of 1 ms, about: a backward pass of tens of milliseconds
+makes some tens of them, and a cycle takes longer where ranks have to agree."""
 
 
 class Horovod(Strategy):
@@ -72,8 +76,19 @@ class Horovod(Strategy):
             all_reduced(layout.data, facts.trained_bytes / half) if self.op == "average" else None
         )
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Ranks agree on which gradients are ready once a cycle, and fuse those: for a few at a
+        time, or for each gradient where none are fused."""
+        fused = GRADIENTS_FUSED if self.fusion_threshold_mib else 1
+        agreed = 0.0 if self.controller == "mpi" else len(facts.sizes) / GRADIENTS_FUSED
+        return 1.0 + BESIDE_BACKWARD * (len(facts.sizes) / fused + agreed)
+
     def same_as_ddp(self, cell: Cell) -> str | None:
         return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
+
+    @property
+    def in_memory(self) -> bool:
+        return self.controller == "mpi" and self.transport == "auto"
 
     @property
     def one_node(self) -> str | None:

@@ -30,6 +30,8 @@ class PostLocalSgd(Strategy):
     the local steps.
     """
 
+    wraps = "ddp"
+
     precisions = (
         "fp32",
         "bf16",

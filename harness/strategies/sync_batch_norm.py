@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from harness.strategies._batch_norm import all_reduced_batch_norm
 from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import Cell, Job, Refused, Strategy, TrainStep, Workload, standard_step
+from harness.strategy import (
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    Strategy,
+    TrainStep,
+    Workload,
+    standard_step,
+)
 
 
 class SyncBatchNorm(Strategy):
@@ -34,6 +44,11 @@ class SyncBatchNorm(Strategy):
             if cell.device == "cpu"
             else None
         )
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """DDP's, and one of each BatchNorm forward and backward, which every convolution has: three
+        parameters for each beside the last layer's two."""
+        return 1.0 + 2 * (len(facts.sizes) - 2) // 3
 
     def setup(self, job: Job) -> TrainStep:
         from torch import nn

@@ -55,6 +55,17 @@ class TensorParallel(Strategy):
         reduced = len(workload.split.by_column) + forward + repeated
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """In each block an all-reduce for each layer that is split (see `traffic`); with sequence
+        parallelism four gathers and four scatters, and the gradients of each norm."""
+        workload = make_workload(cell.workload)
+        if layout.tensor == 1 or workload.split is None:
+            return 0.0
+        split = len(workload.split.by_column) + len(workload.split.by_row)
+        of_block = 8 if self.sequence_parallel else split
+        norms = 2 * workload.blocks + 1 if self.sequence_parallel else 0
+        return float(workload.blocks * cell.micro_batches * of_block + norms)
+
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -44,6 +44,10 @@ class Ulysses(Strategy):
         exchanged = _sequence.exchanged_for_heads(cell, layout)
         return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Exchanges, and an all-reduce of each gradient."""
+        return _sequence.exchanges(cell, layout) + len(facts.sizes)
+
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
         import deepspeed

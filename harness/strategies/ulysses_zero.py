@@ -49,6 +49,11 @@ class UlyssesZero(Deepspeed):
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        of_zero = super().messages(cell, layout, facts)
+        exchanges = _sequence.exchanges(cell, layout, gathers_positions=True)
+        return None if of_zero is None else of_zero + exchanges
+
     def export(self, cell: Cell, to: str) -> Export | None:
         return None
 

@@ -7,7 +7,13 @@ import dataclasses
 
 from harness.strategies._ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
-from harness.strategy.formulas import all_reduced, fullest_share, passed_once, whole_model_states
+from harness.strategy.formulas import (
+    BESIDE_BACKWARD,
+    all_reduced,
+    fullest_share,
+    passed_once,
+    whole_model_states,
+)
 from harness.strategy.step import standard_step
 
 
@@ -17,6 +23,8 @@ class ZeroRedundancy(Strategy):
     Its `overlap_with_ddp` is no option here: it leaves out the first updates while DDP's buckets
     settle, another training.
     """
+
+    wraps = "ddp"
 
     parameters_as_bucket_view: bool = False
     """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
@@ -35,6 +43,11 @@ class ZeroRedundancy(Strategy):
         would scatter the gradients instead."""
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """DDP's, and a broadcast of each parameter by the rank that updates it; the broadcasts are
+        all begun before the first is waited for."""
+        return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None

@@ -80,6 +80,10 @@ class Strategy(BaseModel, ABC):
     """Name of the library whose wrapper around DDP's mathematics it shows; such cells are compared
     side by side."""
 
+    wraps: ClassVar[str] = ""
+    """Name of the strategy whose library does most of its work beside the model's own; empty: it
+    does all itself."""
+
     @classmethod
     def compiled(cls) -> dict[str, str]:
         """Compiled parts of its library by name, as `bench doctor` shows them: `built`, or the
@@ -149,6 +153,12 @@ class Strategy(BaseModel, ABC):
         """
         return None
 
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Collectives and transfers that a rank waits for in a step, one after the other, mean of
+        the steps of its cycle, as its library's code calls them; None: no formula. Those that run
+        beside backward count a part, see `BESIDE_BACKWARD`."""
+        return None
+
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
         """Floating-point operations that recomputation adds to a step, over all ranks; counted once
         for a model (see harness/workloads/activations.py)."""
@@ -167,6 +177,12 @@ class Strategy(BaseModel, ABC):
         """Bytes that a step takes to and from a disk, or through one process in host memory; all
         ranks together, about."""
         return 0.0
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether ranks of a node exchange tensors through memory that they share, or within one
+        process, instead of by TCP as gloo does."""
+        return False
 
     @property
     def one_node(self) -> str | None:

@@ -36,22 +36,27 @@ class Counter(TorchDispatchMode):
 
 @functools.cache
 def activation_bytes(
-    workload: Workload, samples: int, sequence_length: int, recompute: str = "none"
+    workload: Workload,
+    samples: int,
+    sequence_length: int,
+    recompute: str = "none",
+    precision: str = "fp32",
 ) -> int:
     """The most bytes that forward, loss and backward hold at a time beside parameters, buffers and
     the gradients of parameters: what autograd keeps for backward, and what operators make and free.
 
-    `samples` and `sequence_length` are those of one pass, in fp32; `recompute` is that of a cell.
-    The tensors have no memory (FakeTensorMode), so that models of any size can be counted.
+    `samples` and `sequence_length` are those of one pass; `recompute` is that of a cell;
+    `precision`: fp32, or that of autocast. The tensors have no memory (FakeTensorMode), so that
+    models of any size can be counted.
     """
     held = _Held()
     if pair := workload.of_one_and_two_blocks:
         one, two = (
-            activation_bytes(make_workload(name), samples, sequence_length, recompute)
+            activation_bytes(make_workload(name), samples, sequence_length, recompute, precision)
             for name in pair
         )
         return one + (workload.blocks - 1) * (two - one)
-    train_without_memory(workload, samples, sequence_length, recompute, held)
+    train_without_memory(workload, samples, sequence_length, recompute, held, precision)
     return held.most()
 
 
@@ -93,8 +98,11 @@ def train_without_memory(
     sequence_length: int,
     recompute: str,
     counter: Counter,
+    precision: str = "fp32",
 ) -> None:
-    """Forward, loss and backward of zeros, on tensors without memory, under a counter."""
+    """Forward, loss and backward of zeros, on tensors without memory, under a counter; under
+    autocast where `precision` is not fp32."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
         model = workload.countable().build(seed=0, saved_weights=False)
         if recompute != "none":
@@ -107,7 +115,9 @@ def train_without_memory(
         )
         counter.watch(model)
         with counter:
-            workload.loss(workload.logits(model, inputs), labels).backward()
+            with torch.autocast("cpu", half, enabled=half is not None):
+                loss = workload.loss(workload.logits(model, inputs), labels)
+            loss.backward()
 
 
 class _Operations(Counter):

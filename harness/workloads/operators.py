@@ -32,23 +32,32 @@ class Operators:
     moved_bytes: int
     """Bytes of the tensors that operators other than matrix products, convolutions and attention
     take and give."""
+    convolutions: int
+    """Among the operators; one backward, of input and weight, counts twice."""
     held_bytes: int
     """The most that they hold at a time, see `activation_bytes`."""
 
 
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
+"""Operators, and how many convolutions each computes."""
 FEW, MORE = 2, 4
 """Samples of the two passes that are counted; everything grows by as much with each sample."""
 
 
 @functools.cache
 def operators(
-    workload: Workload, samples: int, sequence_length: int, recompute: str = "none"
+    workload: Workload,
+    samples: int,
+    sequence_length: int,
+    recompute: str = "none",
+    precision: str = "fp32",
 ) -> Operators:
-    """The counts for one pass over so many samples, in fp32; `recompute` is that of a cell.
+    """The counts for one pass over so many samples; `recompute` is that of a cell; `precision`:
+    fp32, or that of autocast, which casts what matrix products take.
 
     The tensors have no memory (FakeTensorMode), so that models of any size can be counted.
     """
-    few, more = _counted(workload, sequence_length, recompute)
+    few, more = _counted(workload, sequence_length, recompute, precision)
     share = (samples - FEW) / (MORE - FEW)
 
     def grown(of_few: int, of_more: int) -> int:
@@ -57,39 +66,44 @@ def operators(
     return Operators(
         few.number,
         grown(few.moved_bytes, more.moved_bytes),
+        few.convolutions,
         grown(few.held_bytes, more.held_bytes),
     )
 
 
 @functools.cache
 def _counted(
-    workload: Workload, sequence_length: int, recompute: str
+    workload: Workload, sequence_length: int, recompute: str, precision: str
 ) -> tuple[Operators, Operators]:
     """The counts for few and for more samples, from a file where they were counted before."""
-    file = kept_file("operators", workload, f"1 {sequence_length} {recompute}")
+    file = kept_file("operators", workload, f"3 {sequence_length} {recompute} {precision}")
     if file.exists() and not workload.pretrained:
         few, more = (Operators(**fields) for fields in json.loads(file.read_text()))
         return few, more
-    few, more = (_count(workload, n, sequence_length, recompute) for n in (FEW, MORE))
+    few, more = (_count(workload, n, sequence_length, recompute, precision) for n in (FEW, MORE))
     keep(file, json.dumps([asdict(few), asdict(more)]))
     return few, more
 
 
-def _count(workload: Workload, samples: int, sequence_length: int, recompute: str) -> Operators:
-    held = activation_bytes(workload, samples, sequence_length, recompute)
+def _count(
+    workload: Workload, samples: int, sequence_length: int, recompute: str, precision: str
+) -> Operators:
+    held = activation_bytes(workload, samples, sequence_length, recompute, precision)
     if pair := workload.of_one_and_two_blocks:
         one, two = (
-            _count(make_workload(name), samples, sequence_length, recompute) for name in pair
+            _count(make_workload(name), samples, sequence_length, recompute, precision)
+            for name in pair
         )
         more = workload.blocks - 1
         return Operators(
             one.number + more * (two.number - one.number),
             one.moved_bytes + more * (two.moved_bytes - one.moved_bytes),
+            one.convolutions + more * (two.convolutions - one.convolutions),
             held,
         )
     counter = _Counter()
-    train_without_memory(workload, samples, sequence_length, recompute, counter)
-    return Operators(counter.number, counter.moved_bytes, held)
+    train_without_memory(workload, samples, sequence_length, recompute, counter, precision)
+    return Operators(counter.number, counter.moved_bytes, counter.convolutions, held)
 
 
 class _Counter(Counter):
@@ -98,6 +112,7 @@ class _Counter(Counter):
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
+        self.convolutions = 0
         self.moved_bytes = 0
 
     def __torch_dispatch__(
@@ -110,6 +125,7 @@ class _Counter(Counter):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             self.number += 1
+            self.convolutions += CONVOLUTIONS.get(func._opname, 0)
             if func._overloadpacket not in products():
                 tensors = [
                     leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)

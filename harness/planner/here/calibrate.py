@@ -17,8 +17,15 @@ from harness.spec.errors import UsageError
 
 FEWEST = 5
 """Measured cells that a calibration needs."""
-EFFECT_SPREAD = 0.4
-"""Standard deviation of the logarithm of what a library adds, as it is believed without data."""
+VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
+"""Standard deviations of the logarithm of what a strategy with its options, and its library, add,
+as they are believed without data."""
+WORKLOAD_SPREAD = 0.05
+"""The same of what the formulas miss in all cells of a workload alike."""
+ORDINARY_ERROR = 0.1
+"""Logarithm of an ordinary error of a cell: rows that are much farther off hardly count."""
+ALONE = "single"
+"""The strategy of one process without a library, which adds nothing."""
 UNKNOWN_SPREAD = 0.25
 """Half-width of the 80 % intervals of logarithms where too few workloads were measured to predict
 one from the others. Assumed."""
@@ -28,30 +35,34 @@ FEWEST_ERRORS = 8
 
 @dataclass(frozen=True)
 class Effects:
-    """What libraries add, as logarithms: of each variant that was measured, and of all variants of
-    a strategy, for those that were not."""
+    """What libraries add, as logarithms: of each variant that was measured, and of all variants
+    with the same library, for those that were not."""
 
     variants: dict[tuple[str, str, bool], float]
-    families: dict[tuple[str, bool], float]
+    families: dict[tuple[str, str, bool], float]
+    workloads: dict[str, float]
+    """What the formulas miss in all cells of a workload alike."""
+
+    def missed(self, cells: Sequence[CellFacts]) -> Floats:
+        """By how many times each cell's figure is larger for the sake of its workload; 1 where that
+        was not measured (shape [cells])."""
+        return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
-        """Of each cell (shape [cells]); of a strategy that was not measured the mean of those that
-        were, on one rank or on several."""
-        usual = {several: self._usual(several) for several in (False, True)}
-        return np.array(
-            [
-                self.variants.get(
-                    cell.variant, self.families.get(cell.family, usual[cell.family[1]])
-                )
-                for cell in cells
-            ],
-            float,
-        )
+        """Of each cell (shape [cells]); in a precision in which its library was not measured that
+        of fp32, and of a library that was not measured none."""
+        return np.array([self._of(cell) for cell in cells], float)
 
-    def _usual(self, several: bool) -> float:
-        """The mean over strategies on several ranks, or on one; 0 without any."""
-        known = [value for (_, ranks), value in self.families.items() if ranks == several]
-        return float(np.mean(known)) if known else 0.0
+    def _of(self, cell: CellFacts) -> float:
+        engine, _, several = cell.family
+        for effect in (
+            self.variants.get(cell.variant),
+            self.families.get(cell.family),
+            self.families.get((engine, "fp32", several)),
+        ):
+            if effect is not None:
+                return effect
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,12 @@ class CpuCalibration:
 
     def seconds(self, cells: Sequence[CellFacts]) -> Floats:
         """Of a step of each cell."""
-        return step_seconds(Columns(cells), self.time, self.time_effects.of(cells)).total
+        step = step_seconds(Columns(cells), self.time, self.time_effects.of(cells))
+        return step.total * self.time_effects.missed(cells)
 
     def peak_bytes(self, cells: Sequence[CellFacts]) -> Floats:
-        return peak_bytes(Columns(cells), self.memory, self.memory_effects.of(cells))
+        peaks = peak_bytes(Columns(cells), self.memory, self.memory_effects.of(cells))
+        return peaks * self.memory_effects.missed(cells)
 
 
 def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
@@ -107,10 +120,13 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
     columns, groups = Columns(facts), _Groups(facts)
     time, values = fit(
         CpuTime,
-        lambda c, effects: step_seconds(columns, c, groups.spread_out(effects)).total,
+        lambda c, effects: (
+            step_seconds(columns, c, groups.added(effects)).total * groups.missed(effects)
+        ),
         np.array([cell.seconds for cell in measured]),
         groups.numbers,
-        EFFECT_SPREAD,
+        groups.spreads(1.0),
+        ORDINARY_ERROR,
     )
     time_effects = groups.effects(values)
     known = [cell for cell in measured if cell.peak_bytes]
@@ -118,10 +134,11 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
     of_memory, groups = Columns(facts), _Groups(facts)
     memory, values = fit(
         CpuMemory,
-        lambda c, effects: peak_bytes(of_memory, c, groups.spread_out(effects)),
+        lambda c, effects: peak_bytes(of_memory, c, groups.added(effects)) * groups.missed(effects),
         np.array([cell.peak_bytes for cell in known], float),
         groups.numbers,
-        EFFECT_SPREAD / 2,
+        groups.spreads(0.5),
+        ORDINARY_ERROR,
     )
     unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD, UNKNOWN_SPREAD)
     return CpuCalibration(
@@ -137,36 +154,51 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
 
 
 class _Groups:
-    """Variants and families of cells as positions in an array of unknowns."""
+    """Variants, families and workloads of cells as positions in an array of unknowns."""
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
-        self.variants = list(dict.fromkeys(cell.variant for cell in cells))
-        self.families = list(dict.fromkeys(cell.family for cell in cells))
-        self.family_of = {cell.variant: cell.family for cell in cells}
-        self._variant: Ints = np.array([self.variants.index(cell.variant) for cell in cells])
-        self._family: Ints = np.array(
-            [len(self.variants) + self.families.index(cell.family) for cell in cells]
-        )
+        self._variants = list(dict.fromkeys(cell.variant for cell in cells))
+        self._families = list(dict.fromkeys(cell.family for cell in cells))
+        self._workloads = workloads = list(dict.fromkeys(cell.workload for cell in cells))
+        variants, families = self._variants, self._families
+        self._counts = [len(variants), len(families), len(workloads)]
+        own = [
+            (
+                variants.index(cell.variant),
+                len(variants) + families.index(cell.family),
+                len(variants) + len(families) + workloads.index(cell.workload),
+            )
+            for cell in cells
+        ]
+        self.numbers: Ints = np.array(own)
+        """Of the unknowns of each cell (shape [cells, 3])."""
+        self._with_library = np.array([cell.engine != ALONE for cell in cells], float)
+        self._family_of = {cell.variant: cell.family for cell in cells}
 
-    @property
-    def numbers(self) -> Ints:
-        """Of the unknowns of each cell (shape [cells, 2])."""
-        return np.stack([self._variant, self._family], axis=1)
+    def spreads(self, share: float) -> Floats:
+        """What is believed of each unknown; of the libraries a share."""
+        each = (share * VARIANT_SPREAD, share * FAMILY_SPREAD, WORKLOAD_SPREAD)
+        return np.repeat(each, self._counts)
 
-    def spread_out(self, effects: Floats) -> Floats:
-        """The effect of each cell: its variant's beside its family's."""
-        result: Floats = effects[self._variant] + effects[self._family]
+    def added(self, effects: Floats) -> Floats:
+        """By each cell's library: its variant's beside its family's."""
+        own, shared, _ = self.numbers.T
+        result: Floats = self._with_library * (effects[own] + effects[shared])
+        return result
+
+    def missed(self, effects: Floats) -> Floats:
+        """By how many times a cell's figure is larger for the sake of its workload."""
+        result: Floats = np.exp(effects[self.numbers[:, 2]])
         return result
 
     def effects(self, values: Floats) -> Effects:
-        own, shared = values[: len(self.variants)], values[len(self.variants) :]
-        families = dict(zip(self.families, shared.tolist(), strict=True))
+        variants, families = self._variants, self._families
+        of_family = dict(zip(families, values[len(variants) :].tolist(), strict=False))
+        own = zip(variants, values.tolist(), strict=False)
         return Effects(
-            {
-                variant: value + families[self.family_of[variant]]
-                for variant, value in zip(self.variants, own.tolist(), strict=True)
-            },
-            families,
+            {variant: value + of_family[self._family_of[variant]] for variant, value in own},
+            of_family,
+            dict(zip(self._workloads, values[sum(self._counts[:2]) :].tolist(), strict=True)),
         )
 
 

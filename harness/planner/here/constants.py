@@ -20,29 +20,30 @@ class CpuTime:
         "of matrix products in fp32 on one core",
         "16 to 64 operations a cycle at 2 to 4 GHz, less what small products lose",
     )
-    bf16_rate: float = constant(
-        130.0,
+    bf16_gain: float = constant(
         2.0,
-        1500.0,
-        60.0,
-        "GFLOP/s",
-        "the same in bf16",
-        "a fraction of fp32's rate where bf16 is emulated, several times it with AMX",
+        0.02,
+        20.0,
+        0.25,
+        "1",
+        "how many times as fast they are in bf16",
+        "a fraction where bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
     )
     fp16_rate: float = constant(
-        5.0,
+        5.5,
         0.5,
         1500.0,
-        2.0,
+        1.5,
         "GFLOP/s",
         "the same in fp16",
-        "most CPUs convert each element; measured on two machines: 4 to 6",
+        "most CPUs convert each element; products of 128 to 512 rows, measured on three machines: 4"
+        " to 7",
     )
     memory_rate: float = constant(
-        25.0,
+        30.0,
         2.0,
         200.0,
-        10.0,
+        12.0,
         "GB/s",
         "at which a core reads and writes in operators that are no matrix products",
         "between one core's share of the memory and its caches",
@@ -58,10 +59,10 @@ class CpuTime:
         "misses of caches follow a power of about one half of size (Hartstein and others, 2006)",
     )
     operator: float = constant(
-        6e-6,
+        5e-6,
         1e-6,
         40e-6,
-        3e-6,
+        2e-6,
         "s",
         "to call one operator from Python, and its part of autograd",
         "torch's dispatch takes 1 to 10 microseconds on cores of 2 to 4 GHz",
@@ -84,24 +85,70 @@ class CpuTime:
         "to update and clear one parameter tensor beside its bytes",
         "several operators for each tensor",
     )
+    coded: float = constant(
+        15e-9,
+        0.1e-9,
+        100e-9,
+        6e-9,
+        "s",
+        "to update an element of optimizer state that is kept in a code of 8 bits",
+        "a search among 256 values takes 8 comparisons; bitsandbytes on a CPU: 13 to 25 each",
+    )
+    convolution: float = constant(
+        0.15e-3,
+        0.0,
+        2e-3,
+        0.08e-3,
+        "s",
+        "of a convolution beside its arithmetic: oneDNN orders its arguments in blocks",
+        "products of 8 to 32 channels: measured 0.05 to 0.3 ms each",
+    )
     local_rate: float = constant(
-        0.6,
+        0.7,
         0.05,
         20.0,
-        0.3,
+        0.2,
         "GB/s",
         "of a collective's bytes between ranks on one machine: copies, sums and system calls",
         "gloo over loopback, whose work takes the cores that compute",
     )
+    shared_rate: float = constant(
+        4.0,
+        0.3,
+        100.0,
+        2.0,
+        "GB/s",
+        "the same where ranks exchange through memory that they share",
+        "two copies and a sum at a core's share of the memory's rate",
+    )
     message: float = constant(
-        1.0e-3,
+        1.3e-3,
         0.02e-3,
         10e-3,
-        0.7e-3,
+        0.2e-3,
         "s",
         "of a collective or transfer beside its bytes: handing over to a thread, and waiting for"
         " the slower rank",
         "tens of microseconds for gloo alone, milliseconds where ranks wait for each other",
+    )
+    unit: float = constant(
+        3.0e-3,
+        0.05e-3,
+        20e-3,
+        1.0e-3,
+        "s",
+        "the same where a library gathers parameters or scatters gradients, which it also copies to"
+        " and from flat buffers, in hooks around a module",
+        "a collective's, and tens of operators for each of a module's parameters",
+    )
+    disk_rate: float = constant(
+        1.5,
+        0.02,
+        20.0,
+        0.7,
+        "GB/s",
+        "of what all ranks together read from a disk and write to it",
+        "0.1 for a magnetic disk, several for NVMe and for a cache in memory",
     )
     emulated: float = constant(
         1.3,

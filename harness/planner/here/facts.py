@@ -20,7 +20,8 @@ class CellFacts:
     """Emulated link between the nodes; empty: there is none."""
     label: str
     """The strategy with its options."""
-    strategy: str
+    engine: str
+    """The strategy whose library does the work beside the model's own."""
     precision: str
     """Of the arithmetic: fp32, bf16 or fp16."""
     exact: bool
@@ -60,6 +61,24 @@ class CellFacts:
     """In a step, for the collectives that the strategy calls."""
     messages: float
     """Collectives or transfers of a step."""
+    sharded: bool = False
+    """Whether they gather parameters and scatter gradients."""
+    in_memory: bool = False
+    """Whether memory that the ranks share carries them, instead of TCP."""
+    flat: bool = False
+    """Whether its library copies all parameters or gradients to and from flat buffers."""
+    served: bool = False
+    """Whether a process that trains nothing itself keeps the model, and is the fullest."""
+    disk_bytes: float = 0.0
+    """To and from a disk in a step, all ranks together."""
+    threads: int = 1
+    """Devices that one process drives, each from a thread: they take turns in Python."""
+    optimizer_flops: float = 0.0
+    """Of matrix products in a rank's update, in bf16."""
+    coded_elements: float = 0.0
+    """Of optimizer state that a rank's update reads from codes of 8 bits and writes to them."""
+    convolutions: int = 0
+    """Among the operators; each one backward counts twice."""
     link_bytes_per_second: float = float("inf")
     """Between the nodes, each direction; infinite where all ranks are on one node."""
     link_seconds: float = 0.0
@@ -76,9 +95,9 @@ class CellFacts:
         return self.label, self.precision, self.ranks > 1
 
     @property
-    def family(self) -> tuple[str, bool]:
-        """The same for all options of a strategy."""
-        return self.strategy, self.ranks > 1
+    def family(self) -> tuple[str, str, bool]:
+        """The same for all strategies and options of a library."""
+        return self.engine, self.precision, self.ranks > 1
 
 
 @dataclass(frozen=True)

@@ -149,13 +149,16 @@ def _candidates(
     facts = [variant.facts for variant in variants]
     columns = Columns(facts)
     step = step_seconds(columns, calibration.time, calibration.time_effects.of(facts))
-    parts = (step.compute, step.calls, step.update, step.exchange, step.link)
+    missed = calibration.time_effects.missed(facts)
+    whole = (step.compute, step.calls, step.update, step.exchange, step.link)
+    parts = [part * missed for part in whole]
+    total = step.total * missed
     peaks = calibration.peak_bytes(facts)
     wide = np.exp(calibration.time_spread.of(facts, calibration.time_effects))
     of_memory = calibration.memory_spread.of(facts, calibration.memory_effects)
     result = []
     for row, variant in enumerate(variants):
-        seconds, peak = float(step.total[row]), float(peaks[row])
+        seconds, peak = float(total[row]), float(peaks[row])
         low, high = seconds / float(wide[row]), seconds * float(wide[row])
         spread = float(of_memory[row])
         relative = calibration.time_spread.relative
