@@ -160,16 +160,6 @@ def test_activations_count_where_they_are_more_than_gradients() -> None:
     )
 
 
-def test_from_the_second_micro_batch_on_all_gradients_are_there() -> None:
-    long = base(sequence_length=256, global_batch=16, micro_batches=2)
-    needed = formula(sized(long, 4), predict(long, BUDGET).activations)
-    assert needed is not None
-    assert needed["total"] == sum(
-        needed[k]
-        for k in ("parameters", "gradients", "optimizer", "library", "transient", "activations")
-    )
-
-
 def test_theory_puts_sharding_above_replication() -> None:
     reach = {
         strategy: predict(base(strategy), BUDGET).parameters

@@ -167,6 +167,18 @@ def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
     assert peak == pytest.approx(needed["total"], rel=0.05)
 
 
+def test_from_the_second_micro_batch_on_all_gradients_are_there() -> None:
+    cell = Cell(strategy="ddp", devices=2, workload="llama-64x1", micro_batches=2)
+    kept = 10**7
+    needed = formula(cell, (kept, 0))
+    assert needed is not None
+    assert kept > needed["transient"] > 0
+    beside = needed["transient"] + kept
+    assert (
+        needed["total"] == beside + needed["parameters"] + needed["optimizer"] + needed["library"]
+    )
+
+
 def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
     plain = with_defaults(Cell(strategy="ddp", devices=2))
     assert plain.model_copy(update={"recompute": "none"}).id == plain.id
