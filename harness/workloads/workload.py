@@ -48,9 +48,9 @@ NEARLY_EQUAL_SCORES = Tolerance(
     "the scores of two experts may be equal but for the order of additions, which then decides"
     " which of them a token is sent to",
 )
-"""Of mixtral-micro's 16 x 64 tokens one in step 5 had scores of its second and third expert that are
-1.1e-7 apart. DeepSpeed's stage 3 sent it to the third in each launch: the router of that block was
-off by 2.5e-3 of its update, and the step's loss by 5.6e-7."""
+"""Of mixtral-micro's 16 x 64 tokens one in step 5 had scores of its second and third expert that
+are 1.1e-7 apart. DeepSpeed's stage 3 sent it to the third in each launch: the router of that block
+was off by 2.5e-3 of its update, and the step's loss by 5.6e-7."""
 
 
 class HasLogits(Protocol):
