@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.effects import Effect, Effects, effects_of
-from harness.analysis.stats import Comparison
+from harness.analysis.ranking import compared
+from harness.analysis.stats import CONFIDENCE, Comparison
 from reports import lines
 from reports.data import MOST_ROWS, Bar, Bars, first_few, rest
 from reports.markdown import table
@@ -87,8 +88,7 @@ def _combination(cell: CellResult) -> str:
 
 
 def _against(cell: CellResult, base: CellResult) -> str:
-    speed = (cell.samples_per_second or 0.0) / (base.samples_per_second or 1.0)
-    words = f"{number(speed)} x the throughput"
+    words = f"{ratio_text(compared(cell, base, CONFIDENCE))} the throughput"
     if cell.peak_memory_bytes and base.peak_memory_bytes:
         words += f" and {number(cell.peak_memory_bytes / base.peak_memory_bytes)} x the memory"
     return f"{words} of {named(base)} in {base.precision}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
@@ -153,7 +153,8 @@ def _effect(
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """The geometric mean of the pairs' ratios of throughput, with the larger of two errors: what
-    the pairs' own are, and what their scatter says, as an effect is not the same everywhere."""
+    the pairs' own are, and what their scatter says, as an effect is not the same everywhere. The
+    scatter of two pairs says nothing of its own; the interval then has both pairs' in it."""
     known = [
         (cell.log_throughput, twin.log_throughput)
         for cell, twin in pairs
@@ -163,13 +164,19 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
         return None
     gaps = [with_it.mean - without.mean for with_it, without in known]
     own = math.sqrt(sum(a.error**2 + b.error**2 for a, b in known)) / len(known)
-    scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+    scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 2 else 0.0
     degrees = min(estimate.degrees for pair in known for estimate in pair)
     if scatter > own:
         degrees = min(degrees, len(gaps) - 1)
     trials = min(estimate.trials for pair in known for estimate in pair)
     effect = LogEstimate(statistics.fmean(gaps), max(own, scatter), degrees, trials)
-    return ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
+    mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
+    if len(known) != 2:
+        return mean
+    each = [mean, *(ratio(with_it, without, CONFIDENCE) for with_it, without in known)]
+    lows = [one.low for one in each if one.low is not None]
+    highs = [one.high for one in each if one.high is not None]
+    return replace(mean, low=min(lows, default=None), high=max(highs, default=None))
 
 
 def _memory_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> float | None:

@@ -101,5 +101,5 @@ class ProfileRecord(Record):
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_activation_bytes: float | None = None
-    """what forward and backward of an unsplit model's micro-batch hold at most beside model and
-    gradients; null where the model is split"""
+    """what forward and backward hold at most in a rank beside model and gradients, in fp32: of a
+    micro-batch, in a pipeline of all that are in flight; null: no formula"""

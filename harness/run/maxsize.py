@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -116,7 +116,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
     """Bytes of the fullest rank at the peak of a step: states between steps, and beside them the
     larger of activations and what the step adds (gradients grow as activations go; ZeRO, arXiv
     1910.02054, section 3). Where blocks are computed again, one block's activations are there until
-    the last gradient is. None: no formula.
+    the last gradient is; from the second micro-batch on all gradients are. None: no formula.
 
     `activations`: see Prediction; `tokens`: see `sized`.
     """
@@ -128,7 +128,9 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
         return None
     kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
     beside = max(states.transient, float(kept))
-    if cell.recompute != "none" and not states.gradients and not tokens:
+    if cell.micro_batches > 1 and not states.gradients:
+        beside = states.transient + kept
+    elif cell.recompute != "none" and not states.gradients and not tokens:
         beside = max(beside, activations[0] + states.transient)
     kinds = {kind: float(getattr(states, kind)) for kind in KINDS}
     return {
@@ -144,20 +146,20 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
     `tokens`: see `sized`.
     """
-    from harness.workloads.activations import activation_bytes
+    strategy = make_strategy(cell)
+    layout = strategy.layout(cell.devices)
 
-    layout = make_strategy(cell).layout(cell.devices)
-    samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
-    first, second = (
-        activation_bytes(
-            make_workload(one.workload),
-            samples,
-            one.sequence_length // layout.sequence,
-            cell.recompute,
-        )
-        for one in (sized(cell, 1, tokens), sized(cell, 2, tokens))
-    )
-    activations = (first, second - first)
+    def held(steps: int) -> int:
+        """Without a formula as of an unsplit model: the first guess needs a number."""
+        one = sized(cell, steps, tokens)
+        workload = make_workload(one.workload)
+        known = strategy.activation_bytes(one, layout, workload)
+        if known is None:
+            unsplit = replace(layout, pipeline=1, tensor=1)
+            known = strategy.counted_activations(one, unsplit, workload)
+        return int(known)
+
+    activations = (held(1), held(2) - held(1))
 
     def fits(steps: int) -> bool:
         needed = formula(sized(cell, steps, tokens), activations, tokens)

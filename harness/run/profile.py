@@ -16,11 +16,11 @@ from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
 from harness.record.profile import ProfileRecord
 from harness.run.figures import all_known
 from harness.spec.cell import Cell
-from harness.spec.training import Layout, States
+from harness.spec.training import States
 from harness.strategy.registry import validate
 from harness.worker.answer import ProfiledAnswer
 from harness.worker.profile import profiled_cell
-from harness.workloads import Workload, make_workload, prepare_data
+from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 
@@ -47,7 +47,7 @@ def profile_cell(
     theory = Theory(
         strategy.traffic(cell, layout, facts),
         strategy.states(cell, layout, facts),
-        _activations(cell, layout, workload),
+        strategy.activation_bytes(cell, layout, workload) if cell.precision == "fp32" else None,
     )
     return profile_record(run_id, cell, attempt, outcome, theory, layout.servers)
 
@@ -61,18 +61,7 @@ class Theory:
     states: States | None = None
     """Of the fullest rank."""
     activation_bytes: float | None = None
-
-
-def _activations(cell: Cell, layout: Layout, workload: Workload) -> float | None:
-    """What forward and backward of a rank's micro-batch hold at most beside the model in fp32, by a
-    count without memory; None where ranks hold parts of the model."""
-    from harness.workloads.activations import activation_bytes
-
-    if layout.tensor > 1 or layout.pipeline > 1 or cell.precision != "fp32":
-        return None
-    samples = cell.global_batch // layout.shares // cell.micro_batches
-    tokens = cell.sequence_length // layout.sequence
-    return float(activation_bytes(workload, samples, tokens, cell.recompute))
+    """Of a rank's micro-batch, in fp32."""
 
 
 def profile_record(

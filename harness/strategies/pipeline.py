@@ -5,10 +5,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.strategy import Cell, Job, Layout, ModelFacts, Strategy, TrainStep
-from harness.strategy.formulas import hidden_bytes
+from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy.formulas import facts_of_stages, hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
 
 
 class Pipeline(Strategy):
@@ -48,6 +49,40 @@ class Pipeline(Strategy):
             return 1
         return 2 if self.schedule in V_SHAPED else self.stages_per_rank
 
+    def _stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Numbers of a rank's stages."""
+        count = ranks * self._per_rank
+        if self.schedule in V_SHAPED:
+            return rank, count - 1 - rank
+        return tuple(range(rank, count, ranks))
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Those of the rank whose stages have most parameters, and the buffers in which each rank
+        receives hidden states and gradients of all micro-batches."""
+        ranks = layout.pipeline
+        return pipeline_states(
+            cell, layout, facts, [self._stages_of(r, ranks) for r in range(ranks)]
+        )
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Of all micro-batches in flight in the fullest rank, at the moment when it holds most of
+        them and of gradients together: what is there beside all gradients."""
+        if self.schedule in WEIGHTS_APART or workload.pretrained or workload.partly_frozen:
+            return None
+        from harness.strategy.pipeline_memory import Part, step_bytes
+
+        ranks, parts = layout.pipeline, cell.micro_batches
+        facts, most = model_facts(workload, cell.sequence_length), 0.0
+        samples, tokens = cell.global_batch // parts, cell.sequence_length
+        for rank in range(ranks):
+            own = self._stages_of(rank, ranks)
+            part = Part(self.schedule, rank, ranks, own, parts, samples, tokens)
+            of_rank = facts_of_stages(workload, facts, own, part.count)
+            if of_rank is None:
+                return None
+            most = max(most, step_bytes(workload, part, cell.recompute) - of_rank.trained_bytes)
+        return most
+
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Hidden states forward and their gradients back over each boundary between ranks, and tied
         gradients between the ends.
@@ -70,11 +105,7 @@ class Pipeline(Strategy):
         from harness.strategy.pipelining import Pipe, train_step
         from harness.strategy.stage import Stage
 
-        ranks, count = job.layout.pipeline, job.layout.pipeline * self._per_rank
-        own = (
-            [job.rank, count - 1 - job.rank]
-            if self.schedule in V_SHAPED
-            else range(job.rank, count, ranks)
-        )
+        ranks = job.layout.pipeline
+        own, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
         pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.spec.errors import Refused
-from harness.strategy import Cell, Job, Layout, ModelFacts, Strategy, TrainStep
-from harness.strategy.formulas import all_reduced, hidden_bytes
+from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
 
@@ -37,6 +37,19 @@ class TensorParallel(Strategy):
                 f"sequence_parallel needs a sequence length that divides by {cell.devices} devices,"
                 f" not {cell.sequence_length}"
             )
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """An equal part of each layer of attention and MLP; embedding, norms and head whole."""
+        split = make_workload(cell.workload).split
+        if split is None or self.sequence_parallel:
+            return None
+        own = facts_of_part(facts, lambda name: 1 / layout.tensor if split.is_split(name) else 1)
+        return model_states(cell, own) if own else None
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        if workload.split is None or self.sequence_parallel:
+            return None
+        return self.counted_activations(cell, layout, workload)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """An all-reduce of hidden states forward for each layer of a block that is split by row,

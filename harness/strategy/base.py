@@ -143,6 +143,25 @@ class Strategy(BaseModel, ABC):
         library keeps; None: no formula."""
         return None
 
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """The most that forward, loss and backward of a micro-batch hold in a rank beside states
+        and gradients, in fp32; counted once for a model (see harness/workloads/activations.py).
+        None: no formula, as where ranks hold parts of the model and do not say which."""
+        if layout.tensor > 1 or layout.pipeline > 1:
+            return None
+        return self.counted_activations(cell, layout, workload)
+
+    def counted_activations(self, cell: Cell, layout: Layout, workload: Workload) -> float:
+        """Those of a rank's part of the tokens and of each layer."""
+        from harness.workloads.activations import activation_bytes
+
+        samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
+        tokens = cell.sequence_length // layout.sequence
+        held = activation_bytes(
+            workload, samples, tokens, cell.recompute, tensor_ranks=layout.tensor
+        )
+        return float(held)
+
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Bytes that a rank must send per step for the collectives that its library calls, mean of
         the ranks; None: no formula.

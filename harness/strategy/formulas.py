@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
 from harness.spec.training import Layout, States
 from harness.strategy.optimizers import optimizer_bytes
+from harness.strategy.schedules import blocks_of_stage
 
 if TYPE_CHECKING:
+    from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
 
@@ -32,6 +34,76 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
         library=float(facts.buffer_bytes),
         transient=facts.trained_bytes / shards,
     )
+
+
+def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
+    """The facts of a rank that holds a part of the model. `share`: what it holds of each parameter,
+    by name, between 0 and 1. None where not all parameters are trained, whose names are not known.
+    """
+    if sum(facts.sizes) != facts.parameters:
+        return None
+    held = {
+        name: round(size * share(name))
+        for name, size in zip(facts.trainable, facts.sizes, strict=True)
+    }
+    of_whole = sum(held.values()) / facts.parameters
+    return dataclasses.replace(
+        facts,
+        trainable=tuple(name for name, size in held.items() if size),
+        sizes=tuple(size for size in held.values() if size),
+        parameters=sum(held.values()),
+        parameter_bytes=round(of_whole * facts.parameter_bytes),
+        trained_bytes=round(of_whole * facts.trained_bytes),
+    )
+
+
+def facts_of_stages(
+    workload: Workload, facts: ModelFacts, own: Collection[int], count: int
+) -> ModelFacts | None:
+    """The facts of a pipeline's rank that holds these of `count` stages; None where the model does
+    not say how it is split."""
+    split = workload.split
+    if split is None:
+        return None
+    numbers = {block for stage in own for block in blocks_of_stage(workload.blocks, stage, count)}
+    last = count - 1 in own
+    # The last stage has a copy of its own of a parameter that is tied to the first's.
+    tied = set(split.tied.values())
+
+    def held(name: str) -> bool:
+        if name.startswith(f"{split.blocks}."):
+            return int(name.removeprefix(f"{split.blocks}.").partition(".")[0]) in numbers
+        if name.startswith(tuple(f"{path}." for path in split.head)):
+            return last
+        return 0 in own or (last and name in tied)
+
+    return facts_of_part(facts, held)
+
+
+def pipeline_states(
+    cell: Cell, layout: Layout, facts: ModelFacts, own: Sequence[Collection[int]]
+) -> States | None:
+    """What the fullest rank of a pipeline keeps: its stages, and the buffers in which each stage
+    receives hidden states, and gradients of its own, of all micro-batches.
+
+    `own`: of each rank the numbers of its stages.
+    """
+    from harness.workloads import make_workload
+
+    hidden, count = hidden_bytes(cell, layout), sum(map(len, own))
+    if hidden is None:
+        return None
+    fullest: States | None = None
+    for stages in own:
+        part = facts_of_stages(make_workload(cell.workload), facts, stages, count)
+        if part is None:
+            return None
+        states = model_states(cell, part)
+        buffers = sum((stage > 0) + (stage < count - 1) for stage in stages) * hidden
+        states = dataclasses.replace(states, library=states.library + buffers)
+        if fullest is None or states.total > fullest.total:
+            fullest = states
+    return fullest
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:

@@ -3,7 +3,7 @@ across stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from harness.strategy.stage import Stage
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from harness.spec.training import Batch, TrainStep
+    from harness.spec.training import Batch, Retained, TrainStep
     from harness.strategy.job import Job
 
 SCHEDULES: dict[str, Any] = {
@@ -86,6 +86,18 @@ class Pipe:
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else None
+
+    def receive_buffers(self) -> Iterator[Retained]:
+        """The tensors in which torch receives hidden states and their gradients, one of each for
+        every micro-batch."""
+        for stage in self.torch_stages:
+            for name, received in (
+                ("hidden states", stage.args_recv_info),
+                ("gradients", stage.grad_recv_info),
+            ):
+                for info in (one for infos in received.values() for one in infos):
+                    if (buffer := getattr(info, "buffer", None)) is not None:
+                        yield "library", f"received {name}", buffer
 
     @torch.no_grad()
     def sum_tied(self) -> None:
@@ -149,6 +161,7 @@ def train_step(
         states,
         compute=compute,
         gather=lambda: iter(pipe.named),
+        library=pipe.receive_buffers,
         restore=restore or {},
     )
 

@@ -18,8 +18,15 @@ Schedule = Literal[
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which a rank has one stage on the way down a V and one on the way up: the first rank
 has both ends."""
+FORWARDS_FIRST = ("gpipe", "looped_bfs")
+"""Schedules in which a rank runs all forwards before its first backward."""
 WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that compute gradients of weights in passes of their own."""
+
+
+def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:
+    """Numbers of the blocks that this stage holds."""
+    return range(blocks * stage // stages, blocks * (stage + 1) // stages)
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from harness.strategy.schedules import blocks_of_stage
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,10 +51,7 @@ class Stage(nn.Module):
 
     @property
     def own_blocks(self) -> range:
-        return range(
-            self.all_blocks * self.index // self.count,
-            self.all_blocks * (self.index + 1) // self.count,
-        )
+        return blocks_of_stage(self.all_blocks, self.index, self.count)
 
     @property
     def blocks(self) -> list[nn.Module]:

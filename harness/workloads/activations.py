@@ -41,22 +41,28 @@ def activation_bytes(
     sequence_length: int,
     recompute: str = "none",
     precision: str = "fp32",
+    tensor_ranks: int = 1,
 ) -> int:
     """The most bytes that forward, loss and backward hold at a time beside parameters, buffers and
     the gradients of parameters: what autograd keeps for backward, and what operators make and free.
 
     `samples` and `sequence_length` are those of one pass; `recompute` is that of a cell;
-    `precision`: fp32, or that of autocast. The tensors have no memory (FakeTensorMode), so that
-    models of any size can be counted.
+    `precision`: fp32, or that of autocast; `tensor_ranks`: ranks over which each layer of a block
+    is split. The tensors have no memory (FakeTensorMode), so that models of any size can be
+    counted.
     """
-    held = _Held()
+    held = Held()
     if pair := workload.of_one_and_two_blocks:
         one, two = (
-            activation_bytes(make_workload(name), samples, sequence_length, recompute, precision)
+            activation_bytes(
+                make_workload(name), samples, sequence_length, recompute, precision, tensor_ranks
+            )
             for name in pair
         )
         return one + (workload.blocks - 1) * (two - one)
-    train_without_memory(workload, samples, sequence_length, recompute, held, precision)
+    train_without_memory(
+        workload, samples, sequence_length, recompute, held, precision, tensor_ranks
+    )
     return held.most()
 
 
@@ -99,25 +105,32 @@ def train_without_memory(
     recompute: str,
     counter: Counter,
     precision: str = "fp32",
+    tensor_ranks: int = 1,
 ) -> None:
     """Forward, loss and backward of zeros, on tensors without memory, under a counter; under
     autocast where `precision` is not fp32."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
         model = workload.countable().build(seed=0, saved_weights=False)
+        if tensor_ranks > 1:
+            assert workload.split
+            workload.split.leave_a_share(model, tensor_ranks)
         if recompute != "none":
             recompute_blocks(model, workload.blocks_of(model), recompute)
         inputs = workload.sample_inputs(samples, sequence_length)
-        labels = (
-            torch.zeros(samples, dtype=torch.long)
-            if workload.num_labels
-            else torch.zeros_like(inputs)
-        )
+        labels = sample_labels(workload, inputs)
         counter.watch(model)
         with counter:
             with torch.autocast("cpu", half, enabled=half is not None):
                 loss = workload.loss(workload.logits(model, inputs), labels)
             loss.backward()
+
+
+def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
+    """Labels of the right shape for these inputs, all zero."""
+    if workload.num_labels:
+        return torch.zeros(len(inputs), dtype=torch.long)
+    return torch.zeros_like(inputs)
 
 
 class _Operations(Counter):
@@ -142,11 +155,15 @@ class _Operations(Counter):
         return result
 
 
-class _Held(Counter):
-    """Follows the storages that operators make, from their making to their end."""
+class Held(Counter):
+    """Follows the storages that operators make, from their making to their end.
 
-    def __init__(self) -> None:
+    `with_gradients`: gradients of parameters stay, and count.
+    """
+
+    def __init__(self, with_gradients: bool = False) -> None:
         super().__init__()
+        self.with_gradients = with_gradients
         self.sizes: list[int] = []
         """Bytes of each storage, by its number."""
         self.alive: dict[int, int] = {}
@@ -156,12 +173,16 @@ class _Held(Counter):
         self.changes: list[tuple[int, int]] = []
         """(number of a storage, 1 where it is made or -1 where it ends), in order."""
 
+    def leave_out(self, *tensors: Tensor) -> None:
+        """These do not count."""
+        for tensor in tensors:
+            self.alive[tensor.untyped_storage()._cdata] = -1
+
     def watch(self, model: torch.nn.Module) -> None:
         """What the model owns does not count, and gradients are cleared at once."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.alive[tensor.untyped_storage()._cdata] = -1
+        self.leave_out(*model.parameters(), *model.buffers())
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self.with_gradients:
                 parameter.register_post_accumulate_grad_hook(self._clear)
 
     def _clear(self, parameter: Tensor) -> None:
@@ -193,7 +214,7 @@ class _Held(Counter):
         self.changes.append((self.alive.pop(address), -1))
 
     def most(self) -> int:
-        """The most bytes at a time, without gradients of parameters."""
+        """The most bytes at a time, without gradients of parameters unless they were to count."""
         now = most = 0
         for number, change in self.changes:
             if number not in self.gradients:

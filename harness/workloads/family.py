@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from harness.spec.errors import Refused
@@ -86,6 +87,25 @@ class Split(ABC):
             **{name: ColwiseParallel() for name in self.by_column},
             **{name: RowwiseParallel() for name in self.by_row},
         }
+
+    def is_split(self, parameter: str) -> bool:
+        """Whether tensor parallelism splits the parameter of this name: weights, and the biases of
+        layers that are split by their outputs."""
+        layer, _, kind = parameter.rpartition(".")
+        by_column = any(fnmatch(layer, path) for path in self.by_column)
+        return by_column or (kind == "weight" and any(fnmatch(layer, p) for p in self.by_row))
+
+    def leave_a_share(self, model: nn.Module, ranks: int) -> None:
+        """Cuts the model down to what one rank of tensor parallelism computes with, in place."""
+        from torch.nn import Parameter
+
+        self.prepare_tensor(model, ranks)
+        for name, parameter in list(model.named_parameters()):
+            if self.is_split(name):
+                layer, _, kind = name.rpartition(".")
+                across = int(kind == "weight" and any(fnmatch(layer, p) for p in self.by_row))
+                share = parameter.chunk(ranks, across)[0].clone()
+                setattr(model.get_submodule(layer), kind, Parameter(share))
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks as they are.

@@ -42,6 +42,17 @@ the experts that fp32 chooses, bf16 deviates by 0.017 and 0.032, as a model with
 (llama-micro: 0.032); fp32 given the experts that bf16 chooses, by 0.19 and 0.35."""
 
 
+NEARLY_EQUAL_SCORES = Tolerance(
+    1e-5,
+    0.02,
+    "the scores of two experts may be equal but for the order of additions, which then decides"
+    " which of them a token is sent to",
+)
+"""Of mixtral-micro's 16 x 64 tokens one in step 5 had scores of its second and third expert that
+are 1.1e-7 apart. DeepSpeed's stage 3 sent it to the third in each launch: the router of that block
+was off by 2.5e-3 of its update, and the step's loss by 5.6e-7."""
+
+
 class HasLogits(Protocol):
     """What a transformers model returns."""
 
@@ -270,7 +281,9 @@ class Workload:
     def tolerance(self, cell: Cell) -> Tolerance | None:
         """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding
         does not make it more."""
-        return OTHER_EXPERTS if self.experts and cell.precision != "fp32" else None
+        if not self.experts:
+            return None
+        return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
         """What the model's layers keep between steps beside parameters and buffers."""

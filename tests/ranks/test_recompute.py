@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from harness.launch.launcher import Launcher
+from harness.run.maxsize import formula
+from harness.run.profile import profile_cell
 from harness.spec.errors import Refused
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
@@ -55,6 +58,37 @@ def test_it_is_the_same_training_in_less_memory_with_more_operations(
     assert by_kind["hardware_flops_per_step"].is_unique
     assert by_kind["flops_per_step"].nunique() == 1
     assert by_kind.loc["none", "hardware_flops_per_step"] == by_kind.loc["none", "flops_per_step"]
+
+
+PEAKS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp", "micro_batches": 2},
+    "tensor": {"strategy": "tensor"},
+    "1f1b": {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "1f1b"}},
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str) -> None:
+    """Tensors of the fullest rank at the peak of a step, within 5 %; of one process, and with
+    `selective`, see tests/unit/test_recompute.py."""
+    sizes = {"workload": "llama-128x4", "sequence_length": 128, "global_batch": 8}
+    one = cell(**{**sizes, **PEAKS[name]}, recompute="full", time_limit_seconds=240)
+    row = profile_cell(launcher, "run", one)
+    assert row.status == "ok", row.reason
+    strategy, layout = validate(one, make_workload(one.workload))
+
+    def held(workload: str) -> int:
+        return int(strategy.activation_bytes(one, layout, make_workload(workload)) or 0)
+
+    if layout.pipeline > 1:
+        whole = held(one.workload)
+        steps: tuple[int, int] = (whole, 0)
+    else:
+        first = held("llama-128x1")
+        steps = (first, held("llama-128x2") - first)
+    needed = formula(one, steps)
+    assert needed is not None
+    assert max(row.peak_tracked_bytes) == pytest.approx(needed["total"], rel=0.05)
 
 
 def test_a_strategy_that_recomputes_nothing_is_told_so(run_cells: RunCells) -> None:

@@ -79,11 +79,22 @@ def test_each_effect_alone_and_on_average() -> None:
     assert by_name["float8"].alone.ratio == pytest.approx(1.1)
 
 
+def test_the_interval_of_two_combinations_has_both_in_it() -> None:
+    """By their scatter alone, of one degree of freedom, it would span a factor of ten."""
+    (effects,) = effects_of(combinations())
+    (again,) = (effect for effect in effects.effects if effect.value == "recompute=full")
+    assert again.pairs == 2
+    assert again.together.low is not None
+    assert again.together.high is not None
+    assert 0.6 < again.together.low < 1 / 1.5
+    assert 1 / 1.25 < again.together.high < 0.9
+
+
 def test_the_best_combinations_are_named() -> None:
     (effects,) = effects_of(combinations())
     assert effects.fastest.precision == "bf16"
     text = best_text(effects)
-    assert text.startswith("Fastest: ddp in bf16, 2.00 x the throughput and 1.00 x the memory")
+    assert text.startswith("Fastest: ddp in bf16, 2.00 x (1.94 to 2.06) the throughput and 1.00 x")
     assert "Least memory: ddp(recompute=full) in" in text
     assert [len(row) for row in rows_of(effects)] == [len(COLUMNS)] * 2
 

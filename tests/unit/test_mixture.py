@@ -70,7 +70,8 @@ def test_counts_of_ranks_are_added_up() -> None:
 
 
 def test_half_precision_may_choose_other_experts() -> None:
-    """Beyond what it may deviate by elsewhere; in fp32 a mixture is held to the limit of all."""
+    """Beyond what it may deviate by elsewhere; in fp32 the order of additions may choose another
+    expert for a few tokens, whose scores are equal but for it."""
     limits = []
     for workload, precision in (
         ("mixtral-nano", "bf16"),
@@ -80,7 +81,7 @@ def test_half_precision_may_choose_other_experts() -> None:
         one = cell("ddp", workload, precision=precision)
         strategy, made = make_strategy(one), make_workload(workload)
         limits.append(allowed_deviation(one, made, strategy, strategy.layout(2)))
-    assert [limit.update for limit in limits] == [1.0, 0.12, 1e-3]
+    assert [limit.update for limit in limits] == [1.0, 0.12, 0.02]
     assert "other experts" in limits[0].reason
 
 

@@ -81,12 +81,17 @@ def test_what_is_computed_again(recompute: str, attention: int, products_again: 
 
 
 def test_a_copy_computes_with_its_own_parameters() -> None:
-    """DataParallel copies modules: a forward that is bound to the first would train that alone."""
+    """DataParallel makes modules with the same attributes and other parameters: a forward that is
+    bound to the first would train that alone."""
     workload = make_workload("llama-nano")
     model = workload.build(0)
     recompute_blocks(model, workload.blocks_of(model), "full")
-    gradients, _ = trained(copy.deepcopy(model))
-    assert gradients
+    replica = copy.deepcopy(model)
+    for own, first in zip(workload.blocks_of(replica), workload.blocks_of(model), strict=True):
+        parts = {name: own.__dict__[name] for name in ("_parameters", "_modules", "_buffers")}
+        own.__dict__.update(first.__dict__ | parts)
+    gradients, _ = trained(replica)
+    assert any(".layers." in name for name in gradients)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -160,6 +165,18 @@ def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
     needed = formula(cell, (one, two - one))
     assert needed is not None
     assert peak == pytest.approx(needed["total"], rel=0.05)
+
+
+def test_from_the_second_micro_batch_on_all_gradients_are_there() -> None:
+    cell = Cell(strategy="ddp", devices=2, workload="llama-64x1", micro_batches=2)
+    kept = 10**7
+    needed = formula(cell, (kept, 0))
+    assert needed is not None
+    assert kept > needed["transient"] > 0
+    beside = needed["transient"] + kept
+    assert (
+        needed["total"] == beside + needed["parameters"] + needed["optimizer"] + needed["library"]
+    )
 
 
 def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:

@@ -1,0 +1,46 @@
+"""torch.compile in a rank: where compiled code is kept, and that compiling is no part of a timed
+step."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from harness.host.cache import cache_folder
+from harness.spec.cell import Cell
+from harness.worker import compilation
+from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
+
+COMPILED = Cell(strategy="single", compile="block", warmup_steps=3)
+
+
+def test_compiling_in_a_timed_step_fails_and_asks_for_more_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compilation, "compile_seconds", lambda: 4.0)
+    assert checked_compile_seconds(COMPILED, 4.0) == 4.0
+    with pytest.raises(RuntimeError, match=r"again for 1.0 s.*more than 3 warmup_steps"):
+        checked_compile_seconds(COMPILED, 3.0)
+    assert checked_compile_seconds(Cell(strategy="single"), 0.0) is None
+
+
+def test_what_compiles_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "compile_seconds", lambda: 0.0)
+    with pytest.raises(RuntimeError, match=r"torch\.compile compiled nothing"):
+        checked_compile_seconds(COMPILED, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
+def test_ranks_and_trials_share_one_folder_and_no_block_falls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch._dynamo.config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+    prepare_to_compile(Cell(strategy="single"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+    prepare_to_compile(COMPILED)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_folder() / "compiled")
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
