@@ -7,7 +7,6 @@ import dataclasses
 
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Layout, States
-from harness.strategies.deepspeed import Deepspeed
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once
 from harness.workloads import Workload
@@ -48,10 +47,8 @@ def sent_bytes(
 
 def engine_of(strategy: Strategy, name: str) -> str:
     """The strategy whose library does the work beside the model's own."""
-    engine = getattr(strategy, "engine", "")
-    if isinstance(strategy, Deepspeed) or engine.startswith("zero"):
-        return "deepspeed, sharded" if strategy.shards_parameters else "deepspeed"
-    return engine or strategy.wraps or name
+    library = strategy.library or name
+    return f"{library}, sharded" if strategy.shards_parameters else library
 
 
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:

@@ -41,6 +41,10 @@ class AccelerateEngine(Strategy):
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
 
     @property
+    def library(self) -> str:
+        return "deepspeed" if self.zero else self.engine
+
+    @property
     def shards_parameters(self) -> bool:
         return self.engine in ("zero3", "fsdp2")
 

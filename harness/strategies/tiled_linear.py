@@ -25,6 +25,8 @@ class TiledLinear(Deepspeed):
     both; tiled, only a tile must. All `torch.nn.Linear` of the largest size are exchanged.
     """
 
+    wraps = "deepspeed"
+
     stage: Literal[3] = 3
     """ZeRO stage: tiles are gathered one by one in stage 3 only."""
     out_tiles: int = Field(default=4, ge=1)

@@ -26,6 +26,7 @@ class UlyssesZero(Deepspeed):
     """
 
     precisions = ("fp32", "bf16")
+    wraps = "deepspeed"
 
     sequence_ranks: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data

@@ -118,6 +118,12 @@ class Strategy(BaseModel, ABC):
         return 1
 
     @property
+    def library(self) -> str:
+        """Name of the strategy whose library does most of the work in this cell, `wraps` unless
+        options change it; empty: its own does all."""
+        return self.wraps
+
+    @property
     def not_set_back(self) -> str:
         """Why the harness cannot set its state back to an earlier step and train on from there;
         empty: it can.

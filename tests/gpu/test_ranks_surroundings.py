@@ -133,7 +133,7 @@ def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
     memory."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(1, Layout())
-    batches = [loop.fetch(step) for step in (0, 1, 2, 5, 1)]
+    batches = [loop.batches.fetch(step) for step in (0, 1, 2, 5, 1)]
     assert gpu.copies == [(True, True)] * 10
     for batch, step in zip(batches, (0, 1, 2, 5, 1), strict=True):
         inputs, labels = loop.spec.data.batch(0, step, 8, slice(0, 8))
