@@ -165,8 +165,7 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
     cell = job.cell
     same_training = {
         "seed": cell.seed,
-        # Two more: one may settle after the parity check, and a loss is known a step later.
-        "max_steps": cell.total_steps + 2,
+        "max_steps": cell.total_steps + 1,
         "per_device_train_batch_size": (cell.global_batch // job.layout.data // cell.micro_batches),
         "gradient_accumulation_steps": cell.micro_batches,
         "train_sampling_strategy": "sequential",

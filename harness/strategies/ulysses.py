@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from harness.strategies import _sequence
+from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies._deepspeed import settle
-from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep, Workload
+from harness.strategy import (
+    Cell,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+    Workload,
+)
 from harness.strategy.formulas import model_states
 
 if TYPE_CHECKING:
@@ -47,6 +58,13 @@ class Ulysses(Strategy):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Exchanges, and an all-reduce of each gradient."""
         return _sequence.exchanges(cell, layout) + len(facts.sizes)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """Not in fp16, whose gradients are scaled until after they are averaged."""
+        if to not in ("torchrun", "slurm") or cell.precision == "fp16":
+            return None
+        parts = self.layout(cell.devices).sequence
+        return Export("ulysses.py.j2", {"sequence": parts}, variables=deepspeed_variables(cell))
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)

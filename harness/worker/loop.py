@@ -134,7 +134,8 @@ class Loop:
     @property
     def counted(self) -> bool:
         """Whether the trial takes steps until enough of them are timed, as by turns and by time."""
-        return self.spec.turns is not None or self.control is not None
+        timed = self.control is not None and self.spec.timed_seconds > 0
+        return self.spec.turns is not None or timed
 
     def over(self) -> bool:
         """Whether all steps were taken; by turns and by time more of them than the cell says, and

@@ -106,8 +106,9 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_set_back(
 def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
     run_cells: RunCells, strategy: str
 ) -> None:
-    results = run_cells(cell(strategy), timed_seconds=0.5)
+    results = run_cells(cell(strategy, parity_steps=5), timed_seconds=0.5)
     (trial,) = TrialRecord.from_frame(results.trials)
     assert trial.status == "ok", trial.log_tail
+    assert trial.not_set_back == "the number of its steps is fixed"
     assert set(results.steps.groupby("rank")["step"].nunique()) == {8}
     assert trial.window_control_seconds

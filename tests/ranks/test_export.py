@@ -204,6 +204,7 @@ SETS: Sets = [
         "torchrun",
         {"workload": "mixtral-nano", "options": {"expert": 2}, "recompute": "full"},
     ),
+    ("ulysses", "torchrun", {"micro_batches": 2, "recompute": "full"}),
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
