@@ -69,7 +69,7 @@ CPU = Inputs(
     moved_bytes_per_second=1e9,
     compared_bytes_per_second=1e9,
 )
-"""Source: fitted to the 423 trials of the kept run of `full` on two cores (results/reference);
+"""Source: fitted to the 423 trials of a run of `full` on two cores of an EPYC, without a control;
 another CPU is as much faster or slower."""
 
 

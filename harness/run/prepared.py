@@ -32,6 +32,9 @@ MOST_OF_FREE_MEMORY = 0.25
 """
 
 
+ANOTHER = "another launch of the cell is"
+
+
 class PreparedTrial:
     """A trial, and what a launcher is told to launch it."""
 
@@ -43,9 +46,10 @@ class PreparedTrial:
         reference: Reference | None,
         timed_seconds: float | None = None,
         seed: int = 0,
+        alone: bool = True,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `seed`: decides, with the key, when the state
-        is set back."""
+        is set back. `alone`: whether the cell has no other launch."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -63,6 +67,10 @@ class PreparedTrial:
             fixed = self.strategy.fixed_steps
             more |= {"control": True, "timed_seconds": 0.0 if fixed else timed_seconds}
         self.not_set_back = self._why_not_set_back(timed_seconds)
+        # Every second launch of a cell, beginning with the first or the second.
+        chosen = (zlib.crc32(f"{seed} {key.cell_id}".encode()) + key.trial) % 2 == 0
+        if not self.not_set_back and not (chosen or alone):
+            self.not_set_back = ANOTHER
         if not self.not_set_back:
             text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"
             more["set_back_seed"] = zlib.crc32(text.encode())

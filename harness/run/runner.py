@@ -275,7 +275,8 @@ class Runner:
         Without a reference its parity stays unknown.
         """
         seconds = self.plan.timed_seconds_of(cell)
-        prepared = PreparedTrial(cell, key, position, reference, seconds, self.plan.order_seed)
+        seed, alone = self.plan.order_seed, self.plan.trials == 1 or cell.id in self.plan.once
+        prepared = PreparedTrial(cell, key, position, reference, seconds, seed, alone)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(
