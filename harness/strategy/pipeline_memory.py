@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from harness.spec.cell import Cell
+from harness.spec.cell import BASELINE, Cell
 from harness.spec.training import Layout
 from harness.strategy.job import Job
 from harness.strategy.schedules import FORWARDS_FIRST, Schedule
@@ -115,6 +115,6 @@ def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
 
 def _stage(workload: Workload, index: int, part: Part, recompute: str) -> Stage:
     axes = {"workload": workload.name, "sequence_length": part.tokens, "recompute": recompute}
-    cell = Cell.model_validate({"strategy": "pipeline", **axes})
+    cell = Cell.model_validate({"strategy": BASELINE, **axes})
     job = Job(cell, workload.countable(), Layout(), torch.device("cpu"), 0, Path())
     return Stage(job, index, part.count)
