@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         FSDPModule,
+        FullyShardedDataParallel,
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
@@ -41,6 +42,12 @@ def backward_prefetch(when: str) -> BackwardPrefetch | None:
     from torch.distributed.fsdp import BackwardPrefetch
 
     return None if when == "none" else BackwardPrefetch[f"BACKWARD_{when.upper()}"]
+
+
+def summoned_parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """FSDP1's parameters by name, whole while they are looked at; to be walked on all ranks."""
+    with type(model).summon_full_params(model, writeback=False):
+        yield from model.named_parameters()
 
 
 def check_options(cell: Cell, hybrid: bool, mixed_precision: bool, offload: bool) -> None:

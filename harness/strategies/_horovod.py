@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 
 HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
+GRADIENTS_FUSED = 4
+"""Gradients that are ready in one cycle of 1 ms, about: a backward pass of tens of milliseconds
+makes some tens of them, and a cycle takes longer where ranks have to agree."""
 
 
 @functools.cache

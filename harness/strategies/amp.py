@@ -34,7 +34,6 @@ class Amp(Strategy):
     """
 
     wraps = "ddp"
-
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half.
     """
@@ -48,7 +47,6 @@ class Amp(Strategy):
         return TOLERANCES.get((self.opt_level, cell.precision), EXACT)
 
     def setup(self, job: Job) -> TrainStep:
-
         whole = job.model()
         names = [name for name, _ in whole.named_parameters()]
         masters = []

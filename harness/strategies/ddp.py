@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategies._ddp import COMPRESSED, compress, ddp_buckets, least_bucket_mib, wrap_in_ddp
-from harness.strategy import Cell, Export, Job, Strategy
+from harness.strategy import Cell, Export, Job, ModelFacts, Strategy, Workload, make_workload
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
 from harness.strategy.step import standard_step
-from harness.workloads import Workload, make_workload
-from harness.workloads.counts import ModelFacts
 
 
 class Ddp(Strategy):
@@ -72,7 +69,7 @@ class Ddp(Strategy):
         """One for each bucket of a stated size; torch's own size has no formula here."""
         if self.bucket_cap_mb is None:
             return None
-        buckets = math.ceil(facts.trained_bytes / (self.bucket_cap_mb * 2**20))
+        buckets = -(-facts.trained_bytes // int(self.bucket_cap_mb * 2**20))
         return 1.0 + BESIDE_BACKWARD * (buckets - 1)
 
     def same_as_ddp(self, cell: Cell) -> str | None:

@@ -12,11 +12,9 @@ from harness.parity.verdict import widest
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _fairscale
-from harness.strategy import Cell, Job, Strategy
+from harness.strategy import Cell, Job, ModelFacts, Strategy, Workload
 from harness.strategy.formulas import BESIDE_BACKWARD, model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
-from harness.workloads import Workload
-from harness.workloads.counts import ModelFacts
 
 
 class FairscaleOss(Strategy):

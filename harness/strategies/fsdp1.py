@@ -3,19 +3,20 @@ sharded over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._fsdp import backward_prefetch, sharded_messages, wrap_policy
+from harness.strategies._fsdp import (
+    backward_prefetch,
+    sharded_messages,
+    summoned_parameters,
+    wrap_policy,
+)
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import model_states
 from harness.strategy.sharding import check_hybrid, shard_mesh
 from harness.strategy.step import sharded_loss_scaler, standard_step
 from harness.workloads import Workload, make_workload
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Fsdp1(Strategy):
@@ -83,11 +84,7 @@ class Fsdp1(Strategy):
             use_orig_params=self.use_orig_params,
         )
 
-        def gather() -> Iterator[tuple[str, Tensor]]:
-            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-                yield from model.named_parameters()
-
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, gather=gather)
+        job.register(model, optimizer, gather=lambda: summoned_parameters(model))
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)

@@ -9,12 +9,11 @@ import functools
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _fsdp
 from harness.strategies._accelerate_config import fsdp2_export
-from harness.strategy import Cell, Export, Job, Strategy
+from harness.strategy import Cell, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.strategy.sharding import shard_mesh
 from harness.strategy.step import own_precision, standard_step
 from harness.workloads import Workload, make_workload
-from harness.workloads.counts import ModelFacts
 
 
 class Fsdp2(Strategy):

@@ -16,10 +16,6 @@ from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
 from harness.strategy.step import standard_step
 from harness.workloads.counts import ModelFacts
 
-GRADIENTS_FUSED = 4
-"""Gradients that are ready in one cycle of 1 ms, about: a backward pass of tens of milliseconds
-makes some tens of them, and a cycle takes longer where ranks have to agree."""
-
 
 class Horovod(Strategy):
     """Horovod's DistributedOptimizer: gradients are averaged by a ring all-reduce, fused into one
@@ -79,8 +75,8 @@ class Horovod(Strategy):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Ranks agree on which gradients are ready once a cycle, and fuse those: for a few at a
         time, or for each gradient where none are fused."""
-        fused = GRADIENTS_FUSED if self.fusion_threshold_mib else 1
-        agreed = 0.0 if self.controller == "mpi" else len(facts.sizes) / GRADIENTS_FUSED
+        fused = _horovod.GRADIENTS_FUSED if self.fusion_threshold_mib else 1
+        agreed = 0.0 if self.controller == "mpi" else len(facts.sizes) / _horovod.GRADIENTS_FUSED
         return 1.0 + BESIDE_BACKWARD * (len(facts.sizes) / fused + agreed)
 
     def same_as_ddp(self, cell: Cell) -> str | None:

@@ -6,20 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from harness.spec.training import Layout, States, TrainStep
 from harness.strategies import _sequence
 from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies._deepspeed import settle
-from harness.strategy import (
-    Cell,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-    Workload,
-)
+from harness.strategy import Cell, Export, Job, ModelFacts, Strategy, Workload
 from harness.strategy.formulas import model_states
 
 if TYPE_CHECKING:
