@@ -187,7 +187,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         optimizer_bytes=states.optimizer,
         activation_bytes=counted.held_bytes / shared,
         served=layout.servers > 0,
-        flat=strategy.shards_parameters or (engine == "deepspeed" and strategy.zero_stage > 0),
+        flat=strategy.copies_to_flat_buffers,
         sent_bytes=sent_bytes(cell, strategy, layout, facts, workload),
         messages=messages(cell, strategy, layout, facts, workload.blocks),
         sharded=strategy.shards_parameters,

@@ -151,12 +151,12 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
     def held(steps: int) -> int:
         """Without a formula as of an unsplit model: the first guess needs a number."""
-        one = sized(cell, steps, tokens)
-        workload = make_workload(one.workload)
-        known = strategy.activation_bytes(one, layout, workload)
+        probe = sized(cell, steps, tokens)
+        workload = make_workload(probe.workload)
+        known = strategy.activation_bytes(probe, layout, workload)
         if known is None:
             unsplit = replace(layout, pipeline=1, tensor=1)
-            known = strategy.counted_activations(one, unsplit, workload)
+            known = strategy.counted_activations(probe, unsplit, workload)
         return int(known)
 
     activations = (held(1), held(2) - held(1))

@@ -83,7 +83,7 @@ class PreparedTrial:
         if self.known is None:
             return "there is no reference run to compare with"
         if timed_seconds is None:
-            return "the number of timed steps was set"
+            return "its launches are not timed by seconds"
         if cell.parity_steps < 2:
             return "the parity segment has one step"
         if cell.memory_limit_bytes is not None:

@@ -106,6 +106,7 @@ class Verification:
     later_deviations: tuple[float, ...] = ()
     """Relative deviation of the loss from the reference's at each step after the parity segment."""
     set_backs: SetBackCheck | None = None
+    """None: the trial was not compared, or differed within the parity segment already."""
 
 
 def trial_record(

@@ -49,6 +49,10 @@ class AccelerateEngine(Strategy):
         return self.engine in ("zero3", "fsdp2")
 
     @property
+    def copies_to_flat_buffers(self) -> bool:
+        return self.zero is not None or super().copies_to_flat_buffers
+
+    @property
     def zero_stage(self) -> int:
         return self.zero.zero_stage if self.zero else super().zero_stage
 

@@ -83,6 +83,10 @@ class ZeroOptions(Strategy):
         return self.stage == 3
 
     @property
+    def copies_to_flat_buffers(self) -> bool:
+        return self.stage > 0
+
+    @property
     def on_disk(self) -> bool:
         """Whether anything is offloaded to a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)

@@ -139,6 +139,11 @@ class Strategy(BaseModel, ABC):
         return False
 
     @property
+    def copies_to_flat_buffers(self) -> bool:
+        """Whether its library copies all parameters or gradients to and from flat buffers."""
+        return self.shards_parameters
+
+    @property
     def zero_stage(self) -> int:
         """What its data axis shards, as the stages of ZeRO say it (arXiv 1910.02054): 0 nothing, 1
         the optimizer's state, 2 gradients too, 3 parameters too."""

@@ -54,15 +54,15 @@ class Checkpoint:
         in another size.
         """
         self._forget_later_states(train_state)
-        found = set()
+        restored = set()
         for key, tensor in _tensors(train_state):
             if key not in self._places:
                 continue
             place, size = self._places[key]
             if size == tensor.nbytes:
-                found.add(key)
+                restored.add(key)
                 self._fill(tensor, place)
-        if found != self._places.keys():
+        if restored != self._places.keys():
             raise RuntimeError(
                 "the state cannot be set back, as the rank keeps other tensors than it kept then; a"
                 " strategy of which that is right says why in `not_set_back`"
@@ -73,15 +73,15 @@ class Checkpoint:
     def _fill(self, tensor: Tensor, place: int) -> None:
         import torch
 
-        whole = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
-        for piece in _bytes_of(whole).split(PIECE_BYTES):
+        contiguous = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        for piece in _bytes_of(contiguous).split(PIECE_BYTES):
             on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
             with memoryview(_numbers(on_host)) as numbers:
                 place = _read(self._file, numbers, place)
             if on_host is not piece:
                 piece.copy_(on_host)
-        if whole is not tensor:
-            tensor.copy_(whole)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
 
     def _forget_later_states(self, train_state: TrainState) -> None:
         for number, optimizer in enumerate(train_state.optimizers):

@@ -165,8 +165,9 @@ class Loop:
 
     def _knows_what_is_left(self) -> bool:
         """Whether the ranks have agreed how many steps are to be timed, or many are left anyway."""
-        left = self.job.cell.timed_steps - self.timed
-        return self.control is None or left <= 0 or left > FIRST_WITHIN + REPLAYED_STEPS
+        steps_left = self.job.cell.timed_steps - self.timed
+        many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
+        return self.control is None or steps_left <= 0 or many
 
     def _without_counting(self, work: Callable[[], None]) -> None:
         self.stop_counting()

@@ -46,6 +46,7 @@ FORMULAS = {
     "moved_bytes",
     "messages",
     "in_memory",
+    "copies_to_flat_buffers",
     "zero_stage",
 }
 

@@ -13,6 +13,7 @@ from harness.planner.here.constants import CpuMemory, CpuTime
 from harness.planner.here.facts import CellFacts, Measured
 from harness.planner.here.predict import Columns, peak_bytes, step_seconds
 from harness.planner.layouts import Floats, Ints
+from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
 FEWEST = 5
@@ -24,8 +25,6 @@ WORKLOAD_SPREAD = 0.05
 """The same of what the formulas miss in all cells of a workload alike."""
 ORDINARY_ERROR = 0.1
 """Logarithm of an ordinary error of a cell: rows that are much farther off hardly count."""
-ALONE = "single"
-"""The strategy of one process without a library, which adds nothing."""
 UNKNOWN_SPREAD = 0.25
 """Half-width of the 80 % intervals of logarithms where too few workloads were measured to predict
 one from the others. Assumed."""
@@ -172,7 +171,7 @@ class _Groups:
         ]
         self.numbers: Ints = np.array(own)
         """Of the unknowns of each cell (shape [cells, 3])."""
-        self._with_library = np.array([cell.engine != ALONE for cell in cells], float)
+        self._with_library = np.array([cell.engine != BASELINE for cell in cells], float)
         self._family_of = {cell.variant: cell.family for cell in cells}
 
     def spreads(self, share: float) -> Floats:

@@ -150,8 +150,8 @@ def _candidates(
     columns = Columns(facts)
     step = step_seconds(columns, calibration.time, calibration.time_effects.of(facts))
     missed = calibration.time_effects.missed(facts)
-    whole = (step.compute, step.calls, step.update, step.exchange, step.link)
-    parts = [part * missed for part in whole]
+    components = (step.compute, step.calls, step.update, step.exchange, step.link)
+    parts = [component * missed for component in components]
     total = step.total * missed
     peaks = calibration.peak_bytes(facts)
     wide = np.exp(calibration.time_spread.of(facts, calibration.time_effects))
