@@ -113,6 +113,7 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
             "zero_redundancy",
             "deepspeed",
             "distributed_config",
+            "ulysses",
         )
         for t in ("torchrun", "slurm")
     }
