@@ -48,7 +48,8 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verific
         )
         checks.append(again)
         if again.verdict not in VERIFIED and verdict.verdict in VERIFIED:
-            reason = f"after its state was set back to step {replay.first}: {again.reason}"
+            where = "after the parity segment, when its state was set back to step"
+            reason = f"{where} {replay.first}: {again.reason}"
             verdict = replace(again, reason=reason)
         further = judging.later(replay)
         later += further

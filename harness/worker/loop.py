@@ -60,6 +60,9 @@ class Loop:
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
+        self.peaks_noted = False
+        """Whether the state was set back: what that leaves in the heap is none of the training's.
+        """
         self.deviations: list[dict[str, float]] = []
         """Of each tensor at the end of the parity segment, and each time it was trained again."""
         self.states: RankStates | None = None
@@ -160,6 +163,8 @@ class Loop:
             and self._knows_what_is_left()
             and set_backs.due(number, self.planned - self.timed)
         ):
+            self.note_peak()
+            self.peaks_noted = True
             self._without_counting(lambda: set_backs.set_back(train_state))
             self.training_step = set_backs.from_step
 
@@ -268,6 +273,9 @@ class Loop:
         return joules * (1 - self.paused_seconds / self.load.seconds)
 
     def note_peak(self) -> None:
+        """Takes the peaks since the last look; those of steps that are trained again are not."""
+        if self.peaks_noted:
+            return
         peak = self.meter.peak()
         self.meter.method = peak.method
         self.peak_allocated = _larger(self.peak_allocated, peak.allocated)
