@@ -69,8 +69,8 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
         targets = ", ".join(target for target, _ in written)
         return f"wrote {cell.label}{kept if slower > 0 else ''} to {folder} for {targets}"
     raise UsageError(
-        "none of the layouts has an export: pipeline and tensor parallelism run inside of the"
-        " suite only"
+        "none of the layouts has an export: several kinds of model parallelism together run inside"
+        " of the suite only"
     )
 
 

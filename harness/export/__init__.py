@@ -109,7 +109,16 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
     """What the strategy says of itself: what it inherits is another strategy's training."""
-    return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
+    plan = _plan_or_reason(strategy, cell, to)
+    return None if isinstance(plan, Refused) else plan
+
+
+def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
+    """The plan, or the strategy's own reason why there is none, where it gives one."""
+    try:
+        return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
+    except Refused as reason:
+        return reason
 
 
 def taken_by(to: str) -> list[str]:
@@ -128,9 +137,11 @@ def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
     has = [target for target in TARGETS if plan_of(strategy, cell, target)]
     takes = taken_by(to)
     instead = f"it has one to {', '.join(has)}" if has else "it has none to any launcher"
+    reason = _plan_or_reason(strategy, cell, to)
+    why = f": {reason}" if isinstance(reason, Refused) else ""
     return (
-        f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}; {instead}, and"
-        f" {to} takes {', '.join(takes)}"
+        f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}{why}; {instead},"
+        f" and {to} takes {', '.join(takes)}"
     )
 
 
@@ -184,6 +195,8 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "loss_scale": LOSS_SCALE,
         "backend": "nccl" if cell.device == "cuda" else "gloo",
         "no_sync": None,
+        "loss_said": "The loss is the mean over the ranks.",
+        "loss_of_all": "total.item() / world",
     }
 
 

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed_zero import ZeroOptions
 from harness.strategy import Cell, Export, make_workload, model_facts
+
+
+def ulysses_export(options: ZeroOptions, cell: Cell, to: str, divisor: int) -> Export | None:
+    """DeepSpeed's script with the tokens of each sample on several ranks; its engine's alone where
+    there is but one. `divisor`: of the loss whose gradients are taken: the ranks that share a
+    sample, or 1."""
+    plain, layout = zero_export(options, cell, to), options.layout(cell.devices)
+    if to == "accelerate" or plain is None or layout.sequence == 1:
+        return None if to == "accelerate" else plain
+    values = {
+        "sequence": layout.sequence,
+        "samples": cell.global_batch // layout.data // cell.micro_batches,
+        "mpu": ", mpu=groups",
+        "called": "model_at_positions",
+        "trained_loss": "loss / parts" if divisor > 1 else "loss",
+    }
+    return replace(plain, template="ulysses_zero.py.j2", values=plain.values | values)
 
 
 def zero_export(options: ZeroOptions, cell: Cell, to: str) -> Export | None:
@@ -24,4 +42,5 @@ def zero_export(options: ZeroOptions, cell: Cell, to: str) -> Export | None:
         return accelerate_export(cell, deepspeed=config, about_deepspeed=asked)
     files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
     variables = deepspeed_variables(cell)
-    return Export("deepspeed.py.j2", {"autocast": False, **asked}, files, variables)
+    plain = {"autocast": False, "mpu": "", "called": "engine", "trained_loss": "loss"}
+    return Export("deepspeed.py.j2", {**plain, **asked}, files, variables)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategies._pipeline_export import pipeline_export
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import facts_of_stages, hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
@@ -100,6 +101,9 @@ class Pipeline(Strategy):
         apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return pipeline_export(cell, to, self.schedule, self._per_rank)
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategy.pipelining import Pipe, train_step

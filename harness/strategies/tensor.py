@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from harness.spec.errors import Refused
-from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategies._tensor_export import tensor_export
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
@@ -78,6 +79,9 @@ class TensorParallel(Strategy):
         of_block = 8 if self.sequence_parallel else split
         norms = 2 * workload.blocks + 1 if self.sequence_parallel else 0
         return float(workload.blocks * cell.micro_batches * of_block + norms)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return tensor_export(cell, to, self.sequence_parallel)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
+from harness.strategies._deepspeed_export import ulysses_export
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
 
@@ -56,7 +57,7 @@ class UlyssesZero(Deepspeed):
         return None if of_zero is None else of_zero + exchanges
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return None
+        return ulysses_export(self, cell, to, self.gradient_factor(self.layout(cell.devices)))
 
     def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
         if job.layout.sequence == 1:
@@ -77,13 +78,13 @@ class UlyssesZero(Deepspeed):
     def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
         part = _sequence.Part.of(job)
         model = _sequence.at_positions(engine, part.positions(job))
-        step = engines.engine_step(job, engine, model, self.gradient_factor(job))
+        step = engines.engine_step(job, engine, model, self.gradient_factor(job.layout))
         return lambda batch: step(part.cut(batch))
 
-    def gradient_factor(self, job: Job) -> int:
+    def gradient_factor(self, layout: Layout) -> int:
         """How many times too large DeepSpeed's averaged gradients are.
 
         Stages 0 to 2 divide the sum of all ranks' gradients by the number of data-parallel ranks,
         as if each rank's loss were that of the whole sequence; stage 3 divides by all ranks.
         """
-        return job.layout.sequence if self.stage < 3 else 1
+        return layout.sequence if self.stage < 3 else 1

@@ -235,7 +235,8 @@ class Strategy(BaseModel, ABC):
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """How the cell runs outside the suite under the launcher `to` (see harness/export); None:
-        not under this one."""
+        not under this one. Raises Refused, with the reason, where it is another than the launcher.
+        """
         return None
 
     @abstractmethod

@@ -19,6 +19,7 @@ import pytest
 from harness.export import export_files, write_files
 from harness.host.hidden_packages import show
 from harness.parity.verdict import loss_deviations
+from harness.strategy.registry import make_strategy
 from tests.ranks.conftest import RunCells, cell
 
 STAND_IN = """#!/usr/bin/env bash
@@ -205,6 +206,20 @@ SETS: Sets = [
         {"workload": "mixtral-nano", "options": {"expert": 2}, "recompute": "full"},
     ),
     ("ulysses", "torchrun", {"micro_batches": 2, "recompute": "full"}),
+    # SGD's update shows the scale of a gradient, which AdamW's hides.
+    (
+        "ulysses_zero",
+        "torchrun",
+        {"options": {"stage": 2}, "optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
+    ),
+    ("tensor", "torchrun", {"options": {"sequence_parallel": True}}),
+    # Tied embeddings: a copy at each end of the pipeline; under a V one copy on the first rank.
+    ("pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
+    (
+        "pipeline",
+        "torchrun",
+        {"workload": "gpt2-micro", "micro_batches": 2, "options": {"schedule": "zbv"}},
+    ),
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
@@ -226,10 +241,11 @@ SETS: Sets = [
 def test_an_exported_set_trains_the_same(
     run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
 ) -> None:
-    for package in ("accelerate", "deepspeed"):
-        if (package in (strategy, to) or "zero" in str(axes)) and find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: make setup")
     one = cell(strategy, **axes)
+    for package in ("accelerate", "deepspeed"):
+        needed = package in (strategy, to, *make_strategy(one).requires)
+        if (needed or "zero" in str(axes)) and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: make setup")
     trial = run_cells(one).trials.iloc[0]
     assert trial["status"] == "ok", trial["reason"]
     files, note = export_files(one, to)

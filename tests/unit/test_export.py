@@ -114,13 +114,16 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
             "deepspeed",
             "distributed_config",
             "ulysses",
+            "ulysses_zero",
+            "tensor",
+            "pipeline",
         )
         for t in ("torchrun", "slurm")
     }
     assert (
         torch_only
         | {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")}
-        | {("deepspeed", "deepspeed")}
+        | {("deepspeed", "deepspeed"), ("ulysses_zero", "deepspeed")}
         == seen
     )
 
@@ -136,6 +139,23 @@ def test_the_script_compiles_blocks_where_the_cell_does() -> None:
         "block.compile()",
     ]
     ast.parse(compiled)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_tensor_parallel_plan_is_written_as_it_is(sequence_parallel: bool) -> None:
+    from torch.distributed import tensor
+    from torch.distributed.tensor import parallel
+
+    one = small("tensor", options={"sequence_parallel": sequence_parallel})
+    script = export_files(one, "torchrun")[0]["train.py"]
+    written = script.partition("    plan = ")[2].partition("    model = ")[0]
+    plan = eval(written, vars(parallel) | vars(tensor))
+    split = make_workload("llama-nano").split
+    assert split is not None
+    meant = split.tensor_plan(sequence_parallel)
+    assert {path: vars(style) for path, style in plan.items()} == {
+        path: vars(style) for path, style in meant.items()
+    }
 
 
 def test_what_the_document_says_is_so() -> None:
@@ -156,11 +176,13 @@ def test_a_pair_without_export_says_what_there_is() -> None:
         export_files(small("fsdp1"), "deepspeed")
     said = (
         "fsdp1 in fp32 on cpu has no export to deepspeed; it has one to torchrun, slurm, and"
-        " deepspeed takes deepspeed"
+        " deepspeed takes deepspeed, ulysses_zero"
     )
     assert str(no.value) == said
     with pytest.raises(UsageError, match="it has none to any launcher, and torchrun takes"):
-        export_files(small("pipeline", micro_batches=2), "torchrun")
+        export_files(small("vertical"), "torchrun")
+    with pytest.raises(UsageError, match=r"torchrun: torch splits Linear layers, .* a llama"):
+        export_files(small("tensor", workload="gpt2-nano"), "torchrun")
     with pytest.raises(UsageError, match="in fp16 on cpu has no export to accelerate"):
         export_files(small("ddp", precision="fp16"), "accelerate")
     with pytest.raises(UsageError, match=r"cannot run: .* does not divide"):

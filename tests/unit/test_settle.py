@@ -76,7 +76,9 @@ def test_a_written_matrix_has_the_same_cells(tmp_path: Path) -> None:
 
 def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
     small = {"workload": "llama-nano", "devices": 2, "sequence_length": 32}
-    cells = [(Cell(strategy="tensor", **small), 1.0), (Cell(strategy="ddp", **small), 1.25)]
+    together = {"tensor": 2, "pipeline": 2}
+    in_3d = Cell(strategy="three_d", options=together, micro_batches=2, **small | {"devices": 4})
+    cells = [(in_3d, 1.0), (Cell(strategy="ddp", **small), 1.25)]
     said = export_first(cells, tmp_path / "files")
     assert said.startswith("wrote ddp, the best that has an export, 25% slower than the best")
     targets = {path.name for path in (tmp_path / "files").iterdir()}
@@ -88,8 +90,8 @@ def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
 
 def test_layouts_that_divide_alike_are_asked_once() -> None:
     layouts = [
-        (Layout(tensor=8, micro_batch=64), 1.0),
-        (Layout(tensor=8, micro_batch=32, accumulation=2), 2.0),
+        (Layout(tensor=4, pipeline=2, micro_batch=4, accumulation=16), 1.0),
+        (Layout(tensor=4, pipeline=2, micro_batch=2, accumulation=32), 2.0),
         (Layout(data=8, zero=3, micro_batch=8), 3.0),
         (Layout(data=8, zero=3, micro_batch=4, accumulation=2), 4.0),
     ]

@@ -7,13 +7,13 @@ from typing import Literal
 from harness.strategies import _sequence
 from harness.strategies.ulysses import Ulysses
 from harness.strategies.ulysses_zero import UlyssesZero
-from harness.strategy import Job, TrainStep
+from harness.strategy import Job, Layout, TrainStep
 
 
 class UnscaledUlysses(UlyssesZero):
     """DeepSpeed's form whose loss is not divided by the number of ranks that share a sequence."""
 
-    def gradient_factor(self, job: Job) -> int:
+    def gradient_factor(self, layout: Layout) -> int:
         return 1
 
 

@@ -1,0 +1,38 @@
+"""torch's pipelines outside the suite."""
+
+from __future__ import annotations
+
+from harness.strategy import Cell, Export, make_workload
+from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule
+
+
+def pipeline_export(cell: Cell, to: str, schedule: Schedule, per_rank: int) -> Export | None:
+    """A script whose stages are transformers' model without what other stages have.
+
+    `per_rank`: stages of a rank. A parameter that is tied across the ends of the pipeline has a
+    copy on the first and on the last rank, whose gradients are added; where one rank has both ends
+    it has one copy.
+    """
+    split = make_workload(cell.workload).split
+    if to not in ("torchrun", "slurm") or split is None:
+        return None
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    from harness.strategy.pipelining import SCHEDULES
+
+    kind = SCHEDULES[schedule]
+    both_ends = schedule in V_SHAPED or cell.devices == 1
+    values = {
+        "schedule_class": kind.__name__,
+        "single": issubclass(kind, PipelineScheduleSingle),
+        "stages": cell.devices * per_rank,
+        "per_rank": per_rank,
+        "v_shaped": schedule in V_SHAPED,
+        "weights_apart": schedule in WEIGHTS_APART,
+        "blocks": split.blocks,
+        "embedding": list(split.embedding),
+        "head": list(split.head),
+        "tied_on_a_rank": split.tied if both_ends and per_rank > 1 else {},
+        "tied_across_ranks": split.tied if not both_ends else {},
+    }
+    return Export("pipeline.py.j2", values)

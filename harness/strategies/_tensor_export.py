@@ -1,0 +1,51 @@
+"""Tensor parallelism outside the suite."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from harness.strategy import Cell, Export, Refused, make_workload
+from harness.workloads.family import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def tensor_export(cell: Cell, to: str, sequence_parallel: bool) -> Export | None:
+    """A script that splits transformers' model by torch's own plan. Raises Refused for a family
+    whose modules the suite replaces before it splits them."""
+    workload = make_workload(cell.workload)
+    if to not in ("torchrun", "slurm") or workload.split is None:
+        return None
+    if type(workload.split).prepare_tensor is not Split.prepare_tensor:
+        raise Refused(
+            f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
+            " replaces first and a script of the library alone would not; take a llama workload"
+        )
+    plan = workload.split.tensor_plan(sequence_parallel)
+    written = {path: written_style(style) for path, style in plan.items()}
+    named = " ".join(written.values())
+    values = {
+        "plan": written,
+        "styles": sorted({type(style).__name__ for style in plan.values()}),
+        "placements": [name for name in ("Replicate", "Shard") if f"{name}(" in named],
+    }
+    return Export("tensor.py.j2", values)
+
+
+def written_style(style: ParallelStyle) -> str:
+    """The call that makes a parallel style, with the arguments that differ from its defaults."""
+    kind = type(style)
+    usual, accepted = vars(kind()), inspect.signature(kind).parameters
+    given = {
+        name: value
+        for name, value in vars(style).items()
+        if name in accepted and value != usual[name]
+    }
+    return f"{kind.__name__}({', '.join(f'{n}={_written(v)}' for n, v in given.items())})"
+
+
+def _written(value: object) -> str:
+    """One placement in the place of a tuple of one, as torch's styles take it."""
+    return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
