@@ -14,6 +14,8 @@ from bench.cli.options import JsonObject, MeasuredHere
 Value = TypeVar("Value")
 MOST_EXPORTED = 1000
 """Layouts, best first, among which one with an export is looked for."""
+MOST_PRICE = 1e9
+"""Of a device for an hour, in any currency."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -152,8 +154,8 @@ def plan(
     from harness.planner.shape import parse_shape
     from harness.planner.words import explanation
 
-    if price is not None and price <= 0:
-        raise UsageError(f"--price {price:g}: give a price above 0")
+    if price is not None and not 0 < price <= MOST_PRICE:
+        raise UsageError(f"--price {price:g}: give a price above 0, of at most {MOST_PRICE:g}")
     cluster = cluster_of(
         device or "h100-80gb", default(per_node, 8), default(link, "nvlink,400gbit")
     )

@@ -15,7 +15,7 @@ MOST_TENSOR_NODES = 4
 """Nodes that the tensor axis may span."""
 LEAST_TOKENS = 1024
 """Tokens of a sequence that each device of the context axis keeps at least."""
-MOST_MICRO_BATCH = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def divisors(number: int) -> list[int]:
@@ -73,8 +73,7 @@ def enumerate_layouts(question: Question, offload: bool = True) -> Layouts:
         if question.global_batch % data:
             continue
         per_rank = question.global_batch // data
-        sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO_BATCH]
-        sizes = [size for size in sizes if size & (size - 1) == 0]
+        sizes = [size for size in MICRO_BATCHES if per_rank % size == 0]
         experts = [
             expert for expert in divisors(data) if shape.experts > 1 and shape.experts % expert == 0
         ] or [1]

@@ -117,7 +117,7 @@ def device_named(name: str) -> GpuModel:
     """A device of the table; raises UsageError with the nearest names for any other."""
     models = gpu_models()
     if name not in models:
-        near = difflib.get_close_matches(name, models, 3, 0.4) or list(models)
+        near = difflib.get_close_matches(name.lower(), models, 3, 0.4) or list(models)
         raise UsageError(f"device {name!r} is not in the table; nearest are {', '.join(near)}")
     return models[name]
 
@@ -190,7 +190,9 @@ def _rate(text: str, link: str) -> float:
     """Bytes per second of `400gbit` or `450gbyte`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
     rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
-    if not match or float(match[1]) <= 0:
+    if match and float(match[1]) == 0:
+        raise UsageError(f"link {link!r} has a rate of 0; give rates above 0")
+    if not match:
         raise UsageError(
             f"link {link!r} is not understood; write the link inside a node and the rate of each"
             f" device to other nodes, such as nvlink,400gbit, or one of"

@@ -25,6 +25,8 @@ REFINED = 256
 MOST_STAGES, MOST_SIMULATED = 64, 128
 """Stages, and micro-batches, of a simulated pipeline; further micro-batches each take as long as
 the slowest stage."""
+MOST_DEVICES = 2**16
+"""Up to which devices are added where nothing fits."""
 SURE = 0.9
 """Probability to fit from which a layout counts as fitting, where memory is the goal."""
 
@@ -237,27 +239,80 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
     reasons = Counter(
         "an empty stage of the pipeline"
         if not result.filled[row]
-        else "memory"
-        if result.fed[row]
         else "fewer micro-batches than the pipeline needs"
+        if not result.fed[row]
+        else "memory"
+        if result.stored[row]
+        else "what a node can hold of what is offloaded"
         for row in rows
     )
     return dict(reasons.most_common())
 
 
 def _nothing_fits(question: Question, result: Predictions, calibration: Calibration) -> str:
-    """What is missing where no layout fits, and the fewest devices on which one does."""
-    filled = np.flatnonzero(result.filled)
-    least = float(np.min(result.memory.allocated[filled])) if len(filled) else float("nan")
-    cluster = question.cluster
+    """What is missing where no layout fits, and the nearest question in which one does: with a
+    larger batch where pipelines lack micro-batches, on more devices, or with a shorter sequence."""
+    cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
+    if not result.fed.any():
+        return (
+            f"a batch of {question.global_batch} gives the pipelines of all {count} layouts of"
+            f" {name} too few micro-batches; one of {_fed_batch(result)} gives enough"
+        )
     words = (
-        f"{question.shape.name} with {question.sequence_length} tokens in a sequence fits"
-        f" {question.devices} x {cluster.device} in none of {len(result.layouts)} layouts: the"
-        f" least memory that one needs is {least / 1e9:.1f} GB on a device, which has"
-        f" {cluster.memory_bytes / 1e9:.1f} GB"
+        f"{name} with {question.sequence_length} tokens in a sequence fits {question.devices} x"
+        f" {cluster.device} in none of {count} layouts: {_what_is_missing(question, result)}"
     )
-    devices = question.devices
-    while devices < 2**16:
+    if devices := _more_devices(question, calibration):
+        return f"{words}; it fits {devices} of them"
+    remedies = []
+    if len(cluster.reduce.nodes) == 1:
+        remedies.append(f"say what links more than one node of {cluster.per_node} would have")
+    if shorter := _shorter_sequence(question, calibration):
+        remedies.append(f"give a sequence of {shorter} tokens, which fits")
+    else:
+        remedies.append("give a device with more memory")
+    return f"{words}; {', or '.join(remedies)}"
+
+
+def _fed_batch(result: Predictions) -> int:
+    """The smallest batch that gives a pipeline, with the other sizes of its layout, as many
+    micro-batches as its schedule needs."""
+    layouts = result.layouts
+    plain = layouts.chunks == 1
+    needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
+    return int(needed[plain].min())
+
+
+def _what_is_missing(question: Question, result: Predictions) -> str:
+    """The least memory of the layouts whose nodes hold what they offload, and whether others do
+    not."""
+    cluster, words = question.cluster, []
+    stored = result.filled & result.fed & result.stored
+    if stored.any():
+        least = float(np.min(result.memory.allocated[stored]))
+        words.append(
+            f"the least memory that one needs is {least / 1e9:.1f} GB on a device, which has"
+            f" {cluster.memory_bytes / 1e9:.1f} GB"
+        )
+    if not result.stored.all():
+        words.append("others offload more than a node's memory and disks hold")
+    return ", and ".join(words)
+
+
+def _fits(question: Question, calibration: Calibration) -> bool:
+    """Whether some layout is not refused."""
+    try:
+        layouts = enumerate_layouts(question)
+    except UsageError:
+        return False
+    return not predict(question, layouts, calibration).refused.all()
+
+
+def _more_devices(question: Question, calibration: Calibration) -> int:
+    """The fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if none does or
+    the links between nodes are not known."""
+    cluster, devices = question.cluster, question.devices
+    while devices < MOST_DEVICES:
         devices = (
             devices * 2
             if devices < cluster.per_node
@@ -266,14 +321,18 @@ def _nothing_fits(question: Question, result: Predictions, calibration: Calibrat
         if devices > cluster.per_node and devices % cluster.per_node:
             devices = cluster.per_node
         if devices > cluster.per_node and len(cluster.reduce.nodes) == 1:
-            return f"{words}; say what links more than one node of {cluster.per_node} would have"
-        wider = Question(
-            question.shape, cluster, question.sequence_length, question.global_batch, devices
-        )
-        try:
-            layouts = enumerate_layouts(wider)
-        except UsageError:
-            continue
-        if not predict(wider, layouts, calibration).refused.all():
-            return f"{words}; it fits {devices} of them"
-    return f"{words}; give a shorter sequence or a device with more memory"
+            return 0
+        if _fits(dataclasses.replace(question, devices=devices), calibration):
+            return devices
+    return 0
+
+
+def _shorter_sequence(question: Question, calibration: Calibration) -> int:
+    """The largest power of two of tokens, fewer than asked for, with which a layout fits; 0 if not
+    even one token does."""
+    low, high = -1, (question.sequence_length - 1).bit_length()
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = dataclasses.replace(question, sequence_length=2**middle)
+        low, high = (middle, high) if _fits(fewer, calibration) else (low, middle)
+    return 2**low if low >= 0 else 0

@@ -48,6 +48,8 @@ class Predictions:
     """Whether every stage of the pipeline has something to do."""
     fed: Bools
     """Whether the pipeline's schedule has enough micro-batches."""
+    stored: Bools
+    """Whether the memory and the disks of a node hold what its devices offload."""
     beyond: Floats
     """Doublings outside of what the calibration has seen; 0 inside."""
 
@@ -111,5 +113,6 @@ def predict(
         runs=np.where(filled & fed & stored, runs, 0.0),
         filled=filled,
         fed=fed,
+        stored=stored,
         beyond=beyond,
     )

@@ -8,6 +8,10 @@ from harness.planner.cluster import Cluster
 from harness.planner.shape import ModelShape
 from harness.spec.errors import UsageError
 
+MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
+"""The largest questions, far beyond what anybody has trained with: larger numbers are mistakes, and
+the arithmetic in 64 bits would not hold them."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -22,9 +26,12 @@ class Question:
     devices: int
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "global_batch", "devices"):
-            if (value := getattr(self, name)) < 1:
-                raise UsageError(f"{name.replace('_', ' ')} is {value}; give at least 1")
+        for name, most in MOST.items():
+            value, words = getattr(self, name), name.replace("_", " ")
+            if value < 1:
+                raise UsageError(f"{words} is {value}; give at least 1")
+            if value > most:
+                raise UsageError(f"{words} is {value}; give at most {most}")
         per_node = self.cluster.per_node
         if self.devices > per_node and self.devices % per_node:
             lower = self.devices // per_node * per_node

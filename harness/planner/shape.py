@@ -13,6 +13,10 @@ import yaml
 
 from harness.spec.errors import UsageError
 
+MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
+"""Layers of a model, and elements of each of its other sizes, far beyond any model: larger numbers
+are mistakes."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -43,8 +47,14 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and field.name not in ("kv_heads", "head_size") and value < 1:
-                raise UsageError(f"model {self.name!r}: {field.name} is {value}; give at least 1")
+            if field.type != "int":
+                continue
+            given = f"model {self.name!r}: {field.name} is {value}"
+            most = MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
+            if value < 1 and field.name not in ("kv_heads", "head_size"):
+                raise UsageError(f"{given}; give at least 1")
+            if value > most:
+                raise UsageError(f"{given}; give at most {most}")
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UsageError(
@@ -165,11 +175,15 @@ def _from_sizes(text: str) -> ModelShape:
             raise UsageError(
                 f"model size {name}={value!r} is not a whole number; give it as digits"
             )
+        if name in values:
+            raise UsageError(f"model {text!r}: {name} is given twice; give it once")
         values[name] = int(value)
-    if missing := [name for name in ("layers", "hidden") if not values.get(name)]:
+        if not values[name] and name not in ("gated", "tied"):
+            raise UsageError(f"model {text!r}: {name} is 0; give at least 1")
+    if missing := [name for name in ("layers", "hidden") if name not in values]:
         raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
     hidden = values["hidden"]
-    heads = values.get("heads") or max(1, hidden // 128)
+    heads = values.get("heads", max(1, hidden // 128))
     defaults = {
         "heads": heads,
         # Llama's: 8/3 of the hidden size, rounded up to a multiple of 256.

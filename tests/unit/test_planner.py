@@ -265,7 +265,7 @@ def test_memory_as_a_goal_needs_least() -> None:
 
 def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
     asked = dataclasses.replace(question("llama-405b", 1, 8), sequence_length=131072)
-    with pytest.raises(UsageError, match=r"405b .*has 85\.5 GB; it fits \d+ of them") as error:
+    with pytest.raises(UsageError, match=r"405b .*has 85\.5 GB.*; it fits \d+ of them") as error:
         plan(asked, CALIBRATION)
     devices = int(str(error.value).rsplit("fits ", 1)[1].split()[0])
     assert plan(dataclasses.replace(asked, devices=devices), CALIBRATION).candidates
@@ -274,8 +274,38 @@ def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
 def test_nothing_fits_a_node_without_links_to_others() -> None:
     alone = cluster_of("rtx-4090", 8, "pcie")
     asked = dataclasses.replace(question("llama-405b", 1, 1), cluster=alone, sequence_length=10**6)
-    with pytest.raises(UsageError, match=r"has 25\.8 GB; say what links more than one node of 8"):
+    with pytest.raises(UsageError, match=r"has 25\.8 GB.*; say what links more than one node of 8"):
         plan(asked, CALIBRATION)
+
+
+def test_a_sequence_that_no_number_of_devices_holds_gets_the_longest_that_fits() -> None:
+    asked = dataclasses.replace(question(devices=8, batch=8), sequence_length=10**9 - 1)
+    with pytest.raises(UsageError, match=r"give a sequence of \d+ tokens, which fits") as error:
+        plan(asked, CALIBRATION)
+    longest = int(str(error.value).rsplit("sequence of ", 1)[1].split()[0])
+    assert plan(dataclasses.replace(asked, sequence_length=longest), CALIBRATION).candidates
+    with pytest.raises(UsageError, match="fits 8 x h100-80gb in none"):
+        plan(dataclasses.replace(asked, sequence_length=2 * longest), CALIBRATION)
+
+
+def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None:
+    asked = question("layers=2000,hidden=30720,heads=240", 8, 8)
+    with pytest.raises(UsageError) as error:
+        plan(asked, CALIBRATION)
+    text = str(error.value)
+    least = float(text.split("one needs is ")[1].split()[0])
+    assert least * 1e9 > asked.cluster.memory_bytes
+    assert "others offload more than a node's memory and disks hold; it fits" in text
+
+
+def test_a_batch_too_small_for_every_pipeline_gets_one_that_is_enough() -> None:
+    cluster = cluster_of("h100-80gb", 8, "playbook-h100")
+    shape = parse_shape("layers=70,hidden=7168,heads=7,feed_forward=7919")
+    asked = Question(shape, cluster, 1001, 1, 16)
+    calibration = dataclasses.replace(CALIBRATION, links="playbook-h100")
+    with pytest.raises(UsageError, match=r"too few micro-batches; one of 15 gives enough"):
+        plan(asked, calibration)
+    assert plan(dataclasses.replace(asked, global_batch=15), calibration).candidates
 
 
 def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
@@ -298,6 +328,18 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--link", "fast"], "link 'fast' is not understood"),
         (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "add their rate"),
         (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink of its own"),
+        (["--model", "layers=2,hidden=64,heads=0"], "heads is 0; give at least 1"),
+        (["--model", "layers=2,hidden=64,layers=3"], "layers is given twice"),
+        (["--model", "layers=99999999,hidden=64"], "give at most 10000"),
+        (["--model", "gpt2", "--device", "H100"], "nearest are h100-80gb"),
+        (["--model", "gpt2", "--link", "nvlink,0gbit"], "has a rate of 0; give rates above 0"),
+        (["--model", "gpt2", "--price", "nan"], "--price nan: give a price above 0"),
+        (["--model", "gpt2", "--price", "inf"], "--price inf: give a price above 0"),
+        (["--model", "gpt2", "--price", "-1"], "--price -1: give a price above 0"),
+        (["--model", "gpt2", "--seq", f"{10**20}"], "give at most 1000000000"),
+        (["--model", "gpt2", "--batch", f"{10**20}"], "give at most 1000000000"),
+        (["--model", "gpt2", "--devices", f"{10**20}"], "give at most 1048576"),
+        (["--model", "gpt2", "--devices", "0"], "devices is 0; give at least 1"),
         (["--model", "gpt2", "--batch", "0"], "global batch is 0"),
         (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost, energy"),
         (["--model", "gpt2", "--calibration", "/nowhere"], "cannot read calibration"),
