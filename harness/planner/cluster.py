@@ -176,8 +176,9 @@ def curve_of(inside: float, rate: float | None, per_node: int) -> Curve:
     nodes with links of `rate` for each of their devices (None: a single node).
 
     Nodes reduce, or gather, inside first, so that of n = k x g ranks in k nodes only (k - 1) /
-    (n - 1) of the bytes that the bus bandwidth counts cross each device's link (Bekman, as for
-    WIRE_SHARE): the bandwidth is that link's times (n - 1) / (k - 1), and no more than inside.
+    (n - 1) of the bytes that the bus bandwidth counts cross each device's link (Bekman, 2026,
+    as for WIRE_SHARE): the bandwidth is that link's times (n - 1) / (k - 1), and no more than
+    inside.
     """
     if rate is None:
         return Curve((1,), (inside,))

@@ -40,7 +40,8 @@ def watts() -> dict[str, float]:
 
 
 def energy(question: Question, time: StepTime, seconds: Floats, half_width: Floats) -> Energy:
-    """Energy per token: devices x power x seconds, over the tokens of a step.
+    """Joules per token: devices x power x seconds, over the tokens of a step. Maximum power is the
+    data sheets' (power.yaml); the shares of it are assumed.
 
     `seconds` and `half_width` (shape [layouts]) are of the whole step. Hosts, networks and cooling
     are not in it. Raises UsageError for a device whose power is not known.

@@ -72,7 +72,9 @@ class Links:
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
 
     def between_stages(self, question: Question, layouts: Layouts) -> Floats:
-        """Seconds of a micro-batch's activations to the next stage and their gradients back."""
+        """Seconds of a micro-batch's activations to the next stage and their gradients back: as
+        many bytes as the hidden states have, once each way and for each interleaved chunk
+        (Megatron-LM, arXiv 2104.04473, section 2.2), split over the tensor axis (section 4.1)."""
         tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
         size = tokens * question.shape.hidden * ELEMENT_BYTES / layouts.tensor
         result: Floats = 2.0 * layouts.chunks * size / self.stage
@@ -86,7 +88,9 @@ class Links:
         attention: Floats,
         c: TimeConstants,
     ) -> Floats:
-        """Exposed seconds of a layer's collectives on the tensor, context and expert axes."""
+        """Exposed seconds of a layer's collectives, forward and backward, on the tensor axis
+        (arXiv 2205.05198, see TENSOR_COLLECTIVES; their exposed share is fitted), the context axis
+        (ring attention, arXiv 2310.01889) and the expert axis (GShard, arXiv 2006.16668)."""
         shape = question.shape
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
         hidden = tokens * shape.hidden * ELEMENT_BYTES

@@ -62,15 +62,17 @@ def model_states(
 
 
 def stage_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
-    """Parameters on one rank of a stage before ZeRO shards them (shape [layouts])."""
+    """Parameters on one rank of a stage before ZeRO shards them (shape [layouts]): the tensor axis
+    splits them evenly (Megatron-LM, arXiv 1909.08053, section 3)."""
     return _parameters(shape, stage, layouts.expert) / layouts.tensor
 
 
 def owned_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
     """Parameters that one rank of a stage updates (shape [layouts]).
 
-    From ZeRO's stage 1 on the data axis shares them. Experts are shared by the ranks that hold the
-    same ones, which is the same as all experts over the whole axis.
+    From ZeRO's stage 1 on the data axis shares them (ZeRO, arXiv 1910.02054, section 5.1). Experts
+    are shared by the ranks that hold the same ones, which is the same as all experts over the whole
+    axis.
     """
     ranks = layouts.data * layouts.context
     whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
@@ -122,7 +124,11 @@ def _layer_activations(
     shape: ModelShape, sequence: int, layouts: Layouts, c: MemoryConstants, ahead: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes that a layer keeps per micro-batch, that it needs while it is computed again, and,
-    among the first, those that are only pending."""
+    among the first, those that are only pending (shape [layouts]).
+
+    Counted tensor by tensor, as the constants say (Korthikanti and others, arXiv 2205.05198,
+    section 4); full recomputation keeps the inputs of a layer alone (section 5).
+    """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     pending = tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
@@ -148,7 +154,10 @@ def memory(
     ahead: Floats,
     first_stage_only: bool = False,
 ) -> Memory:
-    """The memory of each layout.
+    """The memory of each layout, in bytes.
+
+    The stage that asks for most counts. Its states follow ZeRO (arXiv 1910.02054), its activations
+    1F1B (arXiv 2006.09503); what the allocator adds is fitted (`MemoryConstants`).
 
     `ahead` (shape [layouts], 0 to 1) says how far the processor launches work before the device
     needs it: buffers of tensor parallelism are only used again once the device is done with them,
@@ -207,8 +216,9 @@ def memory(
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
     """Bytes reserved under a limit: as demanded up to a knee, then ever more of it is freed.
 
-    The curve is smooth and never passes the limit (a model of the caching allocator, which frees
-    its cached blocks when the device has no more).
+    The curve is smooth and never passes the limit: a model of PyTorch's caching allocator, which
+    frees its cached blocks when the device has no more (its notes on CUDA semantics). That it is an
+    exponential is assumed. What is demanded is not cut: `Memory.demand` decides what fits.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -84,7 +84,8 @@ class _Layer:
     def occupied(self, stage: Stage, rows: Ints, device: Floats) -> Floats:
         """Seconds that a stage takes, where its device needs `device`: the processor launches at
         the same time, and the slower of both counts, kernel by kernel: long ones hide the launches
-        of those behind them, short ones wait for theirs."""
+        of those behind them, short ones wait for theirs. The smooth maximum of both is assumed; its
+        sharpness is fitted (`launch_sharpness`)."""
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
         free = (device**power + (modules * self.launch[rows]) ** power) ** (1 / power)
@@ -115,6 +116,9 @@ def product(
 
 
 def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants) -> _Layer:
+    """Seconds of a layer for one micro-batch: matrix products and elementwise passes by the
+    roofline (Williams and others, CACM 2009), attention by its operations at a share of the peak
+    (FlashAttention-2, arXiv 2307.08691), and the processor's launches, whose times are fitted."""
     shape, cluster = question.shape, question.cluster
     peak, memory_rate = cluster.flops_per_second, cluster.memory_bytes_per_second
     h, f, v = float(shape.hidden), float(shape.feed_forward), float(shape.vocabulary)
@@ -174,7 +178,7 @@ def _layer(question: Question, layouts: Layouts, links: Links, c: TimeConstants)
 
 
 def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTime:
-    """The step time of each layout.
+    """The step time of each layout, in seconds.
 
     Pipelines follow 1F1B with unequal stages: the sum over stages for the first micro-batch, and
     the slowest stage for each further one (PipeDream-2BW, arXiv 2006.09503; interleaved chunks
@@ -227,7 +231,7 @@ def step_time(question: Question, layouts: Layouts, c: TimeConstants) -> StepTim
 
 def stage_seconds(question: Question, layouts: Layouts, c: TimeConstants) -> Floats:
     """Seconds of a micro-batch, forward and backward, in each stage of layouts whose pipelines are
-    equally long (shape [layouts, stages])."""
+    equally long (shape [layouts, stages]), by the same formulas as `step_time`."""
     links = Links.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
     between = links.between_stages(question, layouts)

@@ -21,10 +21,9 @@ from harness.planner.calibration import DEFAULT, load
 from harness.planner.candidates import enumerate_layouts
 from harness.planner.cluster import Cluster, Curve, cluster_of, curve_of
 from harness.planner.constants import bounds_of
-from harness.planner.layouts import Layout, Layouts, joined
+from harness.planner.layouts import joined
 from harness.planner.memory import capped, model_states
 from harness.planner.plan import plan
-from harness.planner.prediction import predict
 from harness.planner.question import Question
 from harness.planner.schedule import one_forward_one_backward
 from harness.planner.shape import ModelShape, named_shapes, parse_shape
@@ -101,192 +100,6 @@ def test_a_slow_stage_sets_the_pace() -> None:
     seconds = one_forward_one_backward(forward, 2 * forward, 32)
     # Seven stage times fill the pipeline, then each micro-batch waits for the slow one.
     assert 32 * 12 <= seconds[0] <= 7 * 3 + 31 * 12
-
-
-DATA_AXES = st.sampled_from([2, 4, 8, 16])
-layouts = st.builds(
-    Layout,
-    data=DATA_AXES,
-    pipeline=st.sampled_from([1, 2, 4, 8]),
-    tensor=st.sampled_from([1, 2, 4, 8, 16]),
-    zero=st.sampled_from([0, 1, 2, 3]),
-    micro_batch=st.sampled_from([1, 2, 4]),
-    accumulation=st.sampled_from([1, 8, 64]),
-    recompute=st.sampled_from([0, 1, 2]),
-)
-
-
-@often
-@given(layouts)
-def test_a_larger_data_axis_needs_no_more_memory(layout: Layout) -> None:
-    """From two ranks on: from one to two, buckets of gradients come into being."""
-    larger = dataclasses.replace(layout, data=2 * layout.data)
-    found = predict(question(), Layouts.of([layout, larger]), CALIBRATION)
-    small, large = found.memory.demand
-    assert large <= small * (1 + 1e-9)
-
-
-every_axis = st.builds(
-    Layout,
-    data=st.sampled_from([1, 2, 8, 16]),
-    pipeline=st.sampled_from([1, 2, 8]),
-    tensor=st.sampled_from([1, 2, 16]),
-    context=st.sampled_from([1, 4]),
-    expert=st.sampled_from([1, 8]),
-    zero=st.sampled_from([0, 1, 2, 3]),
-    micro_batch=st.sampled_from([1, 4]),
-    accumulation=st.sampled_from([1, 8]),
-    recompute=st.sampled_from([0, 2]),
-    offload=st.sampled_from([0, 1]),
-    chunks=st.sampled_from([1, 2]),
-).filter(lambda layout: layout.data % layout.expert == 0)
-shares = st.one_of(st.just(1.0), st.floats(0.01, 1.0))
-
-
-@settings(max_examples=150, deadline=None)
-@given(every_axis, shares, shares, st.sampled_from([0.0, 0.5]))
-def test_slower_links_never_speed_up(
-    layout: Layout, reduce: float, gather: float, overlap: float
-) -> None:
-    asked = question("mixtral-8x7b")
-    # The fitted overlap of the data axis is nearly none; others may be fitted.
-    constants = dataclasses.replace(CALIBRATION.time, data_overlap=overlap)
-    calibration = dataclasses.replace(CALIBRATION, time=constants)
-
-    def slower(curve: Curve, factor: float) -> Curve:
-        return Curve(curve.nodes, tuple(factor * rate for rate in curve.bytes_per_second))
-
-    slow = dataclasses.replace(
-        asked.cluster,
-        reduce=slower(asked.cluster.reduce, reduce),
-        gather=slower(asked.cluster.gather, gather),
-    )
-    one = Layouts.of([layout])
-    before = predict(asked, one, calibration).seconds[0]
-    after = predict(dataclasses.replace(asked, cluster=slow), one, calibration).seconds[0]
-    assert after >= before * (1 - 1e-9)
-
-
-@often
-@given(st.floats(1e6, 1e13), st.integers(1, 4096))
-def test_each_stage_of_zero_keeps_no_more(parameters: float, ranks: int) -> None:
-    states = [float(model_states(parameters, ranks, stage)) for stage in range(4)]
-    assert states == sorted(states, reverse=True)
-
-
-def test_experts_are_sharded_among_the_ranks_that_hold_them() -> None:
-    asked = question("mixtral-8x7b", 16, 16)
-    both = Layouts.of([Layout(data=16, zero=3), Layout(data=16, zero=3, expert=8)])
-    states = predict(asked, both, CALIBRATION).memory.states
-    parameters = asked.shape.parameters
-    # ZeRO's gradients are accumulated in fp32: 2 + 4 + 12 bytes.
-    assert states.tolist() == pytest.approx([18 * parameters / 16] * 2, rel=1e-6)
-
-
-@often
-@given(layouts, st.sampled_from([2, 4, 16]))
-def test_intervals_never_narrow_away_from_the_data(layout: Layout, factor: int) -> None:
-    farther = dataclasses.replace(layout, data=factor * layout.data)
-    found = predict(question(), Layouts.of([layout, farther]), CALIBRATION)
-    assert found.half_width[1] >= found.half_width[0]
-    for model in ("llama-8b", "llama-70b", "llama-405b"):
-        wider = predict(question(model), Layouts.of([layout]), CALIBRATION)
-        assert wider.half_width[0] >= found.half_width[0]
-        assert wider.memory_half_width[0] >= found.memory_half_width[0]
-
-
-@often
-@given(
-    st.floats(0, 14), st.integers(0, 12), st.integers(0, 10), st.integers(0, 10), st.integers(0, 3)
-)
-def test_every_step_away_from_the_data_counts(
-    model: float, nodes: int, tensor: int, pipeline: int, side: int
-) -> None:
-    """One step further out on any of the sides: a larger or smaller model, more nodes, tensor or
-    pipeline ranks."""
-    seen = CALIBRATION.range
-    low, high = seen.parameters
-
-    def beyond(outside: list[float]) -> float:
-        sizes = [
-            np.array([most * 2 ** int(by)]) for most, by in zip(mosts, outside[1:], strict=True)
-        ]
-        larger, smaller = high * 2 ** outside[0], low / 2 ** outside[0]
-        results = [float(seen.beyond(size, *sizes)[0]) for size in (larger, smaller)]
-        assert results[0] == pytest.approx(results[1])
-        return results[0]
-
-    mosts = (seen.nodes[1], seen.tensor, seen.pipeline)
-    here = [model, float(nodes), float(tensor), float(pipeline)]
-    farther = [by + (number == side) for number, by in enumerate(here)]
-    assert beyond(here) == pytest.approx(sum(here))
-    assert beyond(farther) == pytest.approx(beyond(here) + 1)
-
-
-@often
-@given(st.floats(0.01, 0.5), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_the_risk_to_be_slow_never_narrows_an_interval(
-    half: float, slow: float, more: float
-) -> None:
-    slow, more = sorted((slow, more))
-    widths = CALIBRATION.spread.upper(np.array([half, half]), np.array([slow, more]))
-    assert half <= widths[0] <= widths[1] * (1 + 1e-9)
-    assert np.isfinite(widths).all()
-    # Where slow runs begin to decide, and beyond: from interval to interval never back.
-    around = CALIBRATION.spread.upper(np.full(200, half), np.linspace(0.09, 0.2, 200))
-    assert (np.diff(around) >= -1e-9).all()
-    sure, slowed = CALIBRATION.spread.upper(np.full(2, half), np.array([0.0, 1.0]))
-    assert sure == pytest.approx(half)
-    assert slowed >= CALIBRATION.spread.slow
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    st.sampled_from(["llama-1b", "llama-8b", "llama-405b", "mixtral-8x7b", "gpt-1t"]),
-    st.sampled_from([1, 2, 8, 32, 1024]),
-    st.sampled_from([512, 4096, 131072]),
-)
-def test_no_figure_is_negative_or_missing(model: str, devices: int, sequence: int) -> None:
-    asked = dataclasses.replace(question(model, devices, 1024), sequence_length=sequence)
-    found = predict(asked, enumerate_layouts(asked), CALIBRATION)
-    for parts in (found.time, found.memory):
-        for field in dataclasses.fields(parts):
-            values = getattr(parts, field.name)
-            assert np.isfinite(values).all(), field.name
-            assert (values >= -1e-9).all(), field.name
-    assert ((found.fits >= 0) & (found.fits <= found.runs) & (found.runs <= 1)).all()
-    assert (found.memory.reserved <= asked.cluster.memory_bytes).all()
-    assert (found.layouts.devices == devices).all()
-    assert (found.layouts.global_batch == 1024).all()
-
-
-@pytest.mark.parametrize(
-    ("model", "devices", "batch"),
-    [("llama-1b", 1, 8), ("llama-8b", 64, 64), ("llama-405b", 512, 512), ("mixtral-8x7b", 16, 32)],
-)
-def test_no_figure_of_an_answer_is_negative_or_missing(
-    model: str, devices: int, batch: int
-) -> None:
-    """Also of pipelines whose schedule was simulated."""
-    for goal in ("throughput", "energy"):
-        asked = question(model, devices, batch)
-        found = plan(asked, CALIBRATION, goal, top=300, price_per_hour=2.0)
-        for one in found.candidates:
-            parts = dataclasses.astuple(one.parts)
-            figures = [v for v in dataclasses.asdict(one).values() if isinstance(v, float)]
-            assert all(np.isfinite(v) and v >= 0 for v in figures), one
-            assert all(v >= -1e-9 * one.seconds for v in parts), one
-            assert sum(parts) == pytest.approx(one.seconds)
-            assert one.seconds_low <= one.seconds <= one.seconds_high
-            assert one.reserved_low <= one.reserved_bytes <= one.reserved_high
-
-
-def test_a_single_layer_that_is_computed_again_needs_what_it_would_have_kept() -> None:
-    asked = question("layers=1,hidden=4096,heads=32,vocabulary=8", 2, 2)
-    kinds = [Layout(data=2, recompute=recompute) for recompute in (0, 1, 2)]
-    needed = predict(asked, Layouts.of(kinds), CALIBRATION).memory.activations
-    inputs = 4096 * 2 * 4096
-    assert needed.tolist() == pytest.approx([needed[0]] * 3, abs=inputs)
 
 
 def test_reserved_memory_bends_before_the_limit() -> None:
@@ -420,9 +233,9 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--price", "nan"], "--price nan: give a price above 0"),
         (["--model", "gpt2", "--price", "inf"], "--price inf: give a price above 0"),
         (["--model", "gpt2", "--price", "-1"], "--price -1: give a price above 0"),
-        (["--model", "gpt2", "--seq", f"{10**20}"], "give at most 1000000000"),
-        (["--model", "gpt2", "--batch", f"{10**20}"], "give at most 1000000000"),
-        (["--model", "gpt2", "--devices", f"{10**20}"], "give at most 1048576"),
+        (["--model", "gpt2", "--seq", f"{10**9 + 1}"], "give at most 1000000000"),
+        (["--model", "gpt2", "--batch", f"{10**9 + 1}"], "give at most 1000000000"),
+        (["--model", "gpt2", "--devices", f"{2**20 + 8}"], "give at most 1048576"),
         (["--model", "gpt2", "--devices", "0"], "devices is 0; give at least 1"),
         (["--model", "gpt2", "--batch", "0"], "global batch is 0"),
         (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost, energy"),
