@@ -155,6 +155,13 @@ def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
 
 
 @quiet
+@pytest.mark.parametrize("sizes", [{"sequence_length": 10**9}, {"global_batch": 10**20}])
+def test_sizes_that_overflow_are_answered_with_what_to_make_smaller(sizes: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="give a smaller batch or shorter samples"):
+        rehearse(cell("ddp", 2, **sizes), ranks=[0])
+
+
+@quiet
 def test_the_command_shows_a_table_or_json() -> None:
     words = ["rehearse", "ddp", "ddp:gradient_as_bucket_view=true", "--workload", "llama-nano"]
     done = CliRunner().invoke(app, [*words, "--rank", "1", "--json"])

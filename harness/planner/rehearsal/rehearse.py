@@ -135,6 +135,12 @@ def _memory(
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
+        if "overflow" in first_line.lower():
+            raise UsageError(
+                f"{cell.name} cannot be rehearsed: with {cell.sequence_length} tokens in a sample a"
+                f" tensor has more bytes than 64 bits count ({first_line}); give a smaller batch or"
+                " shorter samples"
+            ) from error
         raise UsageError(
             f"{cell.name} cannot be rehearsed: its code needs more than shapes"
             f" ({type(error).__name__}: {first_line}); measure it instead"
