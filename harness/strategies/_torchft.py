@@ -25,6 +25,10 @@ def manager_of(job: Job) -> Manager:
     """The manager of this rank, with as many replicas as the cell has devices: a training that
     loses one is another training, so that a period that is not committed is an error.
 
+    The replicas agree on who takes part while they wait, not beside a forward
+    (`use_async_quorum=False`): torchft's DiLoCo steps alone for a period and agrees only at its
+    end, and its constructor raises ValueError for a manager that would agree in the background.
+
     Everything listens on the address of the job's interface alone. torchft's manager would listen
     on all interfaces, whatever host it is given; its HTTP server of checkpoints, which would do the
     same, is left out, as nobody comes later.

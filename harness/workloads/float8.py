@@ -1,5 +1,9 @@
 """Matrix products in eight bits by torchao: each row of the one factor and each column of the other
-has its own scale (recipe `rowwise`). Weights, gradients and optimizer stay fp32."""
+has its own scale (recipe `rowwise`). Weights, gradients and optimizer stay fp32.
+
+The recipe `tensorwise` has one scale for all samples of a rank, so that the rounding of a sample
+depends on which others are on its rank: no training on several ranks is then that of one process.
+"""
 
 from __future__ import annotations
 
