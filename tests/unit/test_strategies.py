@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -289,3 +290,60 @@ def test_optimizers_that_a_strategy_cannot_shard_are_refused(
     cell = Cell(strategy=strategy, devices=2, **axes)
     with pytest.raises(Refused, match=f"cannot use {optimizer}: .*use {able}, "):
         validate(cell, make_workload(cell.workload))
+
+
+WITH_DTENSORS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from harness.spec.cell import Cell
+from harness.strategy.optimizers import optimizer_of
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(128, 128)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+cell = Cell(strategy="single", workload="llama-nano", optimizer="adamw_8bit")
+optimizer = optimizer_of(cell, model)
+model(torch.randn(4, 128)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_an_optimizer_in_eight_bits_fails_with_sharded_parameters() -> None:
+    """Why FSDP2 refuses AdamW8bit: its update takes plain tensors only. As soon as this fails, the
+    refusal may go."""
+    pytest.importorskip("bitsandbytes", reason="make setup installs bitsandbytes")
+    ended = subprocess.run(
+        [sys.executable, "-c", WITH_DTENSORS],
+        cwd=HOME,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "got mixed torch.Tensor and DTensor" in ended.stderr
+
+
+LEFT_OUT = """
+from harness.strategies import _deepspeed
+
+_deepspeed.compiled_parts = lambda: {"deepspeed_shm_comm", "cpu_adam"}
+_deepspeed.settle("cpu", 1)
+import deepspeed
+from deepspeed.comm.torch import build_shm_op
+
+assert set(deepspeed.ops.__compatible_ops__) == {"cpu_adam"}
+assert build_shm_op() is None
+"""
+
+
+def test_deepspeed_takes_no_compiler_and_no_lock_at_the_first_collective() -> None:
+    """Its shared-memory collectives stay out even where they are compiled: their building leaves a
+    lock in the user's cache if the rank is killed, for which every later rank would wait."""
+    pytest.importorskip("deepspeed", reason="make setup installs DeepSpeed")
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT], cwd=HOME, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
