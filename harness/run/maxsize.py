@@ -116,7 +116,8 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
     """Bytes of the fullest rank at the peak of a step: states between steps, and beside them the
     larger of activations and what the step adds (gradients grow as activations go; ZeRO, arXiv
     1910.02054, section 3). Where blocks are computed again, one block's activations are there until
-    the last gradient is; from the second micro-batch on all gradients are. None: no formula.
+    the last gradient is; from the second micro-batch on all gradients are, and in a pipeline what
+    is there beside all gradients is what was counted. None: no formula.
 
     `activations`: see Prediction; `tokens`: see `sized`.
     """
@@ -128,7 +129,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
         return None
     kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
     beside = max(states.transient, float(kept))
-    if cell.micro_batches > 1 and not states.gradients:
+    if (cell.micro_batches > 1 or layout.pipeline > 1) and not states.gradients:
         beside = states.transient + kept
     elif cell.recompute != "none" and not states.gradients and not tokens:
         beside = max(beside, activations[0] + states.transient)

@@ -7,10 +7,9 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.strategies._pipeline_export import pipeline_export
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
-from harness.strategy.formulas import facts_of_stages, hidden_bytes, pipeline_states
+from harness.strategy.formulas import hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
-from harness.workloads.counts import model_facts
 
 
 class Pipeline(Strategy):
@@ -66,23 +65,14 @@ class Pipeline(Strategy):
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of all micro-batches in flight in the fullest rank, at the moment when it holds most of
-        them and of gradients together: what is there beside all gradients."""
-        if self.schedule in WEIGHTS_APART or workload.pretrained or workload.partly_frozen:
+        """Of the micro-batches in flight, see `held_beside_gradients`; None where gradients of
+        weights are computed in passes of their own."""
+        if self.schedule in WEIGHTS_APART:
             return None
-        from harness.strategy.pipeline_memory import Part, step_bytes
+        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
-        ranks, parts = layout.pipeline, cell.micro_batches
-        facts, most = model_facts(workload, cell.sequence_length), 0.0
-        samples, tokens = cell.global_batch // parts, cell.sequence_length
-        for rank in range(ranks):
-            own = self._stages_of(rank, ranks)
-            part = Part(self.schedule, rank, ranks, own, parts, samples, tokens)
-            of_rank = facts_of_stages(workload, facts, own, part.count)
-            if of_rank is None:
-                return None
-            most = max(most, step_bytes(workload, part, cell.recompute) - of_rank.trained_bytes)
-        return most
+        own = [self._stages_of(rank, layout.pipeline) for rank in range(layout.pipeline)]
+        return held_beside_gradients(cell, layout, workload, own, Engine(self.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Hidden states forward and their gradients back over each boundary between ranks, and tied

@@ -40,17 +40,25 @@ class TensorParallel(Strategy):
             )
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """An equal part of each layer of attention and MLP; embedding, norms and head whole."""
+        """An equal part of each layer of attention and MLP, with sequence parallelism of embedding
+        and head too; the rest whole."""
         split = make_workload(cell.workload).split
-        if split is None or self.sequence_parallel:
+        if split is None:
             return None
-        own = facts_of_part(facts, lambda name: 1 / layout.tensor if split.is_split(name) else 1)
+
+        def held(name: str) -> float:
+            return 1 / layout.tensor if split.is_split(name, self.sequence_parallel) else 1
+
+        own = facts_of_part(facts, held)
         return model_states(cell, own) if own else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        if workload.split is None or self.sequence_parallel:
+        """Of the rank's share of each layer, and with sequence parallelism of its part of the
+        tokens outside of attention and MLP (arXiv 2205.05198, section 4.2.2)."""
+        if workload.split is None:
             return None
-        return self.counted_activations(cell, layout, workload)
+        shared = self.sequence_parallel and layout.tensor > 1
+        return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """An all-reduce of hidden states forward for each layer of a block that is split by row,

@@ -7,7 +7,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from harness.strategy import Cell, Job, Layout, Refused, Strategy, TrainStep, Workload
+from harness.strategy import (
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    States,
+    Strategy,
+    TrainStep,
+    Workload,
+)
+from harness.strategy.formulas import pipeline_states
 from harness.strategy.schedules import check_micro_batches
 
 
@@ -42,6 +53,25 @@ class ThreeD(Strategy):
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
         if workload.split and self.tensor > 1:
             workload.split.check_tensor(sequence_parallel=False)
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Those of a rank's stage and of its part of each layer, shared on the data axis (see
+        `axis_states`), and the buffers in which it receives hidden states and their gradients."""
+        from harness.strategies._three_d_formulas import axis_states
+
+        keeps = functools.partial(axis_states, axis=self.data_axis, ranks=layout.data)
+        own = [(stage,) for stage in range(layout.pipeline)]
+        return pipeline_states(cell, layout, facts, own, keeps)
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Of the micro-batches in flight, and under FSDP2 the parameters that it has gathered and
+        gradients before they are scattered, see `held_beside_gradients`."""
+        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+
+        own = [(stage,) for stage in range(layout.pipeline)]
+        shards = layout.data if self.data_axis == "fsdp2" else 0
+        engine = Engine(self.schedule, layout.tensor, shards)
+        return held_beside_gradients(cell, layout, workload, own, engine)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

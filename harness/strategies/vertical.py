@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from harness.strategy import Cell, Job, Layout, Refused, Strategy, TrainStep, Workload
+from harness.strategy import (
+    Cell,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    States,
+    Strategy,
+    TrainStep,
+    Workload,
+)
+from harness.strategy.formulas import pipeline_states
 
 
 class Vertical(Strategy):
@@ -21,6 +32,18 @@ class Vertical(Strategy):
                 f"vertical passes the whole batch on, not {cell.micro_batches} micro-batches; use"
                 " strategy pipeline for that"
             )
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Those of a rank's stage, and the buffers in which it receives hidden states and their
+        gradients, of the whole batch."""
+        return pipeline_states(cell, layout, facts, [(rank,) for rank in range(layout.pipeline)])
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Those of GPipe's only micro-batch, the whole batch, see `held_beside_gradients`."""
+        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+
+        own = [(rank,) for rank in range(layout.pipeline)]
+        return held_beside_gradients(cell, layout, workload, own, Engine("gpipe"))
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategy.pipelining import Pipe, train_step

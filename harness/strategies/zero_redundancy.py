@@ -3,14 +3,12 @@ and broadcasts it."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from harness.strategies._ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
-    fullest_share,
+    dealt_out_states,
     passed_once,
     whole_model_states,
 )
@@ -34,9 +32,7 @@ class ZeroRedundancy(Strategy):
         return 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        whole = whole_model_states(cell, facts)
-        share = fullest_share(sorted(facts.sizes, reverse=True), layout.data) / sum(facts.sizes)
-        return dataclasses.replace(whole, optimizer=whole.optimizer * share)
+        return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """DDP's all-reduce of every gradient, and each rank's updated parameters to all: ZeRO-1

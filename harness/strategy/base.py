@@ -162,16 +162,17 @@ class Strategy(BaseModel, ABC):
             return None
         return self.counted_activations(cell, layout, workload)
 
-    def counted_activations(self, cell: Cell, layout: Layout, workload: Workload) -> float:
-        """Those of a rank's part of the tokens and of each layer."""
+    def counted_activations(
+        self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
+    ) -> float:
+        """Those of a rank's part of the tokens and of each layer; `sequence_parallel`: see
+        harness/workloads/activations.py."""
         from harness.workloads.activations import activation_bytes
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
         tokens = cell.sequence_length // layout.sequence
-        held = activation_bytes(
-            workload, samples, tokens, cell.recompute, tensor_ranks=layout.tensor
-        )
-        return float(held)
+        split = {"tensor_ranks": layout.tensor, "sequence_parallel": sequence_parallel}
+        return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Bytes that a rank must send per step for the collectives that its library calls, mean of

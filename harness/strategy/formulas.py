@@ -20,6 +20,10 @@ BESIDE_BACKWARD = 0.3
 """What a collective counts among a step's messages that runs beside backward, so that its rank
 does not wait for it. Measured on CPU cores: 0.4 to 0.8 ms each, where one waited for takes 1.4."""
 
+KEPT_RESULTS = 2
+"""Buffers that DeepSpeed's last pipeline stage has for its results, and its first one at least for
+its inputs (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
+
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
     """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are
@@ -58,10 +62,14 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
 
 
 def facts_of_stages(
-    workload: Workload, facts: ModelFacts, own: Collection[int], count: int
+    workload: Workload,
+    facts: ModelFacts,
+    own: Collection[int],
+    count: int,
+    tensor_ranks: int = 1,
 ) -> ModelFacts | None:
-    """The facts of a pipeline's rank that holds these of `count` stages; None where the model does
-    not say how it is split."""
+    """The facts of a pipeline's rank that holds these of `count` stages, each layer of a block
+    split over `tensor_ranks`; None where the model does not say how it is split."""
     split = workload.split
     if split is None:
         return None
@@ -70,9 +78,10 @@ def facts_of_stages(
     # The last stage has a copy of its own of a parameter that is tied to the first's.
     tied = set(split.tied.values())
 
-    def held(name: str) -> bool:
+    def held(name: str) -> float:
         if name.startswith(f"{split.blocks}."):
-            return int(name.removeprefix(f"{split.blocks}.").partition(".")[0]) in numbers
+            here = int(name.removeprefix(f"{split.blocks}.").partition(".")[0]) in numbers
+            return here / (tensor_ranks if split.is_split(name) else 1)
         if name.startswith(tuple(f"{path}." for path in split.head)):
             return last
         return 0 in own or (last and name in tied)
@@ -80,27 +89,40 @@ def facts_of_stages(
     return facts_of_part(facts, held)
 
 
-def pipeline_states(
-    cell: Cell, layout: Layout, facts: ModelFacts, own: Sequence[Collection[int]]
-) -> States | None:
-    """What the fullest rank of a pipeline keeps: its stages, and the buffers in which each stage
-    receives hidden states, and gradients of its own, of all micro-batches.
+def received_bytes(stage: int, count: int, hidden: float) -> float:
+    """What torch keeps for each stage: buffers in which it receives the hidden states, and those in
+    which it receives their gradients, of all micro-batches."""
+    return ((stage > 0) + (stage < count - 1)) * hidden
 
-    `own`: of each rank the numbers of its stages.
+
+def pipeline_states(
+    cell: Cell,
+    layout: Layout,
+    facts: ModelFacts,
+    own: Sequence[Collection[int]],
+    keeps: Callable[[Cell, ModelFacts], States] = model_states,
+    buffers: Callable[[int, int, float], float] = received_bytes,
+) -> States | None:
+    """What the fullest rank of a pipeline keeps: the states of its stages, and buffers.
+
+    `own`: of each rank the numbers of its stages; `keeps`: the states of a rank that holds a part
+    of the model with these facts; `buffers`: bytes of a stage's buffers, of its number, the number
+    of stages, and the bytes of the hidden states of all of a rank's samples.
     """
     from harness.workloads import make_workload
 
     hidden, count = hidden_bytes(cell, layout), sum(map(len, own))
     if hidden is None:
         return None
+    workload = make_workload(cell.workload)
     fullest: States | None = None
     for stages in own:
-        part = facts_of_stages(make_workload(cell.workload), facts, stages, count)
+        part = facts_of_stages(workload, facts, stages, count, layout.tensor)
         if part is None:
             return None
-        states = model_states(cell, part)
-        buffers = sum((stage > 0) + (stage < count - 1) for stage in stages) * hidden
-        states = dataclasses.replace(states, library=states.library + buffers)
+        states = keeps(cell, part)
+        in_buffers = sum(buffers(stage, count, hidden) for stage in stages)
+        states = dataclasses.replace(states, library=states.library + in_buffers)
         if fullest is None or states.total > fullest.total:
             fullest = states
     return fullest
@@ -132,6 +154,18 @@ def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
         return None
     hidden = make_workload(cell.workload).hidden_size
     return 4.0 * cell.global_batch // layout.data * cell.sequence_length * hidden
+
+
+def logits_bytes(workload: Workload, samples: int, tokens: int) -> float:
+    """Bytes of the model's result for this many samples, in fp32."""
+    return 4.0 * samples * (workload.num_labels or tokens * workload.vocabulary)
+
+
+def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
+    """These with the optimizer's state of whole parameters dealt out to ranks, largest first, as
+    ZeroRedundancyOptimizer does it; those of the fullest rank."""
+    share = fullest_share(sorted(facts.sizes, reverse=True), ranks) / sum(facts.sizes)
+    return dataclasses.replace(states, optimizer=states.optimizer * share)
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.spec.cell import BASELINE, Cell
 from harness.spec.training import Layout
+from harness.strategy.formulas import KEPT_RESULTS, facts_of_stages, logits_bytes
 from harness.strategy.job import Job
 from harness.strategy.schedules import FORWARDS_FIRST, Schedule
 from harness.strategy.stage import Stage
 from harness.workloads.activations import Held, sample_labels
+from harness.workloads.counts import model_facts
 from harness.workloads.flops import without_memory
 
 if TYPE_CHECKING:
@@ -28,10 +30,38 @@ Action = tuple[Literal["forward", "backward"], int, int]
 
 
 @dataclass(frozen=True)
+class Engine:
+    """What runs the stages: what it keeps or copies beside what autograd needs."""
+
+    schedule: Schedule
+    tensor_ranks: int = 1
+    """Ranks over which each layer of a stage is split."""
+    shards: int = 0
+    """Ranks over which FSDP2 shards the stage's parameters, 0: it does not. Those of a block are
+    gathered for its forward and freed behind it, gathered again for its backward, from several
+    ranks while the block behind it is at work, and there until its next forward; those outside of
+    blocks stay. Gradients are whole until the last micro-batch is done."""
+    copies_inputs: bool = False
+    """Whether each stage trains on a copy of a copy of what it received, sends at once, and keeps
+    the last stage's results until others take their place, as DeepSpeed does."""
+
+    def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
+        """Whether what a stage has sent stays in memory until the step is over.
+
+        torch waits for all messages of a step at its end, and until then their tensors are there.
+        1F1B waits for each before the next; it forgets to drop the last but one of the forwards
+        that it runs `ahead` of the first backward (PyTorch 2.13, pipelining/schedules.py).
+        """
+        if self.copies_inputs:
+            return False
+        return self.schedule != "1f1b" or (what == "forward" and micro_batch == ahead - 1)
+
+
+@dataclass(frozen=True)
 class Part:
     """What a rank of a pipeline does: its stages, and the micro-batches that go through them."""
 
-    schedule: Schedule
+    engine: Engine
     rank: int
     ranks: int
     own: tuple[int, ...]
@@ -53,17 +83,12 @@ def actions(part: Part) -> Iterator[Action]:
     An interleaved 1F1B (arXiv 2104.04473, section 2.2) takes the micro-batches in rounds, as many
     in each as there are ranks, through one stage after the other.
     """
-    stages, size = len(part.own), part.micro_batches
-    if part.schedule not in FORWARDS_FIRST:
-        size = size // max(1, size // part.ranks) if stages > 1 else 1
+    stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
     forwards = [(stage, one) for these in rounds for stage in range(stages) for one in these]
     last_first = range(stages - 1, -1, -1)
     backwards = [(stage, one) for these in rounds for stage in last_first for one in these]
-    each_hop = 2 if stages > 1 else 1
-    ahead = (stages - 1) * size + each_hop * (part.ranks - 1 - part.rank)
-    if part.schedule in FORWARDS_FIRST:
-        ahead = len(forwards)
+    ahead = _ahead(part)
     for number, (stage, one) in enumerate(forwards):
         yield "forward", stage, one
         if number >= ahead:
@@ -72,49 +97,177 @@ def actions(part: Part) -> Iterator[Action]:
         yield "backward", stage, one
 
 
+def _micro_batches_of_round(part: Part) -> int:
+    """Micro-batches that a rank takes through one of its stages before it turns to the next."""
+    if part.engine.schedule in FORWARDS_FIRST:
+        return part.micro_batches
+    if len(part.own) == 1:
+        return 1
+    return part.micro_batches // max(1, part.micro_batches // part.ranks)
+
+
+def _ahead(part: Part) -> int:
+    """Forwards that a rank runs before the one that its first backward follows."""
+    if part.engine.schedule in FORWARDS_FIRST:
+        return len(part.own) * part.micro_batches
+    each_hop = 2 if len(part.own) > 1 else 1
+    further_stages = (len(part.own) - 1) * _micro_batches_of_round(part)
+    return further_stages + each_hop * (part.ranks - 1 - part.rank)
+
+
+def held_beside_gradients(
+    cell: Cell,
+    layout: Layout,
+    workload: Workload,
+    own: Sequence[tuple[int, ...]],
+    engine: Engine,
+) -> float | None:
+    """The most bytes that a rank of a pipeline holds in a step beside what it keeps between steps
+    and the gradients that its optimizer takes (`States.transient`), in fp32: activations of all
+    micro-batches in flight, at the moment when it holds most of them and of gradients together.
+
+    `own`: of each rank the numbers of its stages. None where the model does not say how it is
+    split, or not all of it is trained.
+    """
+    if workload.pretrained or workload.partly_frozen:
+        return None
+    facts, count, most = model_facts(workload, cell.sequence_length), sum(map(len, own)), 0.0
+    samples = cell.global_batch // layout.data // cell.micro_batches
+    for rank, stages in enumerate(own):
+        of_rank = facts_of_stages(workload, facts, stages, count, engine.tensor_ranks)
+        if of_rank is None:
+            return None
+        size = (cell.micro_batches, samples, cell.sequence_length)
+        part = Part(engine, rank, len(own), stages, *size)
+        taken = of_rank.trained_bytes / max(1, engine.shards)
+        most = max(most, step_bytes(workload, part, cell.recompute) - taken)
+    return most
+
+
 @functools.cache
 def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
     """The most bytes that a rank holds in a step beside what it keeps between steps, in fp32:
-    activations of the micro-batches in flight, and gradients as they come.
+    activations of the micro-batches in flight, gradients as they come, gathered parameters, and
+    what its engine keeps.
 
     Counted on tensors without memory. The last stage computes the loss of a micro-batch at the end
     of its forward, and torch keeps a stage's result until its backward.
     """
-    held = Held(with_gradients=True)
+    held, engine = Held(with_gradients=True), part.engine
     with without_memory():
         stages = [_stage(workload, index, part, recompute) for index in part.own]
         for stage in stages:
             held.watch(stage)
-        tokens = workload.sample_inputs(part.samples, part.tokens)
-        labels = sample_labels(workload, tokens)
-        gradient = torch.zeros(part.samples, part.tokens, workload.hidden_size)
-        received = {
-            place: torch.zeros_like(gradient).requires_grad_()
-            for place in itertools.product(range(len(stages)), range(part.micro_batches))
-        }
-        held.leave_out(tokens, labels, gradient, *received.values())
-        results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+            if engine.shards:
+                _gather_when_needed(stage, ahead=engine.shards > 1)
+        run = _Run(workload, part, stages, held)
         with held:
-            for what, number, micro_batch in actions(part):
-                stage, place = stages[number], (number, micro_batch)
-                if what == "forward":
-                    result = stage(tokens if stage.first else received[place])
-                    loss = workload.loss(result, labels) if stage.last else None
-                    results[place] = (result, loss)
-                    del result, loss
-                    continue
-                result, loss = results.pop(place)
-                if loss is None:
-                    result.backward(gradient)
-                else:
-                    loss.backward()
-                del result, loss
-                received[place].grad = None  # sent to the rank before
-    return held.most()
+            run.begin()
+            standing = held.most()
+            for action in actions(part):
+                run.do(*action)
+    return held.most() - standing
+
+
+class _Run:
+    """A step of a rank, on tensors without memory."""
+
+    def __init__(self, workload: Workload, part: Part, stages: Sequence[Stage], held: Held) -> None:
+        self.workload, self.part, self.stages = workload, part, stages
+        self.tokens = workload.sample_inputs(part.samples, part.tokens)
+        self.labels = sample_labels(workload, self.tokens)
+        self.gradient = torch.zeros(part.samples, part.tokens, workload.hidden_size)
+        places = itertools.product(range(len(stages)), range(part.micro_batches))
+        self.received = {
+            place: torch.zeros_like(self.gradient).requires_grad_() for place in places
+        }
+        held.leave_out(self.tokens, self.labels, self.gradient, *self.received.values())
+        self.results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        self.sent: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        """The last stage's latest results, where the engine keeps them."""
+
+    def begin(self) -> None:
+        """Makes what is there from the step before."""
+        if self.part.engine.copies_inputs and self.stages[-1].last:
+            part = self.part
+            elements = round(logits_bytes(self.workload, part.samples, part.tokens)) // 4
+            kept = min(KEPT_RESULTS, part.micro_batches)
+            self.kept = [torch.zeros(elements) for _ in range(kept)]
+
+    def do(self, what: str, number: int, micro_batch: int) -> None:
+        stage, place = self.stages[number], (number, micro_batch)
+        if what == "forward":
+            self._forward(stage, place)
+        else:
+            self._backward(stage, place)
+
+    def _forward(self, stage: Stage, place: tuple[int, int]) -> None:
+        part = self.part
+        if stage.first:
+            inputs = self.tokens
+        elif part.engine.copies_inputs:
+            self.received[place] = torch.zeros_like(self.gradient).requires_grad_()
+            inputs = self.received[place].clone()
+        else:
+            inputs = self.received[place]
+        result = stage(inputs)
+        loss = self.workload.loss(result, self.labels) if stage.last else None
+        if self.kept and stage.last:
+            self.kept[place[1] % len(self.kept)] = result
+        self.results[place] = (result, loss)
+        if not stage.last and part.engine.keeps_sent("forward", place[1], _ahead(part)):
+            self.sent.append(result.detach())
+
+    def _backward(self, stage: Stage, place: tuple[int, int]) -> None:
+        part = self.part
+        result, loss = self.results.pop(place)
+        if loss is None:
+            result.backward(self.gradient)
+        else:
+            loss.backward()
+        received = self.received[place]
+        if received.grad is None:
+            return
+        if part.engine.keeps_sent("backward", place[1], _ahead(part)):
+            self.sent.append(received.grad)
+        if part.engine.copies_inputs:
+            del self.received[place]
+        else:
+            received.grad = None
+
+
+def _gather_when_needed(stage: Stage, ahead: bool) -> None:
+    """Adds what FSDP2 gathers: see `Engine.shards`. `ahead`: before it is needed in backward."""
+    gathered: dict[nn.Module, Tensor] = {}
+    blocks = stage.blocks
+    of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+
+    def gather(module: nn.Module, *_: object) -> None:
+        if module not in gathered:
+            own = [p for p in module.parameters() if module in blocks or id(p) not in of_blocks]
+            gathered[module] = torch.empty(sum(parameter.numel() for parameter in own))
+
+    def gather_for_backward(block: nn.Module, *_: object) -> None:
+        gather(block)
+        if ahead and block is not blocks[0]:
+            gather(blocks[blocks.index(block) - 1])
+
+    def free(block: nn.Module, *_: object) -> None:
+        del gathered[block]
+
+    stage.register_forward_pre_hook(gather)
+    for block in blocks:
+        block.register_forward_pre_hook(gather)
+        block.register_forward_hook(free)
+        block.register_full_backward_pre_hook(gather_for_backward)
 
 
 def _stage(workload: Workload, index: int, part: Part, recompute: str) -> Stage:
     axes = {"workload": workload.name, "sequence_length": part.tokens, "recompute": recompute}
     cell = Cell.model_validate({"strategy": BASELINE, **axes})
     job = Job(cell, workload.countable(), Layout(), torch.device("cpu"), 0, Path())
-    return Stage(job, index, part.count)
+    stage = Stage(job, index, part.count)
+    if part.engine.tensor_ranks > 1:
+        stage.split.leave_a_share(stage.model, part.engine.tensor_ranks)
+    return stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,27 +42,26 @@ def activation_bytes(
     recompute: str = "none",
     precision: str = "fp32",
     tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
 ) -> int:
     """The most bytes that forward, loss and backward hold at a time beside parameters, buffers and
     the gradients of parameters: what autograd keeps for backward, and what operators make and free.
 
     `samples` and `sequence_length` are those of one pass; `recompute` is that of a cell;
     `precision`: fp32, or that of autocast; `tensor_ranks`: ranks over which each layer of a block
-    is split. The tensors have no memory (FakeTensorMode), so that models of any size can be
-    counted.
+    is split, and with `sequence_parallel` the sequence too. The tensors have no memory
+    (FakeTensorMode), so that models of any size can be counted.
     """
-    held = Held()
+    held, split = Held(), (tensor_ranks, sequence_parallel)
     if pair := workload.of_one_and_two_blocks:
         one, two = (
             activation_bytes(
-                make_workload(name), samples, sequence_length, recompute, precision, tensor_ranks
+                make_workload(name), samples, sequence_length, recompute, precision, *split
             )
             for name in pair
         )
         return one + (workload.blocks - 1) * (two - one)
-    train_without_memory(
-        workload, samples, sequence_length, recompute, held, precision, tensor_ranks
-    )
+    train_without_memory(workload, samples, sequence_length, recompute, held, precision, *split)
     return held.most()
 
 
@@ -106,15 +105,18 @@ def train_without_memory(
     counter: Counter,
     precision: str = "fp32",
     tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
 ) -> None:
     """Forward, loss and backward of zeros, on tensors without memory, under a counter; under
     autocast where `precision` is not fp32."""
+    logits: Callable[..., Tensor] = workload.logits
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
         model = workload.countable().build(seed=0, saved_weights=False)
         if tensor_ranks > 1:
             assert workload.split
-            workload.split.leave_a_share(model, tensor_ranks)
+            workload.split.leave_a_share(model, tensor_ranks, sequence_parallel)
+            logits = workload.split.logits if sequence_parallel else logits
         if recompute != "none":
             recompute_blocks(model, workload.blocks_of(model), recompute)
         inputs = workload.sample_inputs(samples, sequence_length)
@@ -122,7 +124,7 @@ def train_without_memory(
         counter.watch(model)
         with counter:
             with torch.autocast("cpu", half, enabled=half is not None):
-                loss = workload.loss(workload.logits(model, inputs), labels)
+                loss = workload.loss(logits(model, inputs), labels)
             loss.backward()
 
 

@@ -47,6 +47,9 @@ class Split(ABC):
     `experts`; empty where the family has none."""
     sequence_parallel: ClassVar[bool] = False
     """Whether `tensor_plan` also describes a split of the sequence."""
+    by_vocabulary: ClassVar[tuple[str, ...]] = ()
+    """Paths of the layers that are split by their rows, one for each token of the vocabulary, where
+    the sequence is split too."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -64,6 +67,13 @@ class Split(ABC):
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """(samples, tokens, hidden) -> logits: (samples, tokens, vocabulary) of a causal model,
         (samples, classes) of a classifier."""
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The whole model's, by its parts."""
+        hidden = self.embed(model, inputs)
+        for block in model.get_submodule(self.blocks).children():
+            hidden = self.block(model, block, hidden, inputs.shape[1])
+        return self.output(model, hidden)
 
     def check_tensor(self, sequence_parallel: bool) -> None:
         """Raises Refused where the family has no tensor-parallel split of this kind."""
@@ -88,24 +98,34 @@ class Split(ABC):
             **{name: RowwiseParallel() for name in self.by_row},
         }
 
-    def is_split(self, parameter: str) -> bool:
+    def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
         """Whether tensor parallelism splits the parameter of this name: weights, and the biases of
         layers that are split by their outputs."""
         layer, _, kind = parameter.rpartition(".")
-        by_column = any(fnmatch(layer, path) for path in self.by_column)
-        return by_column or (kind == "weight" and any(fnmatch(layer, p) for p in self.by_row))
+        by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
+        if any(fnmatch(layer, path) for path in by_output):
+            return True
+        return kind == "weight" and any(fnmatch(layer, path) for path in self.by_row)
 
-    def leave_a_share(self, model: nn.Module, ranks: int) -> None:
-        """Cuts the model down to what one rank of tensor parallelism computes with, in place."""
+    def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
+        """Cuts the model down to what one rank of tensor parallelism computes with, in place.
+
+        With its part of the sequence it computes by `logits`: the model's own forward does not
+        know how long the whole is.
+        """
         from torch.nn import Parameter
 
         self.prepare_tensor(model, ranks)
         for name, parameter in list(model.named_parameters()):
-            if self.is_split(name):
+            if self.is_split(name, sequence_parallel):
                 layer, _, kind = name.rpartition(".")
                 across = int(kind == "weight" and any(fnmatch(layer, p) for p in self.by_row))
                 share = parameter.chunk(ranks, across)[0].clone()
                 setattr(model.get_submodule(layer), kind, Parameter(share))
+        if sequence_parallel:
+            from harness.workloads.sequence_share import share_sequence
+
+            share_sequence(model, self, ranks)
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks as they are.

@@ -8,7 +8,7 @@ import pytest
 
 from harness.spec.cell import Cell
 from harness.strategy.formulas import facts_of_stages
-from harness.strategy.pipeline_memory import Part, actions
+from harness.strategy.pipeline_memory import Engine, Part, actions
 from harness.strategy.pipelining import SCHEDULES
 from harness.strategy.registry import make_strategy
 from harness.strategy.schedules import Schedule
@@ -18,14 +18,14 @@ from harness.workloads.counts import model_facts
 
 def part(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> Part:
     own = tuple(range(rank, ranks * stages, ranks))
-    return Part(schedule, rank, ranks, own, micro_batches, samples=1, tokens=8)
+    return Part(Engine(schedule), rank, ranks, own, micro_batches, samples=1, tokens=8)
 
 
 def torchs_order(one: Part) -> list[tuple[str, int, int]]:
     """What the rank does under torch's schedule of several stages."""
     from torch.distributed.pipelining import schedules
 
-    made: Any = SCHEDULES[one.schedule].__new__(SCHEDULES[one.schedule])
+    made: Any = SCHEDULES[one.engine.schedule].__new__(SCHEDULES[one.engine.schedule])
     made._stages, made.n_local_stages = list(one.own), len(one.own)
     made.pp_group_size, made._n_microbatches = one.ranks, one.micro_batches
     made.number_of_rounds = max(1, one.micro_batches // one.ranks)

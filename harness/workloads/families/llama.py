@@ -25,6 +25,7 @@ class LlamaSplit(Split):
         "model.layers.*.mlp.down_proj",
     )
     sequence_parallel = True
+    by_vocabulary = ("model.embed_tokens", "lm_head")
 
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         hidden: Tensor = model.get_submodule("model.embed_tokens")(inputs)

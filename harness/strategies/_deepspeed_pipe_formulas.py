@@ -1,0 +1,25 @@
+"""Formulas of what DeepSpeed's pipeline engine keeps."""
+
+from __future__ import annotations
+
+from harness.strategy import Cell, Workload
+from harness.strategy.formulas import KEPT_RESULTS, logits_bytes
+
+
+def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
+    """Bytes of the engine's buffers in this stage of `count`, between two steps.
+
+    A buffer in which it receives hidden states, and one for their gradients, of one micro-batch;
+    the first stage has its latest inputs, the last one its latest results and labels, token ids of
+    8 bytes each (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`,
+    `pipe_buffers`). `hidden`: bytes of the hidden states of all of a rank's samples.
+    """
+    parts = cell.micro_batches
+    samples, tokens = cell.global_batch // parts, cell.sequence_length
+    kept = ((stage > 0) + (stage < count - 1)) * hidden / parts
+    if stage == 0:
+        kept += min(parts, max(KEPT_RESULTS, count)) * samples * tokens * 8
+    if stage == count - 1:
+        labels = samples * (1 if workload.num_labels else tokens) * 8
+        kept += min(parts, KEPT_RESULTS) * (logits_bytes(workload, samples, tokens) + labels)
+    return kept

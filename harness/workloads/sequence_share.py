@@ -1,0 +1,106 @@
+"""What a rank of sequence parallelism computes with, in one process, so that its memory can be
+counted: the parts of other ranks are copies of its own.
+
+Outside of attention and MLP a rank has its part of the tokens, within them all (Korthikanti et al.,
+arXiv 2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+if TYPE_CHECKING:
+    from harness.workloads.family import Split
+
+TOKENS, FEATURES = 1, -1
+"""Dimensions of hidden states and logits."""
+
+
+def share_sequence(model: nn.Module, split: Split, ranks: int) -> None:
+    """Lets the model, of whose layers a rank has its share, exchange parts of the sequence where
+    its plan says so; in place."""
+    for path, style in split.tensor_plan(sequence_parallel=True).items():
+        for name, module in model.named_modules():
+            if fnmatch(name, path):
+                _exchange(module, style, ranks)
+
+
+def _exchange(module: nn.Module, style: object, ranks: int) -> None:
+    def gather_inputs(
+        _: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = getattr(style, "input_kwarg_layouts", {})
+        whole = {
+            name: _applied(Gathered, value, ranks)
+            for name, value in named.items()
+            if name in hidden
+        }
+        return tuple(_applied(Gathered, value, ranks) for value in inputs), {**named, **whole}
+
+    if isinstance(style, RowwiseParallel) and style.output_layouts[0].is_shard(TOKENS):
+        module.register_forward_hook(lambda *called: _applied(Scattered, called[2], ranks))
+    takes_part = isinstance(style, ColwiseParallel) and style.input_layouts[0].is_shard(TOKENS)
+    if takes_part or isinstance(style, PrepareModuleInput):
+        module.register_forward_pre_hook(gather_inputs, with_kwargs=True)
+    if takes_part:  # the head, whose logits every rank has whole
+        module.register_forward_hook(lambda *called: _applied(GatheredLogits, called[2], ranks))
+
+
+def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
+    result: Tensor = function.apply(tensor, ranks)
+    return result
+
+
+def _whole(part: Tensor, ranks: int, dimension: int) -> Tensor:
+    """As torch gathers: the parts one behind the other, then together along the dimension."""
+    return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
+
+
+def _part(whole: Tensor, ranks: int) -> Tensor:
+    """As torch scatters a sum: the parts one behind the other, of which each rank gets one."""
+    return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
+
+
+class Gathered(torch.autograd.Function):
+    """All tokens; backward sums the ranks' gradients, and leaves each its tokens'."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return _whole(part, ranks, TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _part(gradients[0], ctx.ranks), None
+
+
+class Scattered(torch.autograd.Function):
+    """A rank's tokens of the ranks' sum; backward gathers all tokens' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return _part(whole, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _whole(gradients[0], ctx.ranks, TOKENS), None
+
+
+class GatheredLogits(torch.autograd.Function):
+    """Logits of the whole vocabulary; backward leaves each rank its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return _whole(part, ranks, FEATURES)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].chunk(ctx.ranks, FEATURES)[0].contiguous(), None
