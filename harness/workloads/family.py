@@ -125,7 +125,7 @@ class Split(ABC):
         if sequence_parallel:
             from harness.workloads.sequence_share import share_sequence
 
-            share_sequence(model, self, ranks)
+            share_sequence(model, self.tensor_plan(sequence_parallel=True), ranks)
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks as they are.

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-if TYPE_CHECKING:
-    from harness.workloads.family import Split
-
 TOKENS, FEATURES = 1, -1
 """Dimensions of hidden states and logits."""
 
 
-def share_sequence(model: nn.Module, split: Split, ranks: int) -> None:
+def share_sequence(model: nn.Module, plan: Mapping[str, object], ranks: int) -> None:
     """Lets the model, of whose layers a rank has its share, exchange parts of the sequence where
-    its plan says so; in place."""
-    for path, style in split.tensor_plan(sequence_parallel=True).items():
+    the plan says so, in place; the plan: torch's ParallelStyle of each path."""
+    for path, style in plan.items():
         for name, module in model.named_modules():
             if fnmatch(name, path):
                 _exchange(module, style, ranks)
