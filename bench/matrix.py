@@ -4,8 +4,9 @@
     trials: 10                     # launches of each cell; 10 unless said otherwise
     timed_seconds: 2               # on CPUs: how long a launch's timed steps take, with a control
                                    # between them; 2 unless said otherwise, 0: no control
-    time_budget_minutes: 30        # no further round is added after that; a quarter more than the
-                                   # planned rounds take unless said otherwise
+    time_budget_minutes: 30        # nothing is launched after that but what the first two rounds
+                                   # lack; a quarter more than the planned rounds take unless said
+                                   # otherwise
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
     defaults: {batch: 8}           # axes that hold where a cell says nothing

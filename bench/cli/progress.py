@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ class RunProgress:
         self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
         self.began = time.monotonic()
         self.until_answered = planned.until_answered
+        self.budget = planned.time_budget_seconds or math.inf
+        self.spare = len(every) - planned.spare_from
+        """Launches that are made only while the time budget lasts."""
         self.current: Cell | None = None
         columns = (
             TextColumn("{task.description}"),
@@ -72,6 +76,16 @@ class RunProgress:
         why = "may still be the fastest" if self.until_answered else "have too wide an interval"
         self.preparing(f"one more round: {len(cells)} cells {why}")
 
+    def time_is_spent(self, left_out: int) -> None:
+        self.total -= left_out
+        self.spare -= left_out
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, total=self.total)
+        self.preparing(
+            f"the time budget of {duration(self.budget)} is spent: {left_out} launches of the last"
+            " round are left out; bench run --resume makes them"
+        )
+
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
         self._draw(cell.name, f"{duration(self.left)} left")
@@ -87,7 +101,9 @@ class RunProgress:
         self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
         elapsed = time.monotonic() - self.began
         if self.done >= 5:  # by then what was measured tells more than what was expected
-            self.left = elapsed / self.done * (self.total - self.done)
+            each, left = elapsed / self.done, self.total - self.done
+            at_least = each * max(0, left - self.spare)
+            self.left = max(at_least, min(each * left, self.budget - elapsed))
         good = trial.status == "ok" or trial.expected
         if not good:
             self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")

@@ -56,10 +56,10 @@ def run(
         typer.Option(
             "--time-budget",
             help=(
-                "Adds no round after this time, such as 45min; by default 1h with --precision, else"
-                " as the matrix says, or a quarter more than the planned rounds take. Rounds are"
-                " added for cells that may still be the fastest, unless --trials says how many"
-                " there are."
+                "Adds no round after this time, such as 45min, and leaves out what is left of the"
+                " planned rounds from the third on; by default 1h with --precision, else as the"
+                " matrix says, or a quarter more than the planned rounds take. Rounds are added for"
+                " cells that may still be the fastest, unless --trials says how many there are."
             ),
         ),
     ] = "",

@@ -16,9 +16,9 @@ from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
-ROUNDS_NOT_COMPARED = 2
-"""Planned rounds in which a cell is launched whose throughput is compared with nothing: as many as
-show how far its launches differ."""
+LEAST_ROUNDS = 2
+"""Planned rounds in which every cell is launched, whatever the time budget, and one whose
+throughput is compared with nothing no more: as many as show how far its launches differ."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
     """Half width of the interval over the throughput that further rounds are to reach; None:
     `trials` rounds and no more."""
     time_budget_seconds: float | None = None
-    """When no further round is begun; None: never."""
+    """When no further round is begun, and no launch is made from `spare_from` on; None: never."""
     by_turns: bool = False
     """Whether the launches of a round train at once, by turns of a few steps (see
     harness/launch/interleaved.py)."""
@@ -101,7 +101,7 @@ class Plan:
         order = []
         for number in range(self.trials):
             begun = set(self.once) if number else set()
-            if number >= ROUNDS_NOT_COMPARED:
+            if number >= LEAST_ROUNDS:
                 begun |= self.not_compared
             for cell in self.shuffled(of_round, number):
                 if cell.id not in begun:
@@ -111,12 +111,22 @@ class Plan:
                     order.append((cell, next(further[cell.id])))
         return order
 
+    @property
+    def spare_from(self) -> int:
+        """Position of the first planned launch that is left out once the time budget is spent; that
+        of the third round where launches go on until there is an answer."""
+        order = self.schedule()
+        if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
+            begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
+            return next(begun, len(order))
+        return len(order)
+
     def trials_of(self, cell: Cell) -> int:
-        """Launches of a cell."""
+        """Launches of a cell, where there is time for all of them."""
         if cell.id in self.once:
             return 1
         if cell.id in self.not_compared:
-            return min(self.trials, ROUNDS_NOT_COMPARED)
+            return min(self.trials, LEAST_ROUNDS)
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:

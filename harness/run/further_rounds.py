@@ -1,14 +1,16 @@
-"""Rounds beyond the planned ones: for which cells, and until when."""
+"""Rounds beyond the first ones: for which cells, and until when."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from harness.analysis.answer import undecided
 from harness.analysis.precision import too_wide
 from harness.analysis.summary import cell_results
 from harness.record.plan import Plan
+from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,9 +29,38 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> set[str]:
     return {cell.cell_id for cell in undecided(cell_results(trials))} - plan.once
 
 
-def budget_seconds(plan: Plan, first_rounds_seconds: float) -> float:
-    """From the run's begin on: the end of the last further round; infinite where there is no
-    limit."""
-    if plan.time_budget_seconds is not None:
-        return plan.time_budget_seconds
-    return (1 + FURTHER_SHARE) * first_rounds_seconds if plan.until_answered else math.inf
+class TimeBudget:
+    """What a run may still take, from its begin on."""
+
+    def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
+        """`now`: a clock in seconds."""
+        self.plan, self.now, self.began = plan, now, now()
+        self.spare = range(plan.spare_from, len(plan.schedule()))
+        """Positions of the launches that may be left out."""
+        self.first_rounds_seconds: float | None = None
+        """What the planned rounds took; None before their end."""
+        self.took: dict[str, float] = {}
+        """Seconds of each cell's latest launch, by its id."""
+        self.left_out = 0
+        """Planned launches for which there was no time."""
+
+    def leaves_out(self, position: int, cell: Cell) -> bool:
+        """Whether a planned launch is left out, because the time that is left is too short."""
+        if position not in self.spare:
+            return False
+        seconds, budget = self.took.get(cell.id, 0.0), self.plan.time_budget_seconds or math.inf
+        late = self.now() - self.began + seconds > budget
+        self.left_out += late
+        return late
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether a further round that takes so long fits."""
+        spent = self.now() - self.began
+        if self.first_rounds_seconds is None:
+            self.first_rounds_seconds = spent
+        return spent + seconds <= self._most_seconds(self.first_rounds_seconds)
+
+    def _most_seconds(self, first_rounds_seconds: float) -> float:
+        if self.plan.time_budget_seconds is not None:
+            return self.plan.time_budget_seconds
+        return (1 + FURTHER_SHARE) * first_rounds_seconds if self.plan.until_answered else math.inf

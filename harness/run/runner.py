@@ -25,7 +25,7 @@ from harness.record.schema import VERSION as SCHEMA_VERSION
 from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.further_rounds import budget_seconds, worth_launching
+from harness.run.further_rounds import TimeBudget, worth_launching
 from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
@@ -40,6 +40,7 @@ class Watcher(Protocol):
 
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell]) -> None: ...
+    def time_is_spent(self, left_out: int) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
@@ -60,8 +61,8 @@ class Runner:
     share: tuple[int, int] = (0, 1)
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
     time."""
-    _first_rounds_seconds: float | None = None
-    """What the planned rounds took; None before their end."""
+    _budget: TimeBudget = field(init=False)
+    """From the begin of `run` on."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -132,8 +133,8 @@ class Runner:
                 self.store.write_trial(
                     left_out_record(self.plan.run_id, left.cell, left.status, left.reason)
                 )
-        began = self.now()
-        todo = self.open_trials() or self.another_round(0.0, watcher)
+        self._budget = TimeBudget(self.plan, self.now)
+        todo = self.open_trials() or self.another_round(watcher)
         if not todo:
             return True
         wanted = [cell for _, cell, _ in todo]
@@ -163,25 +164,21 @@ class Runner:
             while todo:
                 if not self._trials(launch, todo, watcher):
                     return False
-                todo = self.another_round(self.now() - began, watcher)
+                todo = self.another_round(watcher)
         return True
 
-    def another_round(self, spent_seconds: float, watcher: Watcher) -> list[Todo]:
+    def another_round(self, watcher: Watcher) -> list[Todo]:
         """A further trial of each cell whose interval is too wide, or that may still be the answer;
         none where the time that is left is too short for it."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # a share of the cells has no answer of its own
-        if self._first_rounds_seconds is None:
-            self._first_rounds_seconds = spent_seconds
         trials = self.store.load([self.plan.run_id], steps=False).trials
         wanted = worth_launching(self.plan, trials)
         cells = [cell for cell in self.cells if cell.id in wanted]
         position = int(trials["position"].max()) + 1
         trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
         seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
-        if spent_seconds + seconds > budget_seconds(self.plan, self._first_rounds_seconds):
-            return []
-        if not cells:
+        if not self._budget.has_time_for(seconds) or not cells:
             return []
         watcher.round_added(cells)
         trial = int(trials["trial"].max()) + 1
@@ -207,10 +204,14 @@ class Runner:
             trials = launch(launched)
             for (_, cell, _), record in zip(launched, trials, strict=True):
                 watcher.trial_finished(cell, record)
+                self._budget.took[cell.id] = record.wall_seconds or 0.0
                 if record.status in NOT_AGAIN:
                     self._given_up[cell.id] = record.status
             if any(record.status == "interrupted" for record in trials):
                 return False
+        if self._budget.left_out:
+            watcher.time_is_spent(self._budget.left_out)
+            self._budget.left_out = 0
         return True
 
     def _groups(self, todo: Sequence[Todo]) -> list[list[Todo]]:
@@ -220,12 +221,14 @@ class Runner:
         return [list(group) for _, group in itertools.groupby(todo, key=lambda todo: todo[2].trial)]
 
     def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
-        """False where an earlier trial ran out of memory or time, or where a cell that needs less
-        memory ran out of it.
+        """False where an earlier trial ran out of memory or time, where the time budget is spent,
+        or where a cell that needs less memory ran out of it.
 
         The latter is recorded as skipped.
         """
         if cell.id in self._given_up and key.trial > 0:
+            return False
+        if self.share[1] == 1 and self._budget.leaves_out(position, cell):
             return False
         # A later trial has an earlier one that fitted.
         if key.trial == 0 and (reason := self._needs_more_memory(cell)):
@@ -270,10 +273,7 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        """Launches, judges and records one trial.
-
-        Without a reference its parity stays unknown.
-        """
+        """Launches, judges and records one trial; without a reference its parity stays unknown."""
         seconds = self.plan.timed_seconds_of(cell)
         seed, alone = self.plan.order_seed, self.plan.trials == 1 or cell.id in self.plan.once
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, alone)

@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,14 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.added: list[Sequence[Cell]] = []
+        self.left_out = 0
 
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell]) -> None:
         self.added.append(cells)
+
+    def time_is_spent(self, left_out: int) -> None:
+        self.left_out += left_out
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
@@ -214,6 +219,35 @@ def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(
     assert len(trials) == 6, "at 3, 6 and 9 s a trial of 2 s fits into 12, at 12 it does not"
     [reached] = too_wide(trials, 0.001).values()
     assert reached > 0.1
+
+
+def test_the_third_round_is_cut_short_where_the_machine_is_slower_than_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread = dict.fromkeys(("single", "ddp", "fsdp2"), 0.01)
+    answered: dict[str, Any] = {"until_answered": True, "time_budget_seconds": 16.0}
+    ticks = itertools.count(0, 5)
+    now = lambda: float(next(ticks))  # noqa: E731
+    store, watcher, finished = adaptive(tmp_path, monkeypatch, spread, now, **answered)
+    assert finished
+    launches = store.load().trials["trial"].value_counts().to_dict()
+    assert launches == {0: 3, 1: 3, 2: 2}, "at 15 s one of 2 s does not fit into 16"
+    assert (watcher.left_out, watcher.added) == (1, [])
+
+
+def test_only_the_third_round_has_launches_that_may_be_left_out() -> None:
+    cells = tuple(Cell(strategy=name) for name in ("single", "ddp", "fsdp2"))
+    plan = Plan("r", "m", cells, 3, until_answered=True, time_budget_seconds=60.0)
+    assert plan.spare_from == 6
+    several = replace(plan, launches_per_round={cells[1].id: 3})
+    assert several.spare_from == 10
+    for without in (
+        replace(plan, trials=2, launches_per_round={cells[1].id: 3}),
+        replace(plan, until_answered=False),
+        replace(plan, time_budget_seconds=None),
+        replace(plan, once=frozenset(cell.id for cell in cells)),
+    ):
+        assert without.spare_from == len(without.schedule())
 
 
 def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
