@@ -6,12 +6,18 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _BYTES_SENT = 200
 """Offset in bytes of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers, in struct tcp_info
 of linux/tcp.h (Linux 4.19 and newer)."""
+
+STILL_SECONDS = 0.002
+"""A thread of a library sends within this time what its step has given it."""
+MOST_LOOKS = 5
+"""Some libraries never stop sending small messages (Horovod's cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
@@ -37,6 +43,18 @@ def tcp_bytes_sent() -> int | None:
             sent, repeated = struct.unpack_from("QQ", info, _BYTES_SENT)
             total += sent - repeated
     return total
+
+
+def wait_until_sent() -> None:
+    """Waits until what is under way has been sent: a step may end before the last of its messages
+    has left, which it does not wait for."""
+    before = tcp_bytes_sent()
+    for _ in range(MOST_LOOKS):
+        time.sleep(STILL_SECONDS)
+        now = tcp_bytes_sent()
+        if now == before:
+            return
+        before = now
 
 
 def disk_bytes() -> tuple[int, int] | None:
@@ -81,6 +99,8 @@ class Traffic:
         """
         if self._start is None:
             return
+        if self.over_tcp:
+            wait_until_sent()
         (sent, disk), (sent_now, disk_now) = self._start, self._read()
         self.sent = _more(self.sent, sent, sent_now)
         self.disk_read = _more(self.disk_read, disk and disk[0], disk_now and disk_now[0])

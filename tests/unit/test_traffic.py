@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.measure.states import retained_by, state_bytes
-from harness.measure.traffic import Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
+from harness.measure.traffic import MOST_LOOKS, Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategy.formulas import model_states, whole_model_states
@@ -153,3 +153,23 @@ def test_columns_of_states_and_traffic() -> None:
     )
     assert unknown.sent_bytes_per_step == ()
     assert unknown.offload_read_bytes_per_step is None
+
+
+def test_what_a_thread_still_sends_after_the_last_step_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([100, 110, 125, 125, 125])
+    monkeypatch.setattr("harness.measure.traffic.tcp_bytes_sent", lambda: next(readings))
+    traffic = Traffic(over_tcp=True)
+    traffic.start()
+    traffic.stop(1)
+    assert traffic.sent == 25
+
+
+def test_who_never_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter(range(100))
+    monkeypatch.setattr("harness.measure.traffic.tcp_bytes_sent", lambda: next(readings))
+    traffic = Traffic(over_tcp=True)
+    traffic.start()
+    traffic.stop(1)
+    assert traffic.sent == MOST_LOOKS + 2
