@@ -101,9 +101,9 @@ class RunProgress:
         self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
         elapsed = time.monotonic() - self.began
         if self.done >= 5:  # by then what was measured tells more than what was expected
-            each, left = elapsed / self.done, self.total - self.done
-            at_least = each * max(0, left - self.spare)
-            self.left = max(at_least, min(each * left, self.budget - elapsed))
+            launch_seconds, launches = elapsed / self.done, self.total - self.done
+            at_least = launch_seconds * max(0, launches - self.spare)
+            self.left = max(at_least, min(launch_seconds * launches, self.budget - elapsed))
         good = trial.status == "ok" or trial.expected
         if not good:
             self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")

@@ -37,13 +37,12 @@ class DeepspeedPipeline(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Those of a rank's stage, and the buffers of the engine, see `engine_buffers`."""
         from harness.strategies._deepspeed_pipe_formulas import engine_buffers
-        from harness.strategy.formulas import pipeline_states
+        from harness.strategy.formulas import a_stage_each, pipeline_states
         from harness.workloads import make_workload
 
         workload = make_workload(cell.workload)
         buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
-        own = [(stage,) for stage in range(layout.pipeline)]
-        return pipeline_states(cell, layout, facts, own, buffers=buffers)
+        return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Of the micro-batches in flight under 1F1B, with the copies that the engine makes of what
@@ -53,11 +52,11 @@ class DeepspeedPipeline(Strategy):
         not known. With recomputation `full` it is the fullest rank, and the formula of the peak
         6.9 % too low: see docs/recompute.md.
         """
+        from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
-        own = [(stage,) for stage in range(layout.pipeline)]
         engine = Engine("1f1b", copies_inputs=True)
-        return held_beside_gradients(cell, layout, workload, own, engine)
+        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)

@@ -18,7 +18,7 @@ from harness.strategy import (
     TrainStep,
     Workload,
 )
-from harness.strategy.formulas import pipeline_states
+from harness.strategy.formulas import a_stage_each, pipeline_states
 from harness.strategy.schedules import check_micro_batches
 
 
@@ -60,18 +60,16 @@ class ThreeD(Strategy):
         from harness.strategies._three_d_formulas import axis_states
 
         keeps = functools.partial(axis_states, axis=self.data_axis, ranks=layout.data)
-        own = [(stage,) for stage in range(layout.pipeline)]
-        return pipeline_states(cell, layout, facts, own, keeps)
+        return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Of the micro-batches in flight, and under FSDP2 the parameters that it has gathered and
         gradients before they are scattered, see `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
-        own = [(stage,) for stage in range(layout.pipeline)]
         shards = layout.data if self.data_axis == "fsdp2" else 0
         engine = Engine(self.schedule, layout.tensor, shards)
-        return held_beside_gradients(cell, layout, workload, own, engine)
+        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

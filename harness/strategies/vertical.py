@@ -13,7 +13,7 @@ from harness.strategy import (
     TrainStep,
     Workload,
 )
-from harness.strategy.formulas import pipeline_states
+from harness.strategy.formulas import a_stage_each, pipeline_states
 
 
 class Vertical(Strategy):
@@ -36,14 +36,13 @@ class Vertical(Strategy):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Those of a rank's stage, and the buffers in which it receives hidden states and their
         gradients, of the whole batch."""
-        return pipeline_states(cell, layout, facts, [(rank,) for rank in range(layout.pipeline)])
+        return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Those of GPipe's only micro-batch, the whole batch, see `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
-        own = [(rank,) for rank in range(layout.pipeline)]
-        return held_beside_gradients(cell, layout, workload, own, Engine("gpipe"))
+        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategy.pipelining import Pipe, train_step

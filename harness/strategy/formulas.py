@@ -95,6 +95,11 @@ def received_bytes(stage: int, count: int, hidden: float) -> float:
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
+def a_stage_each(layout: Layout) -> list[tuple[int, ...]]:
+    """Of each rank the numbers of its stages, where it has one."""
+    return [(stage,) for stage in range(layout.pipeline)]
+
+
 def pipeline_states(
     cell: Cell,
     layout: Layout,

@@ -163,10 +163,10 @@ def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
         run = _Run(workload, part, stages, held)
         with held:
             run.begin()
-            standing = held.most()
+            before_the_step = held.most()
             for action in actions(part):
                 run.do(*action)
-    return held.most() - standing
+    return held.most() - before_the_step
 
 
 class _Run:

@@ -33,12 +33,12 @@ def _exchange(module: nn.Module, style: object, ranks: int) -> None:
         _: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = getattr(style, "input_kwarg_layouts", {})
-        whole = {
+        gathered = {
             name: _applied(Gathered, value, ranks)
             for name, value in named.items()
             if name in hidden
         }
-        return tuple(_applied(Gathered, value, ranks) for value in inputs), {**named, **whole}
+        return tuple(_applied(Gathered, value, ranks) for value in inputs), {**named, **gathered}
 
     if isinstance(style, RowwiseParallel) and style.output_layouts[0].is_shard(TOKENS):
         module.register_forward_hook(lambda *called: _applied(Scattered, called[2], ranks))
@@ -54,12 +54,12 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
     return result
 
 
-def _whole(part: Tensor, ranks: int, dimension: int) -> Tensor:
+def _all_gathered(part: Tensor, ranks: int, dimension: int) -> Tensor:
     """As torch gathers: the parts one behind the other, then together along the dimension."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
-def _part(whole: Tensor, ranks: int) -> Tensor:
+def _reduce_scattered(whole: Tensor, ranks: int) -> Tensor:
     """As torch scatters a sum: the parts one behind the other, of which each rank gets one."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
@@ -70,11 +70,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _whole(part, ranks, TOKENS)
+        return _all_gathered(part, ranks, TOKENS)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _part(gradients[0], ctx.ranks), None
+        return _reduce_scattered(gradients[0], ctx.ranks), None
 
 
 class Scattered(torch.autograd.Function):
@@ -83,11 +83,11 @@ class Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _part(whole, ranks)
+        return _reduce_scattered(whole, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _whole(gradients[0], ctx.ranks, TOKENS), None
+        return _all_gathered(gradients[0], ctx.ranks, TOKENS), None
 
 
 class GatheredLogits(torch.autograd.Function):
@@ -96,7 +96,7 @@ class GatheredLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _whole(part, ranks, FEATURES)
+        return _all_gathered(part, ranks, FEATURES)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
