@@ -123,7 +123,7 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         pauses = [
             known
             for step in zip(*(rank[part] for rank in timed), strict=True)
-            if (known := all_known([of_rank.control_seconds for of_rank in step]))
+            if (known := [r.control_seconds for r in step if r.control_seconds is not None])
         ]
         if not pauses:
             return trial

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.strategy import Cell, Export, Refused, make_workload
+from harness.strategy import Cell, Export, Refused, Workload, make_workload
 from harness.workloads.family import Split
 
 if TYPE_CHECKING:
@@ -13,25 +13,29 @@ if TYPE_CHECKING:
 
 
 def tensor_export(cell: Cell, to: str, sequence_parallel: bool) -> Export | None:
-    """A script that splits transformers' model by torch's own plan. Raises Refused for a family
-    whose modules the suite replaces before it splits them."""
+    """A script that splits transformers' model by torch's own plan."""
     workload = make_workload(cell.workload)
     if to not in ("torchrun", "slurm") or workload.split is None:
         return None
-    if type(workload.split).prepare_tensor is not Split.prepare_tensor:
+    return Export("tensor.py.j2", tensor_values(workload, workload.split, sequence_parallel))
+
+
+def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
+    """torch's plan as it is written. Raises Refused for a family whose modules the suite replaces
+    before it splits them."""
+    if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
             f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
             " replaces first and a script of the library alone would not; take a llama workload"
         )
-    plan = workload.split.tensor_plan(sequence_parallel)
+    plan = split.tensor_plan(sequence_parallel)
     written = {path: written_style(style) for path, style in plan.items()}
     named = " ".join(written.values())
-    values = {
+    return {
         "plan": written,
         "styles": sorted({type(style).__name__ for style in plan.values()}),
         "placements": [name for name in ("Replicate", "Shard") if f"{name}(" in named],
     }
-    return Export("tensor.py.j2", values)
 
 
 def written_style(style: ParallelStyle) -> str:

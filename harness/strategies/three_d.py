@@ -7,8 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from harness.strategies._three_d_export import three_d_export
 from harness.strategy import (
     Cell,
+    Export,
     Job,
     Layout,
     ModelFacts,
@@ -70,6 +72,9 @@ class ThreeD(Strategy):
         shards = layout.data if self.data_axis == "fsdp2" else 0
         engine = Engine(self.schedule, layout.tensor, shards)
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return three_d_export(cell, to, self.layout(cell.devices), self.data_axis, self.schedule)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh

@@ -1,67 +1,75 @@
 """The control of a rank: between two steps a process of its own, on the rank's cores, computes the
 same small piece again and again.
 
-Its time tells how fast the machine was at that moment. It is a process, so that its memory and its
-allocator are not the rank's, and so that work which a step leaves to the rank's own threads can be
-told from it: the rank waits, and whatever processor time it uses in that pause is the step's.
+Its time tells how fast the machine was at that moment, and nothing else: it must not depend on the
+strategy, whose figures would bend with it. So it is a process, whose memory and allocator are not
+the rank's; and while it computes the rank is stopped, with all its threads. Work that a step leaves
+to them goes on in the next step, and counts there; what they do of it before and after the stop is
+told by the processor time of the pause, and is the step's too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from harness.host.cores import threads_of
 from harness.host.process import die_with_parent
+from harness.strategy.registry import make_strategy
 from harness.worker.batches import Batches
 from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload
 
-_REQUEST = struct.Struct("di")
+_REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("ddd")
 _MESSAGE = struct.Struct("iid")
 SAMPLES_PER_CONTROL = 4
 """The control runs once for so many samples of its rank."""
-SHARE_OF_STEPS = 0.25
-"""Of the steps' time that it takes, about; it runs several times where steps are long."""
-MOST_REPEATS = 4
 OWN_SECONDS = 0.0005
 """Processor time in a pause up to this is taken for the waiting itself."""
+_MALLOPT = {-1: 1 << 30, -3: 1 << 25}
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes; the latter is the most that glibc takes."""
 
 
 @dataclass(frozen=True)
 class Pause:
     """What happened between two steps."""
 
-    control_seconds: float
-    """Of the control: one sample's forward and backward, mean of the repeats."""
+    control_seconds: float | None
+    """Of the control: one sample's forward and backward; None of a rank that has none (see
+    `Control`)."""
     left_over_seconds: float
     """Processor time that the rank's own threads used meanwhile: work that the step left behind."""
     control_cpu_seconds: float
-    """Processor time of all that the control computed."""
+    """Processor time of the control."""
     largest: float
     """The largest of the numbers that the ranks gave."""
 
 
 class Control:
-    """The control process of one rank. All ranks of a trial pause together: none goes on before
-    the control of each has ended."""
+    """The control process of one rank. All ranks of a trial pause together: no control begins
+    before the step of each rank is over, and none goes on before the control of each has ended.
+
+    It computes once in each pause: a second time, its caches being warm, it is a seventh faster.
+    A server, which has no cores of its own, is stopped like the others and computes nothing.
+    """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
         """Forks the process; before the rank has any threads."""
         cell = spec.cell
         self.every = max(1, round(SAMPLES_PER_CONTROL * cell.devices / cell.global_batch))
         """Steps from one pause to the next."""
-        self.repeats = 1
-        """Computations in a pause."""
-        self.threads = threads_of(spec.cell, cores)
+        self.serves = _serves(spec, rank)
+        self.threads = threads_of(cell, cores)
         self.line, other = socket.socketpair()
         own = os.getpid()
         self.process = os.fork()
@@ -70,7 +78,7 @@ class Control:
             die_with_parent()
             if os.getppid() != own:  # it died before the kernel was told
                 os._exit(1)
-            _serve(spec, rank, other)
+            _serve(spec, rank, own, other)
         other.close()
 
     def close(self) -> None:
@@ -85,25 +93,21 @@ class Control:
         Raises ConnectionError where the control process has died.
         """
         before = time.process_time()
-        self.line.send(_REQUEST.pack(number, self.repeats))
+        self.line.send(_REQUEST.pack(number))
         answer = self.line.recv(_ANSWER.size)
         if len(answer) != _ANSWER.size:
             raise ConnectionError("the control process of this rank has ended")
         left_over = (time.process_time() - before) / self.threads
         left_over = left_over if left_over > OWN_SECONDS else 0.0
         seconds, cpu_seconds, largest = _ANSWER.unpack(answer)
-        # What the rank's threads took of the same cores, the control had to wait for.
-        own = max(seconds - left_over, cpu_seconds) / self.repeats
-        return Pause(own, left_over, cpu_seconds, largest)
-
-    def fit(self, step_seconds: float, control_seconds: float) -> None:
-        """Lets it compute as often in a pause as makes up its share of the steps' time."""
-        wanted = SHARE_OF_STEPS * self.every * step_seconds / max(control_seconds, 1e-6)
-        self.repeats = max(1, min(MOST_REPEATS, round(wanted)))
+        # A thread at work is stopped a little late, and the control may have to wait for it.
+        own = max(seconds - left_over, cpu_seconds)
+        return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
 
 
-def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
-    """The control process: computes once for each request; ends with its rank."""
+def _serve(spec: TrialSpec, rank: int, process: int, line: socket.socket) -> NoReturn:
+    """The control process: computes once for each request; ends with its rank, whose process id
+    this is."""
     keep = line.detach()
     os.closerange(3, keep)
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
@@ -114,22 +118,54 @@ def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> NoReturn:
         compute: Callable[[], None] | None = None
         while request := line.recv(_REQUEST.size):
             compute = compute or _computation(spec, rank)
-            number, repeats = _REQUEST.unpack(request)
-            began, cpu_began = time.perf_counter(), time.process_time()
-            for _ in range(repeats):
-                compute()
-            seconds = time.perf_counter() - began
-            cpu_seconds = time.process_time() - cpu_began
+            (number,) = _REQUEST.unpack(request)
             largest = others.wait(number)
+            with _stopped(process):
+                began, cpu_began = time.perf_counter(), time.process_time()
+                compute()
+                seconds = time.perf_counter() - began
+                cpu_seconds = time.process_time() - cpu_began
+                others.wait(0.0)
             line.send(_ANSWER.pack(seconds, cpu_seconds, largest))
         status = 0
     os._exit(status)
 
 
+@contextlib.contextmanager
+def _stopped(process: int) -> Iterator[None]:
+    """Stops this process and all its threads for a while: what runs in them, a library's included,
+    neither slows the control down nor is done unseen."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def _keep_memory() -> None:
+    """Lets the allocator keep what is freed. By thresholds that depend on what the process has
+    freed before, glibc else gives it back to the kernel, and the control of one strategy has twice
+    the page faults of another's (mallopt(3))."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for parameter, threshold in _MALLOPT.items():
+            libc.mallopt(parameter, threshold)
+
+
+def _serves(spec: TrialSpec, rank: int) -> bool:
+    """Whether this process is a parameter server."""
+    layout = make_strategy(spec.cell).layout(spec.cell.devices)
+    return rank >= layout.processes - layout.servers
+
+
 def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
-    """Forward and backward of one sample of the cell's own workload."""
+    """Forward and backward of one sample of the cell's own workload; of a server nothing."""
+    if _serves(spec, rank):
+        return lambda: None
+
     import torch
 
+    _keep_memory()
     torch.set_num_threads(threads_of(spec.cell, spec.cores[rank]))
     cell, device = spec.cell, torch.device("cpu")
     workload = make_workload(cell.workload)

@@ -252,8 +252,6 @@ class Loop:
             control_seconds=pause.control_seconds,
             left_over_seconds=pause.left_over_seconds,
         )
-        if last.phase == "warmup":
-            control.fit(last.step_seconds, pause.control_seconds)
         if self._counted_from is not None:
             self.paused_seconds += time.perf_counter() - began
             self.load.own += pause.control_cpu_seconds

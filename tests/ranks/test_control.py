@@ -3,6 +3,8 @@ it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from harness.record.trial import TrialRecord
@@ -30,7 +32,6 @@ def test_steps_are_taken_by_time_with_a_control_after_each(run_cells: RunCells) 
     seconds = timed.groupby("step")["step_seconds"].max().sum()
     assert seconds > 0.25 or count == 200  # steps may get faster after their time was agreed
     assert (timed["control_seconds"] > 0).all()
-    assert (timed["left_over_seconds"] < 0.2 * timed["step_seconds"]).mean() > 0.8
     assert len(trial.window_step_seconds) == max(1, count // 8)
     slowest = zip(trial.window_slowest_control_seconds, trial.window_control_seconds, strict=True)
     assert all(most >= mean for most, mean in slowest)
@@ -47,16 +48,35 @@ def test_memory_and_traffic_are_those_without_a_control(run_cells: RunCells) -> 
     (beside,) = TrialRecord.from_frame(run_cells(micro, timed_seconds=0.1).trials)
     assert plain.peak_memory_bytes
     assert beside.peak_memory_bytes
-    assert beside.peak_memory_bytes <= 1.05 * plain.peak_memory_bytes
+    assert beside.peak_memory_bytes <= 1.1 * plain.peak_memory_bytes
     assert beside.sent_bytes_per_step == pytest.approx(plain.sent_bytes_per_step, rel=0.05)
     assert beside.foreign_load_cores is not None
 
 
-def test_work_in_a_thread_after_the_step_is_the_steps(run_cells: RunCells) -> None:
-    hidden = cell("hidden", options={"milliseconds": 20.0, "in_thread": True})
-    timed = run_cells(hidden, timed_seconds=0.5).steps.query("phase == 'timed'")
-    # What does not fit into the pause runs beside the next step.
-    assert timed["left_over_seconds"].median() > 0.002
+def test_work_in_a_thread_after_the_step_is_the_next_steps(run_cells: RunCells) -> None:
+    """The rank is stopped while the control computes, so none of it is done meanwhile."""
+    plain = cell("hidden", workload="llama-micro")
+    more = {"milliseconds": 10.0, "in_thread": True}
+    hidden = cell("hidden", workload="llama-micro", options=more)
+    steps = run_cells(plain, hidden, timed_seconds=0.5).steps.query("phase == 'timed'")
+    seconds = steps.groupby("cell_id")["step_seconds"].median()
+    assert seconds[hidden.id] > seconds[plain.id] + 0.007
+    control = steps.groupby("cell_id")["control_seconds"].median()
+    assert control[hidden.id] == pytest.approx(control[plain.id], rel=0.15)
+
+
+def test_a_librarys_threads_do_not_slow_the_control_down(run_cells: RunCells) -> None:
+    """Horovod looks for work every millisecond, and a parameter server's threads never rest."""
+    strategies = ["ddp", "parameter_server"] + ["horovod"] * (find_spec("horovod") is not None)
+    cells = [cell(name, workload="llama-micro") for name in strategies]
+    steps = run_cells(*cells, timed_seconds=0.3).steps.query("phase == 'timed'")
+    ddp, *others = (
+        steps[steps["cell_id"] == one.id].groupby("rank")["control_seconds"].median()
+        for one in cells
+    )
+    assert others[0].isna().tolist() == [False, False, True], "the server has no control"
+    for other in others:
+        assert other.dropna().tolist() == pytest.approx(ddp.tolist(), rel=0.25)
 
 
 def test_cells_on_several_ranks_that_share_a_core_go_on(run_cells: RunCells) -> None:

@@ -220,6 +220,17 @@ SETS: Sets = [
         "torchrun",
         {"workload": "gpt2-micro", "micro_batches": 2, "options": {"schedule": "zbv"}},
     ),
+    ("three_d", "torchrun", {"devices": 8, "micro_batches": 2, "recompute": "full"}),
+    (
+        "three_d",
+        "torchrun",
+        {
+            "devices": 4,
+            "workload": "gpt2-nano",
+            "micro_batches": 2,
+            "options": {"tensor": 1, "data_axis": "zero1"},
+        },
+    ),
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
