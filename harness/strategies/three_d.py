@@ -7,21 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from harness.spec.errors import Refused
 from harness.strategies._three_d_export import three_d_export
-from harness.strategy import (
-    Cell,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    States,
-    Strategy,
-    TrainStep,
-    Workload,
-)
+from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
 from harness.strategy.formulas import a_stage_each, pipeline_states
 from harness.strategy.schedules import check_micro_batches
+from harness.workloads import Workload
 
 
 class ThreeD(Strategy):

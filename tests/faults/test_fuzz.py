@@ -51,7 +51,6 @@ def fuzzed(inputs: int, share: int = 1) -> settings:
     all."""
     return settings(
         max_examples=max(10, FUZZ * share // inputs),
-        deadline=None,
         database=None,
         derandomize="FUZZ" not in os.environ,
         suppress_health_check=list(HealthCheck),

@@ -72,7 +72,7 @@ PEAKS: dict[str, dict[str, Any]] = {
         "micro_batches": 4,
         "options": {"tensor": 1, "data_axis": "fsdp2"},
     },
-    # with `full` 6.9 % too low, see docs/recompute.md
+    # with `full` the last stage is the fullest, where torch's tracker sees more than the allocator
     "deepspeed_pipeline": {
         "strategy": "deepspeed_pipeline",
         "micro_batches": 4,

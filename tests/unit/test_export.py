@@ -117,6 +117,7 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
             "ulysses_zero",
             "tensor",
             "pipeline",
+            "three_d",
         )
         for t in ("torchrun", "slurm")
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from bench.cli.history import history, sparkline
@@ -57,7 +57,6 @@ def test_a_step_below_the_smallest_effect_does_not_count() -> None:
     assert change_points(small, 0.001) == [12]
 
 
-@settings(deadline=None)
 @given(place=some.integers(0, 23), size=some.floats(0.1, 10.0))
 def test_an_outlying_run_is_no_change(place: int, size: float) -> None:
     values = [*ALTERNATING, *ALTERNATING]
@@ -65,7 +64,6 @@ def test_an_outlying_run_is_no_change(place: int, size: float) -> None:
     assert change_points(values, 0.01) == []
 
 
-@settings(deadline=None)
 @given(some.lists(some.floats(1e-3, 1e9), max_size=14))
 def test_change_points_are_ordered_and_apart(values: list[float]) -> None:
     found = change_points(values, 0.01)

@@ -65,7 +65,7 @@ every_axis = st.builds(
 shares = st.one_of(st.just(1.0), st.floats(0.01, 1.0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(every_axis, shares, shares, st.sampled_from([0.0, 0.5]))
 def test_slower_links_never_speed_up(
     layout: Layout, reduce: float, gather: float, overlap: float
@@ -162,7 +162,7 @@ def test_the_risk_to_be_slow_never_narrows_an_interval(
     assert slowed >= CALIBRATION.spread.slow
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["llama-1b", "llama-8b", "llama-405b", "mixtral-8x7b", "gpt-1t"]),
     st.sampled_from([1, 2, 8, 32, 1024]),

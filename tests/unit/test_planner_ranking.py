@@ -20,7 +20,7 @@ from harness.planner.ranking import TRIED, ranked
 from harness.planner.shape import parse_shape
 
 CALIBRATION = load()
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=60)
 
 
 def order(seconds: list[float], fits: list[float], half_width: float = 0.03) -> list[int]:

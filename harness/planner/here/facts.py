@@ -44,7 +44,8 @@ class CellFacts:
     """Read and written by those that are no matrix products, in a micro-batch of the unsplit
     model."""
     tensors: int
-    """Parameters of the unsplit model that are trained, counted as tensors."""
+    """Parameters of the unsplit model that are trained, counted as tensors; 1 where one operator
+    updates them all (fused AdamW)."""
     state_bytes: float
     """Kept between steps, without what a library keeps for itself."""
     library_bytes: float
