@@ -28,7 +28,7 @@ class RunProgress:
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
         self.out, self.seconds, self.total, self.done = out, seconds, total, 0
         every = planned.schedule()
-        self.left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
+        self.seconds_left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
         self.began = time.monotonic()
         self.until_answered = planned.until_answered
         self.budget = planned.time_budget_seconds or math.inf
@@ -70,7 +70,7 @@ class RunProgress:
 
     def round_added(self, cells: Sequence[Cell]) -> None:
         self.total += len(cells)
-        self.left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
+        self.seconds_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         why = "may still be the fastest" if self.until_answered else "have too wide an interval"
@@ -88,22 +88,24 @@ class RunProgress:
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
-        self._draw(cell.name, f"{duration(self.left)} left")
+        self._draw(cell.name, f"{duration(self.seconds_left)} left")
 
     def step(self, step: int, seconds: float) -> None:
         if self.current:
             of = f"/{total}" if step < (total := self.current.total_steps) else ""
-            note = f"step {step + 1}{of} {seconds * 1e3:.0f} ms, {duration(self.left)} left"
+            note = f"step {step + 1}{of} {seconds * 1e3:.0f} ms, {duration(self.seconds_left)} left"
             self._draw(None, note)
 
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
         self.done += 1
-        self.left = max(0.0, self.left - self.seconds.get(cell.id, 0.0))
+        self.seconds_left = max(0.0, self.seconds_left - self.seconds.get(cell.id, 0.0))
         elapsed = time.monotonic() - self.began
         if self.done >= 5:  # by then what was measured tells more than what was expected
             launch_seconds, launches = elapsed / self.done, self.total - self.done
-            at_least = launch_seconds * max(0, launches - self.spare)
-            self.left = max(at_least, min(launch_seconds * launches, self.budget - elapsed))
+            least_seconds = launch_seconds * max(0, launches - self.spare)
+            self.seconds_left = max(
+                least_seconds, min(launch_seconds * launches, self.budget - elapsed)
+            )
         good = trial.status == "ok" or trial.expected
         if not good:
             self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")
@@ -114,5 +116,7 @@ class RunProgress:
                 else trial.status
             )
             text = f"{cell.name}: {rate}, parity {trial.parity_verdict}"
-            self.out.print(escape(f"[{self.done}/{self.total}] {text}, {duration(self.left)} left"))
-        self._draw(None, f"{duration(self.left)} left")
+            self.out.print(
+                escape(f"[{self.done}/{self.total}] {text}, {duration(self.seconds_left)} left")
+            )
+        self._draw(None, f"{duration(self.seconds_left)} left")

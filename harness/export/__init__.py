@@ -122,7 +122,8 @@ def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused
 
 
 def taken_by(to: str) -> list[str]:
-    """Names of the strategies that have an export to this target without options."""
+    """Names of the strategies that have an export to this target without options, for four devices,
+    which 3D parallelism divides in two ways."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()

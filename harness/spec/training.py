@@ -36,6 +36,10 @@ class Layout:
     def processes(self) -> int:
         return self.devices // self.devices_per_process + self.servers
 
+    def serves(self, rank: int) -> bool:
+        """Whether this rank is a parameter server."""
+        return rank >= self.processes - self.servers
+
     def driven(self, device: torch.device) -> list[torch.device]:
         """The devices that the process of this device drives: this one, or all where one process
         drives several."""

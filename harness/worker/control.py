@@ -68,7 +68,7 @@ class Control:
         cell = spec.cell
         self.every = max(1, round(SAMPLES_PER_CONTROL * cell.devices / cell.global_batch))
         """Steps from one pause to the next."""
-        self.serves = _serves(spec, rank)
+        self.serves = make_strategy(cell).layout(cell.devices).serves(rank)
         self.threads = threads_of(cell, cores)
         self.line, other = socket.socketpair()
         own = os.getpid()
@@ -78,7 +78,7 @@ class Control:
             die_with_parent()
             if os.getppid() != own:  # it died before the kernel was told
                 os._exit(1)
-            _serve(spec, rank, own, other)
+            _serve(spec, rank, own, other, computes=not self.serves)
         other.close()
 
     def close(self) -> None:
@@ -105,9 +105,11 @@ class Control:
         return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
 
 
-def _serve(spec: TrialSpec, rank: int, process: int, line: socket.socket) -> NoReturn:
-    """The control process: computes once for each request; ends with its rank, whose process id
-    this is."""
+def _serve(
+    spec: TrialSpec, rank: int, process: int, line: socket.socket, computes: bool
+) -> NoReturn:
+    """The control process: computes once for each request, where it does; ends with its rank, whose
+    process id this is."""
     keep = line.detach()
     os.closerange(3, keep)
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
@@ -117,7 +119,7 @@ def _serve(spec: TrialSpec, rank: int, process: int, line: socket.socket) -> NoR
         others = _Others(Path(spec.scratch), rank, spec.processes)
         compute: Callable[[], None] | None = None
         while request := line.recv(_REQUEST.size):
-            compute = compute or _computation(spec, rank)
+            compute = compute or (_computation(spec, rank) if computes else lambda: None)
             (number,) = _REQUEST.unpack(request)
             largest = others.wait(number)
             with _stopped(process):
@@ -152,17 +154,8 @@ def _keep_memory() -> None:
             libc.mallopt(parameter, threshold)
 
 
-def _serves(spec: TrialSpec, rank: int) -> bool:
-    """Whether this process is a parameter server."""
-    layout = make_strategy(spec.cell).layout(spec.cell.devices)
-    return rank >= layout.processes - layout.servers
-
-
 def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
-    """Forward and backward of one sample of the cell's own workload; of a server nothing."""
-    if _serves(spec, rank):
-        return lambda: None
-
+    """Forward and backward of one sample of the cell's own workload."""
     import torch
 
     _keep_memory()

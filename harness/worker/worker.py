@@ -249,7 +249,7 @@ def _train(
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     workload = make_workload(cell.workload)
-    serves = rank >= layout.processes - layout.servers  # beside the devices, in host memory
+    serves = layout.serves(rank)  # beside the devices, in host memory
     device = _device(cell, serves)
     if cell.device == "cuda":
         _require_cuda()

@@ -54,12 +54,12 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
     return result
 
 
-def _all_gathered(part: Tensor, ranks: int, dimension: int) -> Tensor:
+def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
     """As torch gathers: the parts one behind the other, then together along the dimension."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
-def _reduce_scattered(whole: Tensor, ranks: int) -> Tensor:
+def _reduce_scatter(whole: Tensor, ranks: int) -> Tensor:
     """As torch scatters a sum: the parts one behind the other, of which each rank gets one."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
@@ -70,11 +70,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _all_gathered(part, ranks, TOKENS)
+        return _all_gather(part, ranks, TOKENS)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scattered(gradients[0], ctx.ranks), None
+        return _reduce_scatter(gradients[0], ctx.ranks), None
 
 
 class Scattered(torch.autograd.Function):
@@ -83,11 +83,11 @@ class Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _reduce_scattered(whole, ranks)
+        return _reduce_scatter(whole, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_gathered(gradients[0], ctx.ranks, TOKENS), None
+        return _all_gather(gradients[0], ctx.ranks, TOKENS), None
 
 
 class GatheredLogits(torch.autograd.Function):
@@ -96,7 +96,7 @@ class GatheredLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return _all_gathered(part, ranks, FEATURES)
+        return _all_gather(part, ranks, FEATURES)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
