@@ -20,7 +20,7 @@ class TrialOptions(TypedDict, total=False):
     profile: bool
     traces: str | None
     turns: TimeSlices | None
-    control: bool
+    samples_per_control: int
     timed_seconds: float
     set_back_seed: int | None
 

@@ -32,6 +32,10 @@ MOST_OF_FREE_MEMORY = 0.25
 """
 
 
+SAMPLES_PER_CONTROL = 4
+"""A rank's control runs once for so many of its samples."""
+
+
 ANOTHER = "another launch of the cell is"
 
 
@@ -65,7 +69,10 @@ class PreparedTrial:
         }
         if timed_seconds is not None and has_control(cell):
             fixed = self.strategy.fixed_steps
-            more |= {"control": True, "timed_seconds": 0.0 if fixed else timed_seconds}
+            more |= {
+                "samples_per_control": SAMPLES_PER_CONTROL,
+                "timed_seconds": 0.0 if fixed else timed_seconds,
+            }
         self.not_set_back = self._why_not_set_back(timed_seconds)
         # Every second launch of a cell, beginning with the first or the second.
         chosen = (zlib.crc32(f"{seed} {key.cell_id}".encode()) + key.trial) % 2 == 0

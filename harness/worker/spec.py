@@ -39,8 +39,9 @@ class TrialSpec:
     """Folder for the traces of such a launch."""
     turns: TimeSlices | None = None
     """How this launch trains by turns with others; None: alone."""
-    control: bool = False
-    """Whether a control runs between the steps (see harness/worker/control.py)."""
+    samples_per_control: int = 0
+    """A control runs between the steps, once for so many samples of its rank (see
+    harness/worker/control.py); 0: none does."""
     timed_seconds: float = 0.0
     """With a control: timed steps are taken until they take so long together, but no fewer than
     the cell says."""

@@ -198,7 +198,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
 
     import harness.worker.preload  # noqa: F401
 
-    control = Control(spec, rank, cores) if spec.control else None
+    control = Control(spec, rank, cores) if spec.samples_per_control else None
     torch.set_num_threads(threads_of(spec.cell, cores))
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

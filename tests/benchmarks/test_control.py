@@ -27,7 +27,7 @@ BASELINE = "ddp"
 BASELINE_LAUNCHES = 3
 """Of the baseline in each round: every ratio has its noise."""
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "single": {"strategy": "single", "devices": 1, "global_batch": 2},
+    "single": {"strategy": "single", "devices": 1},
     "ddp": {"strategy": "ddp"},
     "fsdp1": {"strategy": "fsdp1"},
     "fsdp2": {"strategy": "fsdp2"},
@@ -39,16 +39,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(launcher: Launcher, **axes: Any) -> Sequence[TrainedAnswer]:
-    """A launch with a control, which runs after every second step: two samples for each rank."""
-    defaults = {"devices": 2, "workload": "llama-mini", "global_batch": 4, "sequence_length": 64}
+def trained(launcher: Launcher, steps_per_pause: int = 1, **axes: Any) -> Sequence[TrainedAnswer]:
+    """A launch of a cell such as `full` has on CPUs, with a control."""
+    defaults = {"devices": 2, "workload": "llama-mini", "global_batch": 8, "sequence_length": 64}
     cell = Cell(**{**defaults, "warmup_steps": 3, "parity_steps": 3, "timed_steps": 8, **axes})
     workload = make_workload(cell.workload)
     outcome = launcher.run(
         cell,
         prepare_data(cell.data, workload, cell.sequence_length),
         validate(cell, workload)[1].processes,
-        control=True,
+        samples_per_control=steps_per_pause * cell.global_batch // cell.devices,
         timed_seconds=TIMED_SECONDS,
     )
     assert outcome.status == "ok", outcome.reason
@@ -57,11 +57,19 @@ def trained(launcher: Launcher, **axes: Any) -> Sequence[TrainedAnswer]:
 
 def after_a_pause(ranks: Sequence[TrainedAnswer]) -> float:
     """Geometric mean over a launch of a step after a pause over the steps before and after it,
-    which follow none."""
-    seconds = slowest([[step.step_seconds for step in rank.steps] for rank in ranks])
+    which follow none.
+
+    After a pause all ranks begin together, and the slowest tells how long the step takes. Other
+    steps begin when the rank's own step before is over: some of a step's time is waiting for ranks
+    that began later, which is in the time of their step before too. Their mean over the ranks has
+    it once.
+    """
+    by_rank = [[step.step_seconds for step in rank.steps] for rank in ranks]
+    by_step = list(zip(*by_rank, strict=True))
+    paused, other = [max(one) for one in by_step], [statistics.fmean(one) for one in by_step]
     steps = ranks[0].steps
     logs = [
-        math.log(seconds[i]) - (math.log(seconds[i - 1]) + math.log(seconds[i + 1])) / 2
+        math.log(paused[i]) - (math.log(other[i - 1]) + math.log(other[i + 1])) / 2
         for i in range(1, len(steps) - 1)
         if all(step.phase == "timed" for step in steps[i - 1 : i + 2])
         and steps[i - 1].control_seconds is not None
@@ -104,7 +112,7 @@ def test_ratios_between_strategies(
         found: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         took: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         for name in of_round:
-            ranks = trained(launcher, **STRATEGIES[name])
+            ranks = trained(launcher, 2, **STRATEGIES[name])
             found[name].append(math.log(after_a_pause(ranks)))
             took[name].append(math.log(control_seconds(ranks)))
         for name in STRATEGIES:
