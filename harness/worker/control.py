@@ -4,8 +4,9 @@ same small piece again and again.
 Its time tells how fast the machine was at that moment, and nothing else: it must not depend on the
 strategy, whose figures would bend with it. So it is a process, whose memory and allocator are not
 the rank's; and while it computes the rank is stopped, with all its threads. Work that a step leaves
-to them goes on in the next step, and counts there; what they do of it before and after the stop is
-told by the processor time of the pause, and is the step's too.
+to them goes on in the next step, and counts there; what they do of it between the end of the
+slowest rank's step and the stop, and after it, is told by their processor time, and is the step's
+too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload
 
 _REQUEST = struct.Struct("d")
-_ANSWER = struct.Struct("ddd")
+_ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 OWN_SECONDS = 0.0005
 """Processor time in a pause up to this is taken for the waiting itself."""
@@ -46,7 +47,9 @@ class Pause:
     """Of the control: one sample's forward and backward; None of a rank that has none (see
     `Control`)."""
     left_over_seconds: float
-    """Processor time that the rank's own threads used meanwhile: work that the step left behind."""
+    """Processor time that the rank's own threads used meanwhile, once the step of every rank was
+    over: work that the step left behind. Before, a library waits for slower ranks, and may look for
+    work without end."""
     control_cpu_seconds: float
     """Processor time of the control."""
     largest: float
@@ -90,14 +93,13 @@ class Control:
 
         Raises ConnectionError where the control process has died.
         """
-        before = time.process_time()
         self.line.send(_REQUEST.pack(number))
         answer = self.line.recv(_ANSWER.size)
         if len(answer) != _ANSWER.size:
             raise ConnectionError("the control process of this rank has ended")
+        seconds, cpu_seconds, largest, before = _ANSWER.unpack(answer)
         left_over = (time.process_time() - before) / self.threads
         left_over = left_over if left_over > OWN_SECONDS else 0.0
-        seconds, cpu_seconds, largest = _ANSWER.unpack(answer)
         # A thread at work is stopped a little late, and the control may have to wait for it.
         own = max(seconds - left_over, cpu_seconds)
         return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
@@ -121,20 +123,32 @@ def _serve(
     status = 1
     with contextlib.suppress(BaseException):
         others = _Others(Path(spec.scratch), rank, spec.processes)
+        of_rank = _processor_clock(process)
         compute: Callable[[], None] | None = None
         while request := line.recv(_REQUEST.size):
             compute = compute or (_computation(spec, rank) if computes else lambda: None)
             (number,) = _REQUEST.unpack(request)
             largest = others.wait(number)
+            before = time.clock_gettime(of_rank)
             with _stopped(process):
                 began, cpu_began = time.perf_counter(), time.process_time()
                 compute()
                 seconds = time.perf_counter() - began
                 cpu_seconds = time.process_time() - cpu_began
                 others.wait(0.0)
-            line.send(_ANSWER.pack(seconds, cpu_seconds, largest))
+                # Before the rank goes on: a thread of its may have the core first, and long.
+                line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
         status = 0
     os._exit(status)
+
+
+def _processor_clock(process: int) -> int:
+    """The clock of the processor time of all threads of another process, by
+    clock_getcpuclockid(3)."""
+    clock = ctypes.c_int()
+    if error := ctypes.CDLL(None).clock_getcpuclockid(process, ctypes.byref(clock)):
+        raise OSError(error, os.strerror(error))
+    return clock.value
 
 
 @contextlib.contextmanager

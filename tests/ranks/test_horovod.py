@@ -238,3 +238,15 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_cells_are_refused(strategy: Horovod, axes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Refused, match=reason):
         check(strategy, **axes)
+
+
+@with_mpi
+@pytest.mark.alone
+def test_looking_for_work_in_a_pause_is_no_work(run_cells: RunCells) -> None:
+    """MPI does so without rest while it waits for a slower rank."""
+    mpi = cell(
+        "horovod", workload="llama-mini", options={"controller": "mpi"}, timed_steps=20, **PATIENT
+    )
+    steps = run_cells(mpi, timed_seconds=0.3).steps.query("phase == 'timed'")
+    assert steps["left_over_seconds"].notna().all()
+    assert steps["left_over_seconds"].mean() < 0.0005
