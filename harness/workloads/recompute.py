@@ -68,12 +68,20 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
         return {"use_reentrant": False}
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    def policy(context: object, operator: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
-        keep = operator._overloadpacket in products()
+    def policy(context: object, operator: OpOverload, *of: Any, **_: object) -> CheckpointPolicy:
+        keep = operator._overloadpacket in products() and not _dot_products(operator, of)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return {"use_reentrant": False, "context_fn": contexts}
+
+
+def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
+    """Whether these are products of one row and one column each, which cost next to nothing to
+    compute again. DeepSpeed's gate divides its own in place, which torch refuses of kept ones."""
+    if operator._opname != "bmm":
+        return False
+    return bool(arguments[0].shape[-2] == 1 and arguments[1].shape[-1] == 1)
 
 
 def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:

@@ -105,6 +105,13 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
     assert max(row.peak_tracked_bytes) == pytest.approx(needed["total"], rel=0.05)
 
 
+def test_deepspeeds_mixture_keeps_no_dot_products(run_cells: RunCells) -> None:
+    """Its gate divides them in place, which torch refuses of results that were kept."""
+    axes: dict[str, Any] = {"workload": "mixtral-micro", "options": {"expert": 2}}
+    trial = run_cells(cell("deepspeed_moe", recompute="selective", **axes)).trials.iloc[0]
+    assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
+
+
 def test_a_strategy_that_recomputes_nothing_is_told_so(run_cells: RunCells) -> None:
     """One that builds its model itself would train as if the cell did not ask for it."""
     trial = run_cells(cell("broken", recompute="full")).trials.iloc[0]
