@@ -136,7 +136,7 @@ def _serve(
                 seconds = time.perf_counter() - began
                 cpu_seconds = time.process_time() - cpu_began
                 others.wait(0.0)
-                # Before the rank goes on: a thread of its may have the core first, and long.
+                # Before the rank goes on: one of its threads may get the core first, and for long.
                 line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
         status = 0
     os._exit(status)

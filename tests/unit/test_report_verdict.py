@@ -41,6 +41,16 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
     assert "Nothing to compare" in alone.text
 
 
+@pytest.mark.parametrize("verdict", ["exact", "within tolerance"])
+def test_a_fastest_cell_that_trains_another_way_says_so(tmp_path: Path, verdict: str) -> None:
+    """Unless none beside it trains exactly the same, as in bf16."""
+    rows = trial_rows(Cell(strategy="a"), [2.0, 2.1], parity_verdict="within tolerance")
+    rows += trial_rows(Cell(strategy="b"), [1.0, 1.1], parity_verdict=verdict)
+    text = page_of(stored(tmp_path, rows), tmp_path).text
+    assert ("Fastest, trained another way a " in text) == (verdict == "exact")
+    assert "Fastest" in text
+
+
 def test_run_where_nothing_passed_says_so(tmp_path: Path) -> None:
     page = page_of(stored(tmp_path, diverged_rows(Cell(strategy="wrong"))), tmp_path)
     assert "nothing is ranked" in page.text
