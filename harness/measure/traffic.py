@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_BYTES_SENT = 200
-"""Offset in bytes of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers, in struct tcp_info
-of linux/tcp.h (Linux 4.19 and newer)."""
+_NOT_SENT, _BYTES_SENT = 144, 200
+"""Offsets in bytes in struct tcp_info of linux/tcp.h (Linux 4.19 and newer): of tcpi_notsent_bytes,
+a 32-bit number, and of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers."""
 
 STILL_SECONDS = 0.002
 """A thread of a library sends within this time what its step has given it."""
@@ -21,10 +21,11 @@ MOST_LOOKS = 5
 
 
 def tcp_bytes_sent() -> int | None:
-    """Payload bytes that this process's open TCP connections have sent; None on older kernels.
+    """Payload bytes that this process has given to its open TCP connections; None on older kernels.
 
-    Retransmissions do not count: on a busy machine the kernel repeats what was not acknowledged in
-    time, and that is no property of the strategy.
+    What the kernel still holds counts as sent: where the other process is slow to read, the last
+    message of a step would else count in the next one. Retransmissions do not: on a busy machine
+    the kernel repeats what was not acknowledged in time, and that is no property of the strategy.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -41,13 +42,14 @@ def tcp_bytes_sent() -> int | None:
             if len(info) < _BYTES_SENT + 16:
                 return None
             sent, repeated = struct.unpack_from("QQ", info, _BYTES_SENT)
-            total += sent - repeated
+            (held,) = struct.unpack_from("I", info, _NOT_SENT)
+            total += sent - repeated + held
     return total
 
 
 def wait_until_sent() -> None:
-    """Waits until what is under way has been sent: a step may end before the last of its messages
-    has left, which it does not wait for."""
+    """Waits until a library's threads send nothing more: a step may end before the last of its
+    messages was given to the kernel, which it does not wait for."""
     before = tcp_bytes_sent()
     for _ in range(MOST_LOOKS):
         time.sleep(STILL_SECONDS)

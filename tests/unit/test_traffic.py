@@ -3,6 +3,7 @@ for it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -107,6 +108,29 @@ def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
     traffic.stop(steps=1)
     assert traffic.sent is None, "the connection was closed: its bytes are no longer known"
     assert tcp_bytes_sent() is not None
+
+
+def test_what_the_other_process_has_not_read_belongs_to_the_step_that_sent_it() -> None:
+    """Its window is full, and the kernel holds the rest until it reads."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+        with client, server:
+            client.setblocking(False)
+            traffic, given = Traffic(over_tcp=True), 0
+            traffic.start()
+            with contextlib.suppress(BlockingIOError):
+                while given < 50_000_000:
+                    given += client.send(b"x" * 1_000_000)
+            traffic.stop(steps=1)
+            assert traffic.sent == given
+            traffic.start()
+            received = 0
+            while received < given:
+                received += len(server.recv(1_000_000))
+            traffic.stop(steps=1)
+    assert given < 50_000_000, "the kernel took all: nothing was left to be sent"
+    assert traffic.sent == given
 
 
 def test_what_nccl_sends_is_unknown_not_zero() -> None:
