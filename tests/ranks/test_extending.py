@@ -19,7 +19,7 @@ OUTPUT = {
     "A family of workloads": ["mistral-small", "pipeline(schedule="],
     "A measured column": [f"golden/v{VERSION + 1}", "passed", "True"],
     "A section of the report": ["starting.html", "## Set-up"],
-    "A command": ["Lists the runs of a results folder", "20261125T032116-9fa8  full"],
+    "A command": ["Lists the runs of a results folder", "20261125T060908-d185  full"],
 }
 """What the commands of each example print, beside much else."""
 TESTS = re.compile(r"python -m pytest (\S+) -k (\w+)")
