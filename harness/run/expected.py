@@ -15,6 +15,7 @@ from harness.host.gpu_models import gpu_model, peak_flops_per_second
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused
+from harness.spec.link import Link
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
@@ -161,7 +162,10 @@ def trial_seconds(
     again = 1 / 3 if cell.recompute == "full" else 0.0
     flops = facts.flops_per_sample * cell.global_batch * (1 + again)
     computed = flops / (busy * rate)
-    sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(known, gpu)
+    sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(cell, gpu)
+    if cell.links:
+        messages = strategy.messages(cell, layout, facts) or 1.0
+        sent += messages * Link.of(cell.links).delay_seconds
     moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
     overhead = known.step_seconds * cell.micro_batches
     compared = facts.trained_bytes / known.compared_bytes_per_second
@@ -177,13 +181,12 @@ def trial_seconds(
     return (started + steps) * crowded + compared
 
 
-def _link_bytes_per_second(known: Inputs, gpu: str | None) -> float:
-    model = gpu_model(gpu)
-    return (
-        NVLINK_SHARE * model.nvlink_bytes_per_second
-        if model and model.nvlink_bytes_per_second
-        else known.link_bytes_per_second
-    )
+def _link_bytes_per_second(cell: Cell, gpu: str | None) -> float:
+    model, known = gpu_model(gpu), inputs_of(cell).link_bytes_per_second
+    if model and model.nvlink_bytes_per_second:
+        known = NVLINK_SHARE * model.nvlink_bytes_per_second
+    emulated = Link.of(cell.links).bits_per_second if cell.links else None
+    return min(known, emulated / 8) if emulated else known
 
 
 def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:

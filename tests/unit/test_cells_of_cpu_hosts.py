@@ -16,6 +16,8 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import trial_seconds
 from harness.spec.cell import Cell
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cpu_cells.json"
 CPU = Host("cpu", 2, 24 * 2**30)
@@ -52,3 +54,19 @@ def test_the_time_of_a_kept_run_is_predicted_within_a_quarter() -> None:
     cells = [Cell(**json.loads(cell)) for cell in trials["cell"]]
     predicted = sum(trial_seconds(one, 2, None, plan.timed_seconds_of(one) or 0.0) for one in cells)
     assert predicted == pytest.approx(trials["wall_seconds"].sum(), rel=0.25)
+
+
+def test_a_slow_or_distant_link_takes_as_long_as_its_bytes_and_messages() -> None:
+    """DDP sends all 4-byte gradients of llama-micro once to and fro, on two ranks."""
+
+    def seconds(links: str) -> float:
+        return trial_seconds(
+            Cell(strategy="ddp", workload="llama-micro", devices=2, nodes=2, links=links), 2
+        )
+
+    cell = Cell(strategy="ddp", workload="llama-micro", devices=2, nodes=2, links="100mbit")
+    facts = model_facts(make_workload(cell.workload), cell.sequence_length)
+    steps, gradients = cell.total_steps, facts.trained_bytes
+    slow, fast = gradients / (100e6 / 8), gradients / 1e9
+    assert seconds("100mbit") - seconds("none") == pytest.approx(steps * (slow - fast), rel=0.01)
+    assert seconds("100mbit 10ms") - seconds("100mbit") == pytest.approx(0.01 * steps)

@@ -1,0 +1,66 @@
+"""Makes this machine as noisy as a crowded one: takes processor time as a hypervisor does that
+gives it to other guests.
+
+`.venv/bin/python -m scripts.stolen_time SECONDS [MOST_SHARE]`, as root, beside a run. On each core
+a process of real-time priority computes for a share of every 4 ms. The share wanders between 0 and
+MOST_SHARE (0.45) in spells of 2 to 60 seconds, half of it alike on all cores: launches of a cell,
+minutes apart, then differ by 10 to 20 %. Prints the mean share.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import time
+
+PERIOD_SECONDS = 0.004
+SHORTEST_SPELL_SECONDS, LONGEST_SPELL_SECONDS = 2.0, 60.0
+MOST_SHARE = 0.45
+SEED = 1
+
+
+def spells(chance: random.Random, seconds: float, most: float) -> list[tuple[float, float]]:
+    """End in seconds, and the share of processor time that is taken, of each spell."""
+    found, at = [], 0.0
+    while at < seconds:
+        ratio = LONGEST_SPELL_SECONDS / SHORTEST_SPELL_SECONDS
+        at += SHORTEST_SPELL_SECONDS * ratio ** chance.random()
+        found.append((at, most * chance.random()))
+    return found
+
+
+def take(core: int, seconds: float, most: float) -> None:
+    """On one core, until the time is over."""
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    everywhere = spells(random.Random(SEED), seconds, most)
+    here = spells(random.Random(SEED + 1 + core), seconds, most)
+    began, taken = time.monotonic(), 0.0
+    while (now := time.monotonic() - began) < seconds:
+        share = sum(next(share for end, share in part if end > now) for part in (everywhere, here))
+        busy = share / 2 * PERIOD_SECONDS
+        until = time.monotonic() + busy
+        while time.monotonic() < until:
+            pass
+        taken += busy
+        time.sleep(PERIOD_SECONDS - busy)
+    print(f"core {core}: {taken / seconds:.0%} of its time taken")
+
+
+def main() -> None:
+    seconds = float(sys.argv[1])
+    most = float(sys.argv[2]) if len(sys.argv) > 2 else MOST_SHARE
+    processes = [
+        multiprocessing.Process(target=take, args=(core, seconds, most))
+        for core in sorted(os.sched_getaffinity(0))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
