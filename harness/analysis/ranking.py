@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from harness.analysis.cell_result import CellResult
 from harness.analysis.stats import (
     COMPARED_CONFIDENCE,
+    ESTIMATES_CONFIDENCE,
     Comparison,
     compare_rounds,
     compare_runs,
@@ -16,14 +17,18 @@ from harness.analysis.stats import (
 
 
 def compared(
-    cell: CellResult, other: CellResult, confidence: float = COMPARED_CONFIDENCE
+    cell: CellResult, other: CellResult, confidence: float | None = None
 ) -> Comparison | None:
     """The throughput of one cell over another's: within rounds where both are of one run; None
-    where one has no trial."""
-    if cell.run_id == other.run_id:
-        by_turns = cell.turns and other.turns
-        if cell.log_throughput and other.log_throughput and not by_turns:
-            return ratio(cell.log_throughput, other.log_throughput, confidence)
+    where one has no trial.
+
+    `confidence`: None for that of verdicts.
+    """
+    one_run, by_turns = cell.run_id == other.run_id, cell.turns and other.turns
+    if one_run and cell.log_throughput and other.log_throughput and not by_turns:
+        return ratio(cell.log_throughput, other.log_throughput, confidence or ESTIMATES_CONFIDENCE)
+    confidence = confidence or COMPARED_CONFIDENCE
+    if one_run:
         return compare_rounds(cell.by_round, other.by_round, (cell.turns, other.turns), confidence)
     return compare_runs([*cell.by_round.values()], [*other.by_round.values()], confidence)
 

@@ -20,6 +20,11 @@ INTERVAL_METHOD = (
 LEAST_TRIALS = 5
 """Below these no interval is taken for narrow: two launches may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
+"""Of ratios within rounds, and between runs."""
+ESTIMATES_CONFIDENCE = 0.997
+"""Of ratios between cells of a run. A cell is compared with 60 others, and at most one run in 20 is
+to have a false alarm: simulated from recorded noise (scripts/power.py), 5.5 % of runs of equals had
+one at 99.5 % and 2.6 % at 99.7 %."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
@@ -27,7 +32,7 @@ _DECISION = (
 )
 COMPARISON_METHOD = (
     "geometric mean of the ratios within rounds with Student's paired t interval of their"
-    f" logarithms, 99.5 %; {_DECISION}"
+    f" logarithms, {100 * COMPARED_CONFIDENCE:g} %; {_DECISION}"
 )
 ESTIMATE_METHOD = (
     "geometric mean over trials (independent launches, each counted once, by the mean of its timed"
@@ -37,7 +42,8 @@ ESTIMATE_METHOD = (
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
-    f" 99.5 %, with spreads that are moderated over all cells of the run; {_DECISION}"
+    f" {100 * ESTIMATES_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run;"
+    f" {_DECISION}, and at most one run in 20 is to have any"
 )
 TURNS_METHOD = (
     "of launches that trained by turns, the ratio within a round is the median over all turns of a"
@@ -94,7 +100,7 @@ class LogEstimate:
 
 
 def ratio(
-    first: LogEstimate, second: LogEstimate, confidence: float = COMPARED_CONFIDENCE
+    first: LogEstimate, second: LogEstimate, confidence: float = ESTIMATES_CONFIDENCE
 ) -> Comparison:
     """One figure over another of the same run.
 

@@ -47,7 +47,7 @@ class PostLocalSgd(Strategy):
         return self.period
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return EXACT if self.start_step >= cell.parity_steps or cell.devices == 1 else LOCAL
+        return EXACT if self.start_step >= cell.total_steps or cell.devices == 1 else LOCAL
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -58,12 +58,10 @@ class PostLocalSgd(Strategy):
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         model = wrap_in_ddp(job, job.model())
-        state: Any = PostLocalSGDState
-        model.register_comm_hook(
-            state(None, None, self.start_step, post_local_gradient_allreduce=False),
-            post_localSGD_hook,
-        )
+        make_state: Any = PostLocalSGDState
+        state = make_state(None, None, self.start_step, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
-        job.register(model, optimizer.optim)
+        job.register(model, optimizer.optim, counters=((state, "iter"), (averager, "step")))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -80,6 +80,9 @@ class TrainState:
     over_tcp: bool = True
     """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those
     sent are unknown."""
+    counters: Sequence[tuple[object, str]] = ()
+    """(object, attribute name) pairs: numbers of steps that a library counts outside of the
+    optimizers, and that decide what it does in a step."""
 
 
 class Shown(TypedDict, total=False):
@@ -96,6 +99,7 @@ class Shown(TypedDict, total=False):
     wire: Wire
     routers: Mapping[int, Router] | None
     over_tcp: bool
+    counters: Sequence[tuple[object, str]]
 
 
 @dataclass

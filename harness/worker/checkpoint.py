@@ -18,7 +18,7 @@ PIECE_BYTES = 2**24
 
 
 class Checkpoint:
-    """A copy of a rank's parameters, buffers and optimizer states.
+    """A copy of a rank's parameters, buffers and optimizer states, and of its counters of steps.
 
     It lies in memory that belongs to no process (an anonymous file), so it is in no figure of the
     rank's memory, and nothing is written to a disk while steps are timed.
@@ -45,6 +45,7 @@ class Checkpoint:
                     _write(self._file, numbers)
         for key, record in _records(train_state):
             self._counters[key] = dict(_counters(record))
+        self._steps_counted = [getattr(owner, name) for owner, name in train_state.counters]
 
     def restore(self, train_state: TrainState) -> None:
         """Puts the state back to where it was, in place. What an optimizer keeps of a parameter
@@ -69,6 +70,8 @@ class Checkpoint:
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
+        for (owner, name), value in zip(train_state.counters, self._steps_counted, strict=True):
+            setattr(owner, name, value)
 
     def _fill(self, tensor: Tensor, place: int) -> None:
         import torch

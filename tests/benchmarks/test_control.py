@@ -24,7 +24,7 @@ from tests.benchmarks.conftest import Ratio
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "6"))
 TIMED_SECONDS = 4.0
 BASELINE = "ddp"
-BASELINE_LAUNCHES = 3
+BASELINE_LAUNCHES = 8
 """Of the baseline in each round: every ratio has its noise."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "single": {"strategy": "single", "devices": 1},
