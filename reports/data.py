@@ -85,7 +85,8 @@ def throughput_bars(group: RankedGroup, name: str) -> Bars:
         spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
         text = number(rate.value) + spread + (" ≈" if cell.same_as_above else "")
         strong = cell.cell_id in best
-        bars.append(Bar(named(cell), rate.value, text, rate.low, rate.high, strong, marks(cell)))
+        label = named(cell, place=False)
+        bars.append(Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell)))
     alike = (ALIKE,) if any(cell.same_as_above for cell in group.rows) else ()
     return Bars(
         name,
@@ -109,7 +110,8 @@ def memory_bars(group: RankedGroup, name: str) -> Bars | None:
         low = (cell.peak_memory_bytes_low or 0) / MIB
         strong = low <= peaks[0][0]
         shown_low = low if cell.trials > 1 else None
-        bars.append(Bar(named(cell), peak, number(peak), shown_low, peak, strong, marks(cell)))
+        label = named(cell, place=False)
+        bars.append(Bar(label, peak, number(peak), shown_low, peak, strong, marks(cell)))
     return Bars(
         name,
         group.title,

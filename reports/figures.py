@@ -225,14 +225,17 @@ def links(data: Bandwidths) -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: bits(value))
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
     axes.minorticks_off()
-    for place, asked in data.links:
+    followed = [*(place for place, _ in data.links[1:]), math.inf]
+    width = math.log(data.links[-1][0] / data.links[0][0] * 1.4**2)
+    for (place, asked), after in zip(data.links, followed, strict=True):
+        close = math.log(after / place) < 0.18 * width  # two labels beside each other
         axes.axvline(place, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
         axes.text(
             place,
             1.02,
             asked,
             transform=axes.get_xaxis_transform(),
-            ha="center",
+            ha="right" if close else "center",
             color=SOFT,
             fontsize=10,
         )

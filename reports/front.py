@@ -52,7 +52,7 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
         rate = group.rate(cell)
         points.append(
             Point(
-                named(cell),
+                named(cell, place=False),
                 (cell.peak_memory_bytes or 0) / MIB,
                 (cell.peak_memory_bytes_low or 0) / MIB,
                 rate.value,

@@ -113,10 +113,10 @@ def ranking(cells: Sequence[CellResult]) -> RankedGroup:
 
 
 def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
-    """The largest group of each workload and number of devices."""
-    chosen: dict[tuple[str, int], RankedGroup] = {}
+    """The largest group of each workload, number of devices and emulated link."""
+    chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
     for group in groups:
-        chosen.setdefault((group.workload, group.devices), group)
+        chosen.setdefault((group.workload, group.devices, group.rows[0].links), group)
     return list(chosen.values())
 
 

@@ -55,8 +55,8 @@ def verdict_text(report: RunReport) -> Paragraphs:
         rows = [
             [
                 other.group.full_title,
-                f"{named(other.fastest.row)}, {other.fastest.value}, {other.fastest.interval}",
-                f"{named(other.frugal.row)}, {other.frugal.value}" if other.frugal else DASH,
+                _in_a_row(other.fastest, other.fastest.interval),
+                _in_a_row(other.frugal) if other.frugal else DASH,
             ]
             for other in others
         ]
@@ -90,11 +90,15 @@ def _picks(best: FastestVerdict) -> Iterable[str]:
             yield f"- **{title}: {_pick(pick)}{f' {pick.then}.' if pick.then else ''}"
 
 
+def _in_a_row(pick: Pick, *more: str) -> str:
+    return ", ".join([named(pick.row, place=False), pick.value, *more])
+
+
 def _pick(pick: Pick) -> str:
-    tied = [named(cell) for cell in pick.tied]
+    tied = [named(cell, place=False) for cell in pick.tied]
     alike = f" Cannot be told apart from {escaped(listed(tied, MOST_TIED))}." if tied else ""
     return (
-        f"{escaped(named(pick.row))}**, {pick.value} ({pick.interval}), parity"
+        f"{escaped(named(pick.row, place=False))}**, {pick.value} ({pick.interval}), parity"
         f" {escaped(pick.row.parity_verdict or DASH)}.{alike}"
     )
 

@@ -27,13 +27,16 @@ def marks(cell: CellResult) -> str:
     return (STAND_IN if cell.stand_in is not None else "") + (OVERSUBSCRIBED if crowded else "")
 
 
-def named(cell: CellResult) -> str:
+def named(cell: CellResult, *, place: bool = True) -> str:
     """The label as a chart shows it: with nodes, links and regime where these are the unusual ones,
-    and with its marks."""
+    and with its marks.
+
+    `place`: whether with nodes and links, which the title of a group says.
+    """
     words = [cell.label]
-    if cell.nodes > 1:
+    if place and cell.nodes > 1:
         words.append(f"{cell.nodes} nodes")
-    if link := link_words(cell):
+    if place and (link := link_words(cell)):
         words.append(link)
     if cell.regime == "weak":
         words.append("weak")

@@ -104,10 +104,10 @@ def _verdict(report: RunReport) -> tuple[str, str]:
     if group is None:
         return "nothing is ranked", ""
     fastest = verdict(group).fastest
-    tied = [named(cell) for cell in fastest.tied]
+    tied = [named(cell, place=False) for cell in fastest.tied]
     alike = f"; cannot be told apart from {listed(tied, 3)}" if tied else ""
     return (
-        f"fastest: {named(fastest.row)}",
+        f"fastest: {named(fastest.row, place=False)}",
         f"{fastest.value}, {fastest.interval}{alike}; {group.workload}, {group.title}",
     )
 

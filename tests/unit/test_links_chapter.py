@@ -266,3 +266,25 @@ def test_it_is_left_out_where_no_links_were_emulated(tmp_path: Path) -> None:
 )
 def test_bits(value: float, said: str) -> None:
     assert bits(value) == said
+
+
+def test_the_verdict_has_a_row_for_each_link_whose_names_do_not_repeat_it(results: Results) -> None:
+    """`chatty` sends most and computes least: it is the fastest where bandwidth is plenty."""
+    text, _ = markdown(ran(results))
+    verdict = text[text.index("| workload and setting") :].split("\n\n", 1)[0]
+    fastest = {
+        setting: name.split(",")[0].strip()
+        for _, setting, name, *_ in (row.split("|") for row in verdict.splitlines()[2:])
+    }
+    assert {
+        link: name
+        for setting, name in fastest.items()
+        for link in BANDWIDTHS
+        if f"over {link.replace('none', 'unshaped links')} (emulated)" in setting
+    } == {
+        "none": "chatty†",
+        "10gbit": "chatty†",
+        "1gbit": "talker†",
+        "1gbit 1ms": "frugal†",
+        "100mbit": "talker†",
+    }
