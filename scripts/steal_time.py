@@ -1,10 +1,9 @@
-"""Makes this machine as noisy as a crowded one: takes processor time as a hypervisor does that
-gives it to other guests.
+"""Emulates steal time: processor time that a hypervisor gives to other guests of a shared host.
 
-`.venv/bin/python -m scripts.stolen_time SECONDS [MOST_SHARE]`, as root, beside a run. On each core
-a process of real-time priority computes for a share of every 4 ms. The share wanders between 0 and
+`.venv/bin/python -m scripts.steal_time SECONDS [MOST_SHARE]`, as root, beside a run. On each core a
+process of real-time priority computes for a share of every 4 ms. The share wanders between 0 and
 MOST_SHARE (0.45) in spells of 2 to 60 seconds, half of it alike on all cores: launches of a cell,
-minutes apart, then differ by 10 to 20 %. Prints the mean share.
+minutes apart, then differ by 10 to 20 %. Prints the mean share of each core.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def take(core: int, seconds: float, most: float) -> None:
             pass
         taken += busy
         time.sleep(PERIOD_SECONDS - busy)
-    print(f"core {core}: {taken / seconds:.0%} of its time taken")
+    print(f"core {core}: {taken / seconds:.0%} of its time taken\n", end="", flush=True)
 
 
 def main() -> None:
