@@ -58,7 +58,11 @@ def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None
         head, _, third = sorted(
             agent.pid for agent in psutil.Process(switch.process.pid).children()
         )
-        stranger = start(within(third, "sleep", "300")).pid  # which keeps the third node's network
+        # It keeps the third node's network, once it is in it.
+        stayed = start(within(third, "sh", "-c", "echo in; exec sleep 300"))
+        assert stayed.stdout
+        assert stayed.stdout.readline() == "in\n"
+        stranger = stayed.pid
         psutil.Process(third).kill()
         tap = start(
             python(switch.process.pid, "tests.ranks.tap", "p1", address(1), address(0), recorded)
