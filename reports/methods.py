@@ -47,9 +47,10 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
 
 
 THROUGHPUT = (
-    "global batch (samples, or tokens) over the step time; the step time is the slowest rank's"
-    " at each step, between two device synchronisations, getting the batch included; warm-up"
-    " steps are left out"
+    "global batch (samples, or tokens) over the step time; the step time is from when the last"
+    " rank ended the step before to when the last one ends this, getting the batch included; it is"
+    " counted anew after each pause, from which all ranks begin together; warm-up steps are left"
+    " out"
 )
 STATES = (
     "distinct storages of parameters, gradients, optimizer state and the library's own copies"

@@ -51,8 +51,10 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
         throughput_column(cells),
         *raw_throughput_columns(cells),
         *_baseline_columns(cells),
-        Column("Step p50", "ms", "median, slowest rank", milliseconds("step_seconds_p50")),
-        Column("Step p95", "ms", "95th percentile, slowest rank", milliseconds("step_seconds_p95")),
+        Column("Step p50", "ms", "median over the steps", milliseconds("step_seconds_p50")),
+        Column(
+            "Step p95", "ms", "95th percentile over the steps", milliseconds("step_seconds_p95")
+        ),
         Column(
             "Peak memory",
             "MiB",

@@ -73,7 +73,7 @@ def _wrappers(group: RankedGroup, name: str) -> Wrappers:
     columns: list[Column[WrappedCell]] = [
         Column("Wrapper", "", "", lambda cell: words(f"{cell.wraps_ddp}{marks(cell)}")),
         throughput_column(rows),
-        Column("Step p50", "ms", "median, slowest rank", milliseconds("step_seconds_p50")),
+        Column("Step p50", "ms", "median over the steps", milliseconds("step_seconds_p50")),
         Column(
             "Step time",
             "x fastest",

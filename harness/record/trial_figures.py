@@ -12,7 +12,8 @@ class TrialSpeed(Record):
     """Times of steps, and throughput."""
 
     step_seconds_p50: float | None = None
-    """median over timed steps of the slowest rank's time"""
+    """median over timed steps of the step time: from when the last rank ended the step before to
+    when the last one ends this"""
     step_seconds_p95: float | None = None
     """95th percentile of the same"""
     step_seconds_mean: float | None = None
@@ -25,8 +26,8 @@ class TrialSpeed(Record):
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = since(8, ())
-    """of a launch with a control, over windows of timed steps in a row: mean of the slowest rank's
-    time; the control's times below are of the same windows"""
+    """of a launch with a control, over windows of timed steps in a row: mean of the step times; the
+    control's times below are of the same windows"""
     window_control_seconds: tuple[float, ...] = since(8, ())
     """mean time of the control, over all ranks"""
     window_slowest_control_seconds: tuple[float, ...] = since(8, ())

@@ -22,7 +22,7 @@ from harness.measure.memory import imbalance
 from harness.measure.routing import ExpertTokens, imbalance_of_experts
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.worker.answer import RankAnswer, TrainedAnswer
+from harness.worker.answer import RankAnswer, RankStep, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)
@@ -85,9 +85,9 @@ def _with_speed(
     peak_flops: float | None,
     cycle: int,
 ) -> TrialRecord:
-    """Throughput is the global batch over the slowest rank's step."""
+    """Throughput is the global batch over the step time of all ranks together."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
-    seconds = slowest([[step.step_seconds for step in rank] for rank in timed])
+    seconds = timed_seconds([rank.steps for rank in ranks])
     fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
     numbers = [step.step for step in timed[0]]
     typical = percentile(over_cycles(seconds, numbers, cycle), 0.5)
@@ -113,7 +113,7 @@ def _with_speed(
 def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
     """With its step times and the control's over windows of whole cycles, where it had one."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
-    seconds = slowest([[step.step_seconds for step in rank] for rank in timed])
+    seconds = timed_seconds([rank.steps for rank in ranks])
     size = cycle * max(1, round(WINDOW_STEPS / cycle))
     count = max(1, len(seconds) // size)
     steps, means, slowest_ones = [], [], []
@@ -136,6 +136,26 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         window_control_seconds=tuple(means),
         window_slowest_control_seconds=tuple(slowest_ones),
     )
+
+
+def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
+    """Time of each timed step of a trial: from when the last rank had ended the step before to when
+    the last one has ended this. `by_rank`: the steps that each rank took, all phases.
+
+    The largest of the ranks' own times would count waiting twice: a rank that begins a step early
+    waits in it for the others, while their step before still runs. So times are added up by rank
+    from where they begin together, which is after a pause, and else where timed steps begin.
+    """
+    seconds: list[float] = []
+    ended, last = [0.0] * len(by_rank), 0.0
+    for steps in zip(*by_rank, strict=True):
+        if steps[0].phase == "timed":
+            ended = [at + step.step_seconds for at, step in zip(ended, steps, strict=True)]
+            seconds.append(max(ended) - last)
+            last = max(ended)
+        if steps[0].phase != "timed" or any(step.left_over_seconds is not None for step in steps):
+            ended, last = [0.0] * len(by_rank), 0.0
+    return seconds
 
 
 def _time_slices(

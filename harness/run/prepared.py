@@ -32,8 +32,9 @@ MOST_OF_FREE_MEMORY = 0.25
 """
 
 
-SAMPLES_PER_CONTROL = 4
-"""A rank's control runs once for so many of its samples."""
+SAMPLES_PER_CONTROL = 8
+"""A rank's control runs once for so many of its samples: `full`'s after every second step. After
+each, the ranks begin a step together, which is to the advantage of those that meet often in it."""
 
 
 ANOTHER = "another launch of the cell is"

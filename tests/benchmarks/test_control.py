@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.analysis.stats import slowest
 from harness.launch.launcher import Launcher
-from harness.run.figures import WINDOW_STEPS
+from harness.run.figures import WINDOW_STEPS, timed_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.worker.answer import TrainedAnswer
@@ -39,7 +38,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(launcher: Launcher, steps_per_pause: int = 1, **axes: Any) -> Sequence[TrainedAnswer]:
+def trained(launcher: Launcher, steps_per_pause: int = 2, **axes: Any) -> Sequence[TrainedAnswer]:
     """A launch of a cell such as `full` has on CPUs, with a control."""
     defaults = {"devices": 2, "workload": "llama-mini", "global_batch": 8, "sequence_length": 64}
     cell = Cell(**{**defaults, "warmup_steps": 3, "parity_steps": 3, "timed_steps": 8, **axes})
@@ -56,24 +55,27 @@ def trained(launcher: Launcher, steps_per_pause: int = 1, **axes: Any) -> Sequen
 
 
 def after_a_pause(ranks: Sequence[TrainedAnswer]) -> float:
-    """Geometric mean over a launch of a step after a pause over the steps before and after it,
-    which follow none.
+    """Geometric mean over a launch with a pause after every fourth step of two steps after a pause,
+    as throughput counts those of `full`, over the two before the pause and the two that follow
+    them, which come after no pause.
 
-    After a pause all ranks begin together, and the slowest tells how long the step takes. Other
-    steps begin when the rank's own step before is over: some of a step's time is waiting for ranks
-    that began later, which is in the time of their step before too. Their mean over the ranks has
-    it once.
+    After a pause all ranks begin together, and the two have ended when the last rank has. Of the
+    others some time is waiting for ranks that began later, which is in the time of their step
+    before too; their mean over the ranks has it once.
     """
-    by_rank = [[step.step_seconds for step in rank.steps] for rank in ranks]
-    by_step = list(zip(*by_rank, strict=True))
-    paused, other = [max(one) for one in by_step], [statistics.fmean(one) for one in by_step]
     steps = ranks[0].steps
+
+    def pairs(first: int) -> list[float]:
+        """Each rank's time of two steps in a row, the first by its number."""
+        return [sum(step.step_seconds for step in rank.steps[first : first + 2]) for rank in ranks]
+
     logs = [
-        math.log(paused[i]) - (math.log(other[i - 1]) + math.log(other[i + 1])) / 2
-        for i in range(1, len(steps) - 1)
-        if all(step.phase == "timed" for step in steps[i - 1 : i + 2])
-        and steps[i - 1].control_seconds is not None
-        and steps[i].control_seconds is None
+        math.log(max(pairs(i)))
+        - statistics.fmean(math.log(statistics.fmean(pairs(other))) for other in (i - 2, i + 2))
+        for i in range(2, len(steps) - 3)
+        if all(step.phase == "timed" for step in steps[i - 2 : i + 4])
+        and [step.control_seconds is not None for step in steps[i - 2 : i + 3]]
+        == [False, True, False, False, False]
     ]
     return math.exp(statistics.fmean(logs))
 
@@ -87,9 +89,8 @@ def control_seconds(ranks: Sequence[TrainedAnswer]) -> float:
 
 def adjusted_seconds(ranks: Sequence[TrainedAnswer]) -> float:
     """Mean timed step over the mean time of the control."""
-    timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
-    assert len(timed[0]) >= WINDOW_STEPS
-    steps = slowest([[step.step_seconds for step in rank] for rank in timed])
+    assert sum(step.phase == "timed" for step in ranks[0].steps) >= WINDOW_STEPS
+    steps = timed_seconds([rank.steps for rank in ranks])
     return statistics.fmean(steps) / control_seconds(ranks)
 
 
@@ -98,10 +99,11 @@ def adjusted_seconds(ranks: Sequence[TrainedAnswer]) -> float:
 def test_ratios_between_strategies(
     benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher
 ) -> None:
-    """Every second step follows a pause. In each round every strategy is launched once, in an order
-    of its own, and the baseline several times; what the pause does to a strategy's step is divided
-    by what it does to the baseline's, which is what it does to the ratio of the two. The control's
-    own time, by which figures are adjusted, is compared in the same way."""
+    """A pause after every fourth step. In each round every strategy is launched once, in an order
+    of its own, and the baseline several times; what the pause does to a strategy's two steps is
+    divided by what it does to the baseline's, which is what it does to the ratio of the two in
+    `full`, where there is a pause after every second step. The control's own time, by which figures
+    are adjusted, is compared in the same way."""
     effects: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     levels: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     order = random.Random(0)
@@ -112,7 +114,7 @@ def test_ratios_between_strategies(
         found: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         took: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         for name in of_round:
-            ranks = trained(launcher, 2, **STRATEGIES[name])
+            ranks = trained(launcher, 4, **STRATEGIES[name])
             found[name].append(math.log(after_a_pause(ranks)))
             took[name].append(math.log(control_seconds(ranks)))
         for name in STRATEGIES:
@@ -136,7 +138,7 @@ def test_ratios_between_strategies(
     steps = [
         math.exp(statistics.fmean(effects[name][i] for name in STRATEGIES)) for i in range(ROUNDS)
     ]
-    ratio("step after a pause over others: all strategies", steps, "no claim")
+    ratio("two steps after a pause over others: all strategies", steps, "no claim")
 
 
 @pytest.mark.benchmark(group="control: a tenth of the work in a thread after the step")

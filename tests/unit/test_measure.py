@@ -27,8 +27,9 @@ from harness.measure.load import (
     idle_share,
 )
 from harness.measure.memory import imbalance
+from harness.run.figures import timed_seconds
 from harness.spec.cell import Cell
-from harness.worker.answer import CpuTime
+from harness.worker.answer import CpuTime, RankStep
 from harness.worker.interleave import TimeSlices
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
@@ -85,11 +86,11 @@ CELL = Cell(strategy="ddp", devices=2, global_batch=8, sequence_length=64)
 FACTS = ModelFacts(("w",), 5, flops_per_sample=1000, sizes=(5,))
 
 
-def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
-    """Steps of 1, 2, 4 s on rank 0 and 2, 1, 4 s on rank 1: the trial's are 2, 2, 4, the median 2,
-    and 8 / 2 = 4."""
+def test_throughput_is_the_global_batch_over_the_time_of_all_ranks_together() -> None:
+    """Steps of 1, 3, 4 s on rank 0 and 2, 1, 5 s on rank 1. The last rank ends them after 2, 4 and
+    8 s: the trial's are 2, 2 and 4 s, the median 2, and 8 / 2 = 4."""
     row = figures(
-        CELL, [answer(0, [1.0, 2.0, 4.0]), answer(1, [2.0, 1.0, 4.0])], FACTS, peak_flops=None
+        CELL, [answer(0, [1.0, 3.0, 4.0]), answer(1, [2.0, 1.0, 5.0])], FACTS, peak_flops=None
     )
     assert row.step_seconds_p50 == 2.0
     assert row.samples_per_second == 4.0, (
@@ -101,6 +102,19 @@ def test_throughput_is_the_global_batch_over_the_slowest_ranks_step() -> None:
     assert row.data_seconds_p50 == pytest.approx(0.2)
     assert row.first_step_seconds == 9.0
     assert row.setup_seconds == 2.0
+
+
+def test_waiting_for_a_rank_that_began_later_counts_once() -> None:
+    """Two ranks that meet in the middle of each step. Rank 1 is 1 s late at first and never again;
+    where the largest of each step counts, each of a stretch is 1 s too long."""
+    first = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((2, 3, 1, 3))]
+    second = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((3, 1, 3, 1))]
+    assert timed_seconds([first, second]) == [3, 2, 2, 2]
+    paused = [replace(step, left_over_seconds=0.0) for step in first]
+    assert timed_seconds([paused, second]) == [3, 3, 3, 3], "after a pause they begin together"
+    settling = [replace(first[0], phase="settling"), *first[1:]]
+    other = [replace(second[0], phase="settling"), *second[1:]]
+    assert timed_seconds([settling, other]) == [3, 1, 2], "a stretch begins with its first step"
 
 
 @given(count=some.integers(1, 40), seconds=some.floats(1e-4, 1e3))
