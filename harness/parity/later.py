@@ -81,12 +81,22 @@ def deviations_later(
 
 
 def with_later(
-    verdict: ParityVerdict, later: Sequence[float], segment: int, drift: Sequence[float]
+    verdict: ParityVerdict,
+    later: Sequence[float],
+    segment: int,
+    drift: Sequence[float],
+    precision_drift: Sequence[float] = (),
 ) -> ParityVerdict:
-    """The verdict, or `diverged` where a later step's loss leaves the envelope; see there."""
+    """The verdict, or `diverged` where a later step's loss leaves the envelope; see there.
+
+    `precision_drift`: relative deviation of the reference in the trial's precision at each step,
+    where it is known. A batch may be sensitive to it: the envelope is as wide at its step.
+    """
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
         allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
+        if step < len(precision_drift):
+            allowed = max(allowed, min(MOST, TIMES_OWN * precision_drift[step]))
         if not (deviation <= allowed and math.isfinite(deviation)):
             off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"
             return replace(

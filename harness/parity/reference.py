@@ -90,6 +90,17 @@ class Reference:
         losses: list[float] = self.facts.get("drift", [])
         return losses
 
+    def precision_drift(self, precision: str) -> list[float]:
+        """Relative deviation at each of these steps of the loss in fp32 from that of the same
+        training in a lower precision, the larger one of two runs; empty where there were none."""
+        losses: list[float] = self.facts.get("precision_drift", {}).get(precision, [])
+        return losses
+
+    def note_precision_drift(self, precision: str, drift: Sequence[float]) -> None:
+        """Keeps it."""
+        all_drifts = self.facts.get("precision_drift", {}) | {precision: list(drift)}
+        self._write(self.facts | {"precision_drift": all_drifts})
+
     def note_losses(self, losses: Sequence[float], drift: Sequence[float]) -> None:
         """Keeps the losses of a longer run of the same training, and its drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": list(drift)})

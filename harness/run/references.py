@@ -23,8 +23,11 @@ from harness.parity.reference_runs import (
     rounded_differently,
     split_differently,
 )
-from harness.parity.verdict import loss_deviations, noise_of
+from harness.parity.verdict import PRECISION, loss_deviations, noise_of
 from harness.run.expected import time_limit_seconds
+from harness.run.prepared import PreparedTrial
+from harness.run.rows import Verification
+from harness.run.verified import verified
 from harness.spec.cell import Cell
 from harness.workloads import DataSource, make_workload, prepare_data
 
@@ -98,6 +101,46 @@ class ReferenceRuns:
                 if noise:
                     reference.note(noise)
 
+    def verify(
+        self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
+    ) -> Verification:
+        """The verdict on a trial, by a reference that goes as far as it does. Where its losses
+        leave what low precision was thought to do, references in that precision are run too.
+        """
+        cell, reference = prepared.cell, prepared.reference
+        if reference is None:
+            return verified(prepared, outcome, "a probe is not compared with a reference run")
+        grows = prepared.known is not None and outcome.status == "ok"
+        if grows:
+            self.grow(launcher, cell, reference, outcome)
+        why_not = self.failures.get(reference.folder, "")
+        found = verified(prepared, outcome, why_not)
+        off = found.verdict is not None and found.verdict.verdict == "diverged"
+        if not (grows and off and found.later_deviations and cell.precision in PRECISION):
+            return found
+        self._grow_in_precision(launcher, cell, reference)
+        return verified(prepared, outcome, why_not)
+
+    def _grow_in_precision(
+        self, launcher: LauncherProtocol, cell: Cell, reference: Reference
+    ) -> None:
+        """Sees to it that the reference of a cell knows how far its losses are, at each step, from
+        those of the same training in the cell's precision: the larger deviation of two runs, which
+        differ in rounding."""
+        known = reference.all_losses
+        if len(reference.precision_drift(cell.precision)) >= len(known):
+            return
+        longer = _with_steps(cell, len(known)).model_copy(update={"precision": cell.precision})
+        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+        runs = [
+            _losses_of(launcher, *one)
+            for one in ((longer, data), rounded_differently(longer, data))
+        ]
+        deviations = [loss_deviations(losses, known) for losses in runs if losses]
+        if deviations:
+            largest = [max(at) for at in zip(*deviations, strict=True)]
+            reference.note_precision_drift(cell.precision, largest)
+
     def grow(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
@@ -108,12 +151,8 @@ class ReferenceRuns:
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
             return
-        longer = reference_cell(cell)
-        more = math.ceil(SPARE_STEPS * steps)  # another cell may take more of them
-        changes = {"timed_steps": more - longer.warmup_steps}
-        if cell.device == "cpu":  # nobody compares how long it takes
-            changes["threads_per_device"] = len(allowed_cores())
-        longer = longer.model_copy(update=changes)
+        # Another cell may take more of them.
+        longer = _with_steps(cell, math.ceil(SPARE_STEPS * steps))
         data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
         losses = _losses_of(launcher, longer, data)
         again = _losses_of(launcher, *rounded_differently(longer, data)) if losses else []
@@ -121,6 +160,15 @@ class ReferenceRuns:
             drift = loss_deviations(again, losses) if len(again) == len(losses) else []
             # Without any the two runs rounded alike, which tells nothing of others.
             reference.note_losses(losses, drift if any(drift) else [])
+
+
+def _with_steps(cell: Cell, steps: int) -> Cell:
+    """The reference cell of a cell, with so many steps."""
+    longer = reference_cell(cell)
+    changes = {"timed_steps": steps - longer.warmup_steps}
+    if cell.device == "cpu":  # nobody compares how long it takes
+        changes["threads_per_device"] = len(allowed_cores())
+    return longer.model_copy(update=changes)
 
 
 def _losses_of(launcher: LauncherProtocol, cell: Cell, data: DataSource) -> list[float]:

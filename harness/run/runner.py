@@ -30,7 +30,6 @@ from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, 
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
 from harness.run.rows import left_out_record, step_records, trial_record
-from harness.run.verified import verified
 from harness.spec.cell import Cell
 from harness.strategy.registry import required_packages
 
@@ -316,20 +315,14 @@ class Runner:
         launcher: LauncherProtocol,
     ) -> TrialRecord:
         """Judges and records a trial; launches what its reference lacks for that."""
-        cell, reference = prepared.cell, prepared.reference
-        if prepared.known and outcome.status == "ok":
-            self._references.grow(launcher, cell, prepared.known, outcome)
-        why_not = (
-            self._references.failures.get(reference.folder, "")
-            if reference
-            else "a probe is not compared with a reference run"
-        )
+        cell = prepared.cell
+        verification = self._references.verify(launcher, prepared, outcome)
         gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
         trial = trial_record(
             self.plan.run_id,
             prepared,
             outcome,
-            verified(prepared, outcome, why_not),
+            verification,
             surroundings,
             peak_flops_per_second(gpu, prepared.workload.arithmetic or cell.precision),
         )

@@ -99,4 +99,5 @@ class _Judging:
         drift, segment = self.reference.drift, self.prepared.cell.parity_steps
         if self.prepared.workload.batch_norm:
             drift = with_jumps(drift, segment)
-        return with_later(verdict, later, segment, drift)
+        low = self.reference.precision_drift(self.prepared.cell.precision)
+        return with_later(verdict, later, segment, drift, low)

@@ -57,3 +57,18 @@ def test_a_loss_outside_is_diverged_and_its_step_named() -> None:
     lost = with_later(replace(EXACT, loss_tolerance=0.3), [math.inf], 8, drift)
     assert lost.verdict == "diverged", "not finite is never the same"
     assert "not finite" in lost.reason
+
+
+def test_a_batch_that_is_sensitive_to_low_precision_is_known_from_a_reference_in_it() -> None:
+    """DDP of llama-mini in bf16 at step 34, and a training in one process whose batch was split in
+    two, which has the same loss there (docs/parity.md)."""
+    low = replace(EXACT, verdict="within tolerance", loss_tolerance=2e-3)
+    drift, off = [1e-7] * 60, [1e-3] * 23 + [0.1157] + [1e-3] * 5
+    judged = with_later(low, off, 11, drift)
+    assert "off by 1.2e-01 at step 34" in judged.reason
+    sensitive = [1e-3] * 34 + [0.1157] + [1e-3] * 25
+    assert with_later(low, off, 11, drift, sensitive) is low
+    other_step = with_later(low, [*off, 0.1157], 11, drift, sensitive)
+    assert "at step 40" in other_step.reason, "no other step may be off by so much"
+    wrong = with_later(low, [1e-3] * 23 + [0.5], 11, drift, sensitive)
+    assert wrong.verdict == "diverged", "nor may that one be off by more than thrice as much"
