@@ -95,7 +95,7 @@ def with_later(
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
         allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
-        if step < len(precision_drift):
+        if step < len(precision_drift) and math.isfinite(precision_drift[step]):
             allowed = max(allowed, min(MOST, TIMES_OWN * precision_drift[step]))
         if not (deviation <= allowed and math.isfinite(deviation)):
             off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"

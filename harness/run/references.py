@@ -114,10 +114,13 @@ class ReferenceRuns:
         if grows:
             self.grow(launcher, cell, reference, outcome)
         why_not = self.failures.get(reference.folder, "")
-        found = verified(prepared, outcome, why_not)
-        off = found.verdict is not None and found.verdict.verdict == "diverged"
-        if not (grows and off and found.later_deviations and cell.precision in PRECISION):
-            return found
+        verification = verified(prepared, outcome, why_not)
+        verdict = verification.verdict
+        in_segment = not verification.later_deviations
+        if not verdict or verdict.verdict != "diverged" or in_segment:
+            return verification
+        if not grows or cell.precision not in PRECISION:
+            return verification
         self._grow_in_precision(launcher, cell, reference)
         return verified(prepared, outcome, why_not)
 
@@ -136,7 +139,7 @@ class ReferenceRuns:
             _losses_of(launcher, *one)
             for one in ((longer, data), rounded_differently(longer, data))
         ]
-        deviations = [loss_deviations(losses, known) for losses in runs if losses]
+        deviations = [loss_deviations(own, known) for own in runs if len(own) == len(known)]
         if deviations:
             largest = [max(at) for at in zip(*deviations, strict=True)]
             reference.note_precision_drift(cell.precision, largest)

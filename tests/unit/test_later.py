@@ -72,3 +72,6 @@ def test_a_batch_that_is_sensitive_to_low_precision_is_known_from_a_reference_in
     assert "at step 40" in other_step.reason, "no other step may be off by so much"
     wrong = with_later(low, [1e-3] * 23 + [0.5], 11, drift, sensitive)
     assert wrong.verdict == "diverged", "nor may that one be off by more than thrice as much"
+    for lost in (math.nan, math.inf):
+        judged = with_later(low, off, 11, drift, [1e-3] * 34 + [lost] + [1e-3] * 25)
+        assert judged.verdict == "diverged", "a reference that is not finite allows nothing"
