@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from harness.spec.cell import Cell
 
 
+AS_EXPECTED = 0.1
+"""Share of a run's expected seconds that counts as having gone as expected, before anything was
+measured: a launch that first builds a library says little about the others."""
+
+
 class RunProgress:
     """A progress bar on a terminal, a line per trial elsewhere.
 
@@ -28,8 +33,12 @@ class RunProgress:
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
         self.out, self.seconds, self.total, self.done = out, seconds, total, 0
         every = planned.schedule()
-        self.seconds_left = sum(seconds[cell.id] for cell, _ in every) * total / max(1, len(every))
-        self.began = time.monotonic()
+        all_seconds = sum(seconds[cell.id] for cell, _ in every)
+        self.expected_left = all_seconds * total / max(1, len(every))
+        """Expected seconds of the launches that are still to come, before any was measured."""
+        self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
+        self.seconds_left = self.expected_left
+        self.began = self.last_end = time.monotonic()
         self.until_answered = planned.until_answered
         self.budget = planned.time_budget_seconds or math.inf
         self.spare = len(every) - planned.spare_from
@@ -70,13 +79,14 @@ class RunProgress:
 
     def round_added(self, cells: Sequence[Cell]) -> None:
         self.total += len(cells)
-        self.seconds_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
+        self.expected_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         why = "may still be the fastest" if self.until_answered else "have too wide an interval"
         self.preparing(f"one more round: {len(cells)} cells {why}")
 
     def time_is_spent(self, left_out: int) -> None:
+        self.expected_left *= 1 - left_out / max(1, self.total - self.done)
         self.total -= left_out
         self.spare -= left_out
         if self.bar and self.task is not None:
@@ -88,6 +98,8 @@ class RunProgress:
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
+        if not self.done:
+            self.last_end = time.monotonic()  # references were trained until now
         self._draw(cell.name, f"{duration(self.seconds_left)} left")
 
     def step(self, step: int, seconds: float) -> None:
@@ -98,14 +110,7 @@ class RunProgress:
 
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
         self.done += 1
-        self.seconds_left = max(0.0, self.seconds_left - self.seconds.get(cell.id, 0.0))
-        elapsed = time.monotonic() - self.began
-        if self.done >= 5:  # by then what was measured tells more than what was expected
-            launch_seconds, launches = elapsed / self.done, self.total - self.done
-            least_seconds = launch_seconds * max(0, launches - self.spare)
-            self.seconds_left = max(
-                least_seconds, min(launch_seconds * launches, self.budget - elapsed)
-            )
+        self._predict(self.seconds.get(cell.id, 0.0))
         good = trial.status == "ok" or trial.expected
         if not good:
             self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")
@@ -120,3 +125,17 @@ class RunProgress:
                 escape(f"[{self.done}/{self.total}] {text}, {duration(self.seconds_left)} left")
             )
         self._draw(None, f"{duration(self.seconds_left)} left")
+
+    def _predict(self, expected: float) -> None:
+        """Works out `seconds_left` after a launch that was expected to take so many seconds: what
+        is expected of the others, times what those before took of what was expected of them."""
+        now = time.monotonic()
+        self.launches_took += now - self.last_end
+        self.last_end = now
+        self.expected_done += expected
+        self.expected_left = max(0.0, self.expected_left - expected)
+        slower = self.launches_took / self.expected_done if self.expected_done else 1.0
+        seconds, launches = slower * self.expected_left, self.total - self.done
+        least_seconds = seconds * max(0, launches - self.spare) / max(1, launches)
+        left_of_budget = self.budget - (now - self.began)
+        self.seconds_left = max(least_seconds, min(seconds, left_of_budget))

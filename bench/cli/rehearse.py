@@ -146,6 +146,15 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
                 f" {fullest.peak_block}{more}; model {how}; {terminal.duration(seconds)}"
             )
         )
+    for rehearsal, ranks in zip(rehearsals, real, strict=False):
+        freed_late = max(rank.largest_peak_bytes - rank.peak_bytes for rank in ranks)
+        if freed_late > 0.001 * rehearsal.fullest.peak_bytes:
+            console.print(
+                escape(
+                    f"{rehearsal.cell.name}: measured is each rank's step with the smallest peak;"
+                    f" in others gloo's threads freed up to {_size(freed_late)} late"
+                )
+            )
     console.print(
         "Memory of tensors, as torch's allocator counts it. Neither fragmentation, nor the Python"
         " process, nor a GPU's context and kernels' workspaces are in it."

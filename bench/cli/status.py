@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunProgress:
+class RunStatus:
     """How far a run is that has begun."""
 
     run_id: str
@@ -98,7 +98,7 @@ def _run_of_job(store: Store, job: str) -> str:
     return ""
 
 
-def _progress(store: Store, run_id: str) -> RunProgress:
+def _progress(store: Store, run_id: str) -> RunStatus:
     from harness.record.plan import kept_plan
 
     plan = kept_plan(store, run_id)
@@ -108,7 +108,7 @@ def _progress(store: Store, run_id: str) -> RunProgress:
     )
     last = {(trial.cell_id, trial.trial): trial.status for trial in launched}
     newest = launched[-1] if launched else None
-    return RunProgress(
+    return RunStatus(
         run_id,
         plan.matrix,
         len(plan.cells),
@@ -122,7 +122,7 @@ def _progress(store: Store, run_id: str) -> RunProgress:
 
 
 def _show(
-    run_id: str, progress: RunProgress | None, jobs: Sequence[JobState], forgotten: bool
+    run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
     """`forgotten`: whether SLURM does not know the run's jobs any more."""
     from rich.markup import escape

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from harness.analysis.control import NONE, Adjustment, Window, fitted, mean_window, usual_control
 from harness.analysis.moderated import Spread, moderated
@@ -25,7 +26,7 @@ class RunEstimates:
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Throughput by cell id and number of trial, adjusted by the control."""
     adjustment: Adjustment = NONE
-    """Of cells that keep nothing on a disk."""
+    """Of cells that keep nothing on a disk and have a core for each rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
@@ -34,13 +35,13 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     if not finished or min(trial.schema_version for trial in finished) < FIRST_VERSION:
         return RunEstimates()
     windows = [windows_of(trial) for trial in finished]
-    # What waits for a disk does not move with the speed of the cores.
-    adjustments = {}
-    for disk in (False, True):
-        chosen = [i for i, trial in enumerate(finished) if _on_disk(trial) == disk]
-        adjustments[disk] = fitted(
-            _launches([finished[i] for i in chosen], [windows[i] for i in chosen])
-        )
+    kinds: dict[_Kind, list[int]] = {}
+    for index, trial in enumerate(finished):
+        kinds.setdefault(_kind(trial), []).append(index)
+    adjustments = {
+        kind: fitted(_launches([finished[i] for i in own], [windows[i] for i in own]))
+        for kind, own in kinds.items()
+    }
     usual = {key: usual_control(together) for key, together in _together(finished, windows).items()}
     logs: dict[str, list[float]] = {}
     steps: dict[str, list[int]] = {}
@@ -50,37 +51,50 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         value = math.log(trial.samples_per_second)
         if own:
             middle = mean_window(own)
-            taken_off = adjustments[_on_disk(trial)].of(middle, usual[_computing(trial)])
+            taken_off = adjustments[_kind(trial)].of(middle, usual[_computing(trial)])
             value = math.log(trial.global_batch) - (middle.step - taken_off)
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
-    spreads = moderated(
-        [
-            Spread(
-                statistics.variance(values) if len(values) > 1 else 0.0,
-                len(values) - 1,
-                statistics.fmean(steps[cell_id]),
-            )
-            for cell_id, values in logs.items()
-        ]
-    )
+    crowded = {trial.cell_id for trial in finished if trial.oversubscribed}
+    spreads = {
+        cell_id: spread
+        for group in (logs.keys() - crowded, logs.keys() & crowded)
+        for cell_id, spread in _moderated(
+            {cell_id: logs[cell_id] for cell_id in logs if cell_id in group}, steps
+        ).items()
+    }
     adjusted = {
         trial.cell_id
         for trial, own in zip(finished, windows, strict=True)
-        if own and adjustments[_on_disk(trial)].helps
+        if own and adjustments[_kind(trial)].helps
     }
     cells = {
         cell_id: LogEstimate(
             statistics.fmean(values),
-            math.sqrt(spread.variance / len(values)),
-            spread.degrees,
+            math.sqrt(spreads[cell_id].variance / len(values)),
+            spreads[cell_id].degrees,
             len(values),
             cell_id in adjusted,
         )
-        for (cell_id, values), spread in zip(logs.items(), spreads, strict=True)
+        for cell_id, values in logs.items()
     }
-    return RunEstimates(cells, by_trial, adjustments[False])
+    return RunEstimates(cells, by_trial, adjustments.get(_Kind(False, False), NONE))
+
+
+def _moderated(
+    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
+) -> dict[str, Spread]:
+    """The spreads of these cells, moderated over them; `steps`: of each launch, by cell id."""
+    own = [
+        Spread(
+            statistics.variance(values) if len(values) > 1 else 0.0,
+            len(values) - 1,
+            statistics.fmean(steps[cell_id]),
+        )
+        for cell_id, values in logs.items()
+    ]
+    return dict(zip(logs, moderated(own), strict=True))
 
 
 def steps_of(trial: TrialRecord) -> int:
@@ -98,8 +112,17 @@ def windows_of(trial: TrialRecord) -> list[Window]:
     return [Window(*map(math.log, values)) for values in zip(*columns, strict=True)]
 
 
-def _on_disk(trial: TrialRecord) -> bool:
-    return trial.offload_kept_bytes is not None
+class _Kind(NamedTuple):
+    """Trials whose times move alike with the speed of the cores."""
+
+    on_disk: bool
+    """What waits for a disk does not move with it."""
+    crowded: bool
+    """Where ranks share cores, one waits for the other's turn."""
+
+
+def _kind(trial: TrialRecord) -> _Kind:
+    return _Kind(trial.offload_kept_bytes is not None, bool(trial.oversubscribed))
 
 
 def _computing(trial: TrialRecord) -> Hashable:

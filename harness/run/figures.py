@@ -112,7 +112,8 @@ def _with_speed(
 
 def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
     """With its step times and the control's over windows of whole cycles, where it had one."""
-    timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
+    together = list(zip(*(rank.steps for rank in ranks), strict=True))
+    timed = [number for number, steps in enumerate(together) if steps[0].phase == "timed"]
     seconds = timed_seconds([rank.steps for rank in ranks])
     size = cycle * max(1, round(WINDOW_STEPS / cycle))
     count = max(1, len(seconds) // size)
@@ -120,13 +121,11 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
     for number in range(count):
         # The last one takes what is left over.
         part = slice(number * size, (number + 1) * size if number < count - 1 else None)
-        pauses = [
-            known
-            for step in zip(*(rank[part] for rank in timed), strict=True)
-            if (known := [r.control_seconds for r in step if r.control_seconds is not None])
-        ]
-        if not pauses:
+        within = _pauses([together[at] for at in timed[part]])
+        if not within:
             return trial
+        # The machine was as fast in its first steps as just before them, too.
+        pauses = _pauses(together[: timed[part][0]])[-1:] + within
         steps.append(statistics.fmean(seconds[part]))
         means.append(statistics.fmean(map(statistics.fmean, pauses)))
         slowest_ones.append(statistics.fmean(map(max, pauses)))
@@ -136,6 +135,13 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         window_control_seconds=tuple(means),
         window_slowest_control_seconds=tuple(slowest_ones),
     )
+
+
+def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
+    """Seconds of each rank's control after those of these steps that it ran after; of a step all
+    ranks."""
+    each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
+    return [known for known in each if known]
 
 
 def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:

@@ -8,6 +8,7 @@ has what glibc keeps, the stacks of threads and the buffers that gloo allocates 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import tempfile
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from torch._C._profiler import _ProfilerEvent
 
 SETTLED_STEPS = 2
-"""Steps before the cycle that repeats: buckets are rearranged after the first."""
-_STEPS = "rehearsal: steps"
+"""Steps before the cycles that are measured: buckets are rearranged after the first."""
+MEASURED_CYCLES = 8
+"""Cycles of steps (see Strategy.cycle) that are measured. gloo's threads free their buffers late in
+some of them, where ranks share cores."""
+_SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
 """What must not be destroyed before the process ends: DDP's reducer can then wait for ever."""
@@ -40,7 +44,9 @@ class AllocatedMemory:
 
     rank: int
     peak_bytes: int
-    """During the steps."""
+    """Of the cycle of steps with the smallest peak: gloo's threads freed in time."""
+    largest_peak_bytes: int
+    """Of all steps, also those in which gloo's threads freed late."""
     setup_peak_bytes: int
     kept_bytes: int
     """After the last step."""
@@ -129,9 +135,14 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         step = strategy.setup(job)
-        with record_function(_STEPS):
-            for index in range(SETTLED_STEPS + strategy.cycle):
-                step(fake_batch(job, index))
+        steps = itertools.count()
+        with record_function(_SETTLED):
+            for _ in range(SETTLED_STEPS):
+                step(fake_batch(job, next(steps)))
+        for _ in range(MEASURED_CYCLES):
+            with record_function(_CYCLE):
+                for _ in range(strategy.cycle):
+                    step(fake_batch(job, next(steps)))
     _KEPT.extend([job, step])
     if strategy.process_group:
         dist.barrier()
@@ -164,7 +175,8 @@ def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
     from torch._C._profiler import _ExtraFields_Allocation
 
     flat = list(_flat(events))
-    begin = next(event.start_time_ns for event in flat if event.name == _STEPS)
+    begin = next(event.start_time_ns for event in flat if event.name == _SETTLED)
+    cycles = [(e.start_time_ns, e.end_time_ns) for e in flat if e.name == _CYCLE]
     changes = sorted(
         (event.start_time_ns, fields.total_allocated, fields.alloc_size)
         for event in flat
@@ -173,7 +185,11 @@ def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
     before = changes[0][1] - changes[0][2]  # of cells that this process measured earlier
     return AllocatedMemory(
         rank=rank,
-        peak_bytes=max(total for at, total, _ in changes if at > begin) - before,
+        peak_bytes=min(
+            max(total for at, total, _ in changes if start <= at <= end) for start, end in cycles
+        )
+        - before,
+        largest_peak_bytes=max(total for at, total, _ in changes if at > begin) - before,
         setup_peak_bytes=max(total for at, total, _ in changes if at <= begin) - before,
         kept_bytes=changes[-1][1] - before,
     )

@@ -1,0 +1,65 @@
+"""The time that is left of a run, as its progress tells it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from bench.cli import progress
+from bench.cli.progress import RunProgress
+from harness.record.plan import Plan
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from tests.unit.stored_trials import trial_row
+
+CELLS = (Cell(strategy="single"), Cell(strategy="ddp", devices=2))
+
+
+def trial_of(cell: Cell) -> TrialRecord:
+    return TrialRecord(**trial_row(cell))
+
+
+def test_one_launch_that_builds_a_library_does_not_multiply_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    plan = Plan("run-1", "test", CELLS, 50)
+    seconds = {cell.id: 10.0 for cell in CELLS}
+    out = Console(file=io.StringIO())
+    told = []
+    with RunProgress(out, plan, seconds, 100) as shown:
+        now = 300.0  # references are trained first
+        for number in range(100):
+            cell = CELLS[number % 2]
+            shown.trial_started(cell, number // 2, number)
+            now += 70.0 if number == 0 else 10.0
+            shown.trial_finished(cell, trial_of(cell))
+            told.append(shown.seconds_left)
+    # 100 launches expected to take 10 s: 100 s of them count as measured before the first.
+    assert told[0] == pytest.approx(990 * (100 + 70) / (100 + 10))
+    assert told[50] == pytest.approx(490 * (100 + 570) / (100 + 510))
+    assert told[-1] == 0
+
+
+def test_launches_that_take_twice_as_long_double_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    plan = Plan("run-1", "test", CELLS, 500, time_budget_seconds=1e6)
+    out = Console(file=io.StringIO())
+    with RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, 1000) as shown:
+        for number in range(900):
+            shown.trial_started(CELLS[0], number, number)
+            now += 20.0
+            shown.trial_finished(CELLS[0], trial_of(CELLS[0]))
+        assert shown.seconds_left == pytest.approx(2000, rel=0.06)
+        shown.spare = 50
+        shown.time_is_spent(50)
+        shown.trial_started(CELLS[0], 900, 900)
+        now += 20.0
+        shown.trial_finished(CELLS[0], trial_of(CELLS[0]))
+        assert shown.seconds_left == pytest.approx(49 * 20, rel=0.06)
