@@ -16,10 +16,10 @@ from harness.planner.steptime import StepTime, step_time
 PENDING_DONE = 0.5
 """Share of pending activations that the device is done with when the allocator has to wait for it.
 Assumed."""
-REFUSED_BELOW = 0.27
-"""Layouts that are less likely to run are said not to run: at log odds of -1, rather than at one
-half, as most runs beyond `Spread.room` contradict each other and a false alarm is the worse error.
-No value avoids both errors (docs/planner.md)."""
+REFUSED_BELOW = 1 / 3
+"""Layouts that are less likely to run are said not to run: where the odds are two to one against
+it, rather than even, as a false alarm is the worse error. No value avoids both errors on runs that
+contradict each other (docs/planner.md)."""
 
 
 @dataclass(frozen=True)

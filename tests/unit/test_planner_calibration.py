@@ -206,8 +206,8 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert 0.75 <= scored.covered <= 0.90
         assert scored.pick_loss <= 0.02
         assert scored.top_three_loss <= 0.005
-        # Not within 93 % and 1.5 % at once (see docs/planner.md): kept from growing.
-        assert scored.failures_foreseen >= 0.925
-        assert scored.false_alarms <= 0.02
+        assert scored.failures_foreseen >= 0.93
         assert scored.false_alarms_consistent <= 0.015
+        # Above 1.5 % of all rows, whose failures contradict each other (see docs/planner.md).
+        assert scored.false_alarms <= 0.03
     assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())
