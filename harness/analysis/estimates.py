@@ -127,7 +127,8 @@ def _kind(trial: TrialRecord) -> _Kind:
 
 def _computing(trial: TrialRecord) -> Hashable:
     """What decides how long a control takes on a machine at rest."""
-    return trial.workload, trial.data, trial.sequence_length, trial.processes
+    crowded = _kind(trial).crowded
+    return trial.workload, trial.data, trial.sequence_length, trial.processes, crowded
 
 
 def _together(

@@ -36,6 +36,14 @@ def test_steps_are_taken_by_time_with_a_control_between_them(run_cells: RunCells
     assert len(timed) // every - 2 <= len(paused) <= len(timed) // every + 4
     assert (paused > 0).all()
     assert len(trial.window_step_seconds) == max(1, count // 8)
+    # The first window's control is that of its pauses and of the last one before it.
+    pauses = results.steps.pivot(index="step", columns="rank", values="control_seconds").dropna()
+    first = by_rank[0][: 8 if count >= 16 else count]
+    before = pauses[pauses.index < first[0]].tail(1)
+    own = pauses[pauses.index.isin(first)]
+    assert len(before) == 1
+    shares = (len(own) + 1) * trial.window_control_seconds[0]
+    assert shares == pytest.approx(own.mean(axis=1).sum() + before.mean(axis=1).sum())
     slowest = zip(trial.window_slowest_control_seconds, trial.window_control_seconds, strict=True)
     assert all(most >= mean for most, mean in slowest)
     assert trial.later_steps_verified is not None

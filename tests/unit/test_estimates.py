@@ -209,6 +209,29 @@ def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None
     assert ratio_of_both.verdict == "slower"
 
 
+def test_the_noise_of_crowded_cells_is_theirs_alone(tmp_path: Path) -> None:
+    """Neither the others' intervals nor their coefficients know of it."""
+    chance = random.Random(3)
+    quiet = []
+    for number in range(20):
+        speeds = [math.exp(chance.gauss(0, 0.1)) for _ in range(3)]
+        seconds = [speed * math.exp(chance.gauss(0, 0.02)) for speed in speeds]
+        quiet += _rows(Cell(strategy=f"s{number}", devices=2), seconds, speeds)
+    crowded = []
+    for number in range(10):
+        seconds = [math.exp(chance.gauss(0, 0.3)) for _ in range(3)]
+        cell = Cell(strategy=f"c{number}", devices=2)
+        crowded += _rows(cell, seconds, [1.0, 0.8, 1.1], oversubscribed=True)
+    alone, beside = (
+        {cell.cell_id: cell.log_throughput for cell in cell_results(stored(folder, rows).trials)}
+        for folder, rows in ((tmp_path / "a", quiet), (tmp_path / "b", quiet + crowded))
+    )
+    assert len(beside) == 30
+    for cell_id, known in alone.items():
+        assert known is not None
+        assert dataclasses.astuple(beside[cell_id]) == pytest.approx(dataclasses.astuple(known))
+
+
 def test_answer_in_sentences(cells: list[CellResult]) -> None:
     found = answer(cells)
     assert found is not None
