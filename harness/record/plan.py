@@ -61,7 +61,7 @@ class Plan:
     """Ids of the cells that are launched once, for parity: their time is no measurement."""
     not_compared: frozenset[str] = frozenset()
     """Ids of the cells whose throughput is compared with nothing: they are timed for as many steps
-    as they say, whatever `timed_seconds` is, and launched in the first two rounds."""
+    as they say, whatever `timed_seconds` is, and launched once."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
     """Cell id -> launches in each round, of cells that have more than one: baselines."""
 
@@ -100,9 +100,7 @@ class Plan:
         ]
         order = []
         for number in range(self.trials):
-            begun = set(self.once) if number else set()
-            if number >= LEAST_ROUNDS:
-                begun |= self.not_compared
+            begun = {*self.once, *self.not_compared} if number else set()
             for cell in self.shuffled(of_round, number):
                 if cell.id not in begun:
                     order.append((cell, number))
@@ -123,10 +121,8 @@ class Plan:
 
     def trials_of(self, cell: Cell) -> int:
         """Launches of a cell, where there is time for all of them."""
-        if cell.id in self.once:
+        if cell.id in self.once or cell.id in self.not_compared:
             return 1
-        if cell.id in self.not_compared:
-            return min(self.trials, LEAST_ROUNDS)
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:

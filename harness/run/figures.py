@@ -126,7 +126,8 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
             return trial
         # The machine was as fast in its first steps as just before them, too.
         pauses = _pauses(together[: timed[part][0]])[-1:] + within
-        steps.append(statistics.fmean(seconds[part]))
+        numbers = [together[at][0].step for at in timed[part]]
+        steps.append(_mean_of_cycles(seconds[part], numbers, cycle))
         means.append(statistics.fmean(map(statistics.fmean, pauses)))
         slowest_ones.append(statistics.fmean(map(max, pauses)))
     return replace(
@@ -135,6 +136,15 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         window_control_seconds=tuple(means),
         window_slowest_control_seconds=tuple(slowest_ones),
     )
+
+
+def _mean_of_cycles(seconds: Sequence[float], numbers: Sequence[int], cycle: int) -> float:
+    """The mean of these steps in which each place of the cycle counts alike, however many of them
+    there are; `numbers`: of the steps."""
+    places: dict[int, list[float]] = {}
+    for number, one in zip(numbers, seconds, strict=True):
+        places.setdefault(number % cycle, []).append(one)
+    return statistics.fmean(map(statistics.fmean, places.values()))
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:

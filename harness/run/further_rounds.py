@@ -35,7 +35,8 @@ class TimeBudget:
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
         """`now`: a clock in seconds."""
         self.plan, self.now, self.began = plan, now, now()
-        self.spare = range(plan.spare_from, len(plan.schedule()))
+        self.order = plan.schedule()
+        self.spare = range(plan.spare_from, len(self.order))
         """Positions of the launches that may be left out."""
         self.first_rounds_seconds: float | None = None
         """What the planned rounds took; None before their end."""
@@ -45,13 +46,20 @@ class TimeBudget:
         """Planned launches for which there was no time."""
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Whether a planned launch is left out, because the time that is left is too short."""
+        """Whether a planned launch is left out, because the time that is left is too short for it
+        and all that take less time: most cells are known better so than by chance."""
         if position not in self.spare:
             return False
-        seconds, budget = self.took.get(cell.id, 0.0), self.plan.time_budget_seconds or math.inf
-        late = self.now() - self.began + seconds > budget
+        budget = self.plan.time_budget_seconds or math.inf
+        own, left = self._seconds(cell), budget - (self.now() - self.began)
+        rest = [self._seconds(other) for other, _ in self.order[position:]]
+        late = sum(seconds for seconds in rest if seconds <= own) > left
         self.left_out += late
         return late
+
+    def _seconds(self, cell: Cell) -> float:
+        """What its latest launch took."""
+        return self.took.get(cell.id, 0.0)
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether a further round that takes so long fits."""

@@ -274,7 +274,7 @@ class Runner:
     ) -> TrialRecord:
         """Launches, judges and records one trial; without a reference its parity stays unknown."""
         seconds = self.plan.timed_seconds_of(cell)
-        seed, alone = self.plan.order_seed, self.plan.trials == 1 or cell.id in self.plan.once
+        seed, alone = self.plan.order_seed, self.plan.trials_of(cell) == 1
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, alone)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch

@@ -21,6 +21,7 @@ from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.allocation import launches_per_round, not_compared
+from harness.run.further_rounds import TimeBudget
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, trial_row
@@ -63,7 +64,7 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
         launches_per_round=launches_per_round(cells),
     )
     order = plan.schedule()
-    assert len(set(order_ids := [(cell.id, trial) for cell, trial in order])) == len(order) == 28
+    assert len(set(order_ids := [(cell.id, trial) for cell, trial in order])) == len(order) == 26
     assert sorted(t for c, t in order_ids if c == ddp.id) == list(range(plan.trials_of(ddp)))
     first = [cell.id for cell, _ in order[:14]]
     assert first.count(ddp.id) == 3
@@ -71,7 +72,7 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
     assert [plan.timed_seconds_of(cell) for cell in (ddp, crowded, alone)] == [3.0, 0.0, 0.0]
     longer = dataclasses.replace(plan, trials=4)
     launches = Counter(cell.id for cell, _ in longer.schedule())
-    assert [launches[cell.id] for cell in (others[0], ddp, crowded, alone)] == [4, 12, 2, 2]
+    assert [launches[cell.id] for cell in (others[0], ddp, crowded, alone)] == [4, 12, 1, 1]
     assert all(longer.trials_of(cell) == launches[cell.id] for cell in cells)
     assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
 
@@ -233,6 +234,24 @@ def test_the_third_round_is_cut_short_where_the_machine_is_slower_than_expected(
     launches = store.load().trials["trial"].value_counts().to_dict()
     assert launches == {0: 3, 1: 3, 2: 2}, "at 15 s one of 2 s does not fit into 16"
     assert (watcher.left_out, watcher.added) == (1, [])
+
+
+def test_the_launches_that_take_longest_are_left_out_first() -> None:
+    seconds = dict(zip(("single", "ddp", "fsdp1", "fsdp2", "tensor"), (2, 9, 3, 8, 2), strict=True))
+    cells = tuple(Cell(strategy=name) for name in seconds)
+    plan = Plan("r", "m", cells, 3, until_answered=True, time_budget_seconds=60.0)
+    now = 0.0
+    budget = TimeBudget(plan, lambda: now)
+    budget.took.update({cell.id: float(seconds[cell.strategy]) for cell in cells})
+    order = list(enumerate(plan.schedule()))
+    assert not any(budget.leaves_out(at, cell) for at, (cell, _) in order[:10])
+    now, launched = 44.0, []  # 16 s are left for 24 s
+    for at, (cell, _) in order[10:]:
+        if not budget.leaves_out(at, cell):
+            launched.append(cell.strategy)
+            now += seconds[cell.strategy]
+    assert sorted(launched) == ["fsdp1", "fsdp2", "single", "tensor"]
+    assert (budget.left_out, now) == (1, 59.0)
 
 
 def test_only_the_third_round_has_launches_that_may_be_left_out() -> None:
