@@ -288,6 +288,15 @@ def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> li
     return [sum(values[i : i + cycle]) / cycle for i in starts] or [sum(values) / len(values)]
 
 
+def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> float:
+    """The mean in which each place of the cycle counts alike, however many values are of it;
+    `steps`: the values' numbers."""
+    places: dict[int, list[float]] = {}
+    for step, value in zip(steps, values, strict=True):
+        places.setdefault(step % cycle, []).append(value)
+    return statistics.fmean(map(statistics.fmean, places.values()))
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7: numpy's
     default)."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses, passes
-from harness.analysis.stats import over_cycles, percentile, slowest, trend
+from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
 from harness.host.gpu_record import as_json
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
@@ -127,7 +127,7 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         # The machine was as fast in its first steps as just before them, too.
         pauses = _pauses(together[: timed[part][0]])[-1:] + within
         numbers = [together[at][0].step for at in timed[part]]
-        steps.append(_mean_of_cycles(seconds[part], numbers, cycle))
+        steps.append(mean_of_cycles(seconds[part], numbers, cycle))
         means.append(statistics.fmean(map(statistics.fmean, pauses)))
         slowest_ones.append(statistics.fmean(map(max, pauses)))
     return replace(
@@ -136,15 +136,6 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         window_control_seconds=tuple(means),
         window_slowest_control_seconds=tuple(slowest_ones),
     )
-
-
-def _mean_of_cycles(seconds: Sequence[float], numbers: Sequence[int], cycle: int) -> float:
-    """The mean of these steps in which each place of the cycle counts alike, however many of them
-    there are; `numbers`: of the steps."""
-    places: dict[int, list[float]] = {}
-    for number, one in zip(numbers, seconds, strict=True):
-        places.setdefault(number % cycle, []).append(one)
-    return statistics.fmean(map(statistics.fmean, places.values()))
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:

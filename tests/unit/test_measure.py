@@ -12,7 +12,14 @@ from hypothesis import strategies as some
 from harness.analysis.disturbance import disturbed
 from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses
-from harness.analysis.stats import efficiency, over_cycles, percentile, slowest, trend
+from harness.analysis.stats import (
+    efficiency,
+    mean_of_cycles,
+    over_cycles,
+    percentile,
+    slowest,
+    trend,
+)
 from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step
@@ -298,3 +305,12 @@ def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Pa
     (package / "energy_uj").write_text("2500000\n")
     (package / "max_energy_range_uj").write_text("262143328850\n")
     assert package_joules(tmp_path) == {"intel-rapl:0": (2.5, 262143.32885)}
+
+
+def test_the_mean_of_cycles_does_not_depend_on_where_the_steps_end() -> None:
+    """Every fourth step takes 2 s longer: 1.5 s on average, whether it is among them twice or
+    three times."""
+    assert mean_of_cycles([1, 1, 1, 3] * 2, range(8, 16), 4) == 1.5
+    assert mean_of_cycles([1, 1, 1, 3] * 2 + [1, 1], range(8, 18), 4) == 1.5
+    assert mean_of_cycles([3, 1, 1, 1, 3, 1, 1, 1, 3], range(11, 20), 4) == 1.5
+    assert mean_of_cycles([1, 2, 6], [0, 1, 2], 1) == 3
