@@ -26,9 +26,9 @@ class TrialSpeed(Record):
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = since(8, ())
-    """of a launch with a control, over windows of timed steps in a row: mean of the step times, each
-    place of a strategy's cycle counting alike; the control's times below are of the same windows
-    and of the last pause before each"""
+    """of a launch with a control, over windows of timed steps in a row: mean of the step times,
+    each place of a strategy's cycle counting alike; the control's times below are of the same
+    windows and of the last pause before each"""
     window_control_seconds: tuple[float, ...] = since(8, ())
     """mean time of the control, over all ranks"""
     window_slowest_control_seconds: tuple[float, ...] = since(8, ())
