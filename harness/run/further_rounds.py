@@ -51,9 +51,10 @@ class TimeBudget:
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
-        own, left = self._seconds(cell), budget - (self.now() - self.began)
-        rest = [self._seconds(other) for other, _ in self.order[position:]]
-        late = sum(seconds for seconds in rest if seconds <= own) > left
+        seconds_left = budget - (self.now() - self.began)
+        still_planned = (self._seconds(other) for other, _ in self.order[position:])
+        needed = sum(seconds for seconds in still_planned if seconds <= self._seconds(cell))
+        late = needed > seconds_left
         self.left_out += late
         return late
 

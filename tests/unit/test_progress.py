@@ -29,7 +29,7 @@ def test_one_launch_that_builds_a_library_does_not_multiply_the_time_that_is_lef
     plan = Plan("run-1", "test", CELLS, 50)
     seconds = {cell.id: 10.0 for cell in CELLS}
     out = Console(file=io.StringIO())
-    told = []
+    predicted = []
     with RunProgress(out, plan, seconds, 100) as shown:
         now = 300.0  # references are trained first
         for number in range(100):
@@ -37,11 +37,11 @@ def test_one_launch_that_builds_a_library_does_not_multiply_the_time_that_is_lef
             shown.trial_started(cell, number // 2, number)
             now += 70.0 if number == 0 else 10.0
             shown.trial_finished(cell, trial_of(cell))
-            told.append(shown.seconds_left)
+            predicted.append(shown.seconds_left)
     # 100 launches expected to take 10 s: 100 s of them count as measured before the first.
-    assert told[0] == pytest.approx(990 * (100 + 70) / (100 + 10))
-    assert told[50] == pytest.approx(490 * (100 + 570) / (100 + 510))
-    assert told[-1] == 0
+    assert predicted[0] == pytest.approx(990 * (100 + 70) / (100 + 10))
+    assert predicted[50] == pytest.approx(490 * (100 + 570) / (100 + 510))
+    assert predicted[-1] == 0
 
 
 def test_launches_that_take_twice_as_long_double_what_is_left(
