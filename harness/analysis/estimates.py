@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,14 +56,9 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
-    crowded = {trial.cell_id for trial in finished if trial.oversubscribed}
-    spreads = {
-        cell_id: spread
-        for group in (logs.keys() - crowded, logs.keys() & crowded)
-        for cell_id, spread in _moderated(
-            {cell_id: logs[cell_id] for cell_id in logs if cell_id in group}, steps
-        ).items()
-    }
+    oversubscribed = {trial.cell_id for trial in finished if trial.oversubscribed}
+    alone = logs.keys() - oversubscribed
+    spreads = _moderated(logs, steps, alone) | _moderated(logs, steps, oversubscribed)
     adjusted = {
         trial.cell_id
         for trial, own in zip(finished, windows, strict=True)
@@ -83,9 +78,10 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
 
 
 def _moderated(
-    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
+    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]], cells: Set[str]
 ) -> dict[str, Spread]:
-    """The spreads of these cells, moderated over them; `steps`: of each launch, by cell id."""
+    """The spreads of these cells, by id, moderated over them; `steps`: of each launch."""
+    logs = {cell_id: values for cell_id, values in logs.items() if cell_id in cells}
     own = [
         Spread(
             statistics.variance(values) if len(values) > 1 else 0.0,
@@ -117,7 +113,7 @@ class _Kind(NamedTuple):
 
     on_disk: bool
     """What waits for a disk does not move with it."""
-    crowded: bool
+    oversubscribed: bool
     """Where ranks share cores, one waits for the other's turn."""
 
 
@@ -127,8 +123,8 @@ def _kind(trial: TrialRecord) -> _Kind:
 
 def _computing(trial: TrialRecord) -> Hashable:
     """What decides how long a control takes on a machine at rest."""
-    crowded = _kind(trial).crowded
-    return trial.workload, trial.data, trial.sequence_length, trial.processes, crowded
+    shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
+    return *shape, trial.oversubscribed
 
 
 def _together(
