@@ -17,7 +17,8 @@ _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs the ranks of one node; returns the exit codes of those that failed.
+    """Runs the ranks of one node; returns the exit codes of those that failed, the one first that
+    torch's agent noticed, and those of others that had ended by themselves.
 
     `store`: on node 0, where the nodes meet.
     """
@@ -75,7 +76,14 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     try:
         result = agent.run()
-        return {rank: failure.exitcode for rank, failure in result.failures.items()}
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        # The agent names one rank only, which may have failed because another had left; it ends
+        # those that are left by SIGTERM.
+        context: Any = agent._pcontext
+        for rank, process in zip(spec.ranks, context._pc.processes if codes else (), strict=False):
+            if process.exitcode not in (None, -signal.SIGTERM):
+                codes.setdefault(rank, process.exitcode)
+        return codes
     except SignalException as stop:
         raise KeyboardInterrupt from stop
     finally:

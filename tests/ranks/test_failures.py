@@ -3,11 +3,13 @@ left."""
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import signal
 import tempfile
 import threading
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -53,6 +55,24 @@ def test_a_rank_that_vanishes_is_named(
     row = run_cells(faulty(fault, launcher=how)).trials.iloc[0]
     assert row["status"] == "failed"
     assert row["reason"].startswith(f"rank 1 {said}")
+
+
+def test_a_rank_that_vanishes_is_named_where_another_is_seen_to_fail_first(
+    run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine both have ended by the time that torch's agent looks, and it names rank
+    0."""
+    wait = multiprocessing.connection.wait
+
+    def late(*asked: Any, **more: Any) -> list[Any]:
+        ready = wait(*asked, **more)
+        time.sleep(0.3)
+        return ready
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", late)
+    row = run_cells(faulty("killed")).trials.iloc[0]
+    assert row["status"] == "failed"
+    assert row["reason"].startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_hang_is_a_timeout_with_stacks(run_cells: RunCells) -> None:
