@@ -17,6 +17,9 @@ from harness.analysis.summary import cell_results
 if TYPE_CHECKING:
     import pandas as pd
 
+MEDIAN_WANTED, NINE_IN_TEN_WANTED = 0.04, 0.08
+"""Half widths that a run launches its cells again for, as long as it has time."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -27,6 +30,11 @@ class Precision:
     median: float
     nine_in_ten: float
     """Nine of ten cells have at most this."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether throughputs are known as well as is wanted."""
+        return self.median <= MEDIAN_WANTED and self.nine_in_ten <= NINE_IN_TEN_WANTED
 
     @property
     def sentence(self) -> str:
@@ -40,17 +48,37 @@ class Precision:
 def precision(cells: Sequence[CellResult]) -> Precision | None:
     """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
     where there is none."""
-    widths = [
-        (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
+    widths = list(_widths_over_baseline(cells).values())
+    if not widths:
+        return None
+    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
+
+
+def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
+    """Half width of the interval of a cell's throughput over its baseline's, as a fraction of it,
+    by cell id."""
+    return {
+        cell.cell_id: (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
         for cell in cells
         if cell.over_baseline
         and cell.over_baseline_low is not None
         and cell.over_baseline_high is not None
         and not cell.oversubscribed
-    ]
-    if not widths:
-        return None
-    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
+    }
+
+
+def not_known_well(cells: Sequence[CellResult]) -> set[str]:
+    """Ids of all cells that are compared with a baseline, and of the baselines, where the run does
+    not know their throughputs as well as is wanted; else none.
+
+    All of them: a cell that is launched again because its own interval happens to be wide would
+    make the intervals of a run too narrow.
+    """
+    known = precision(cells)
+    if known is None or known.enough:
+        return set()
+    among = _widths_over_baseline(cells)
+    return {*among, *(cell.baseline for cell in cells if cell.cell_id in among)}
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:

@@ -49,7 +49,7 @@ def envelope(
     if drift:
         # A trial may be some steps ahead of it.
         drifted = max(drift[: round(1.2 * step) + 8])
-        rounding, most = TIMES_DRIFT * drifted, MOST
+        rounding, most = TIMES_DRIFT * drifted, MOST if drifted else WIDEST
         grown = drifted / max(*drift[:segment], NARROWEST / TIMES_DRIFT)
     else:
         grown, most = math.exp(GROWTH_PER_STEP * (step - segment + 1)), WIDEST

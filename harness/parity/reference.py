@@ -84,11 +84,12 @@ class Reference:
         return losses
 
     @property
-    def drift(self) -> list[float]:
+    def drift(self) -> list[float] | None:
         """Relative deviation at each of these steps of the loss of a run that differs in rounding
-        alone (see `rounded_differently`); empty where there was none."""
-        losses: list[float] = self.facts.get("drift", [])
-        return losses
+        alone (see `rounded_differently`); empty where that tells nothing, None where there was no
+        such run yet."""
+        deviations: list[float] | None = self.facts.get("drift")
+        return deviations
 
     def precision_drift(self, precision: str) -> list[float]:
         """Relative deviation at each of these steps of the loss in fp32 from that of the same
@@ -101,9 +102,13 @@ class Reference:
         all_drifts = self.facts.get("precision_drift", {}) | {precision: list(drift)}
         self._write(self.facts | {"precision_drift": all_drifts})
 
-    def note_losses(self, losses: Sequence[float], drift: Sequence[float]) -> None:
-        """Keeps the losses of a longer run of the same training, and its drift."""
-        self._write(self.facts | {"all_losses": list(losses), "drift": list(drift)})
+    def note_losses(self, losses: Sequence[float]) -> None:
+        """Keeps the losses of a longer run of the same training, whose drift is not known."""
+        self._write(self.facts | {"all_losses": list(losses), "drift": None})
+
+    def note_drift(self, drift: Sequence[float]) -> None:
+        """Keeps how far the losses of these steps are from those of a run that rounds otherwise."""
+        self._write(self.facts | {"drift": list(drift)})
 
     def note(self, noise: Noise) -> None:
         """Keeps the run's own noise with it."""

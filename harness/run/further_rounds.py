@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from harness.analysis.answer import undecided
-from harness.analysis.precision import too_wide
+from harness.analysis.precision import not_known_well, too_wide
 from harness.analysis.summary import cell_results
 from harness.record.plan import Plan
 from harness.spec.cell import Cell
@@ -22,11 +23,15 @@ FURTHER_SHARE = 0.25
 def worth_launching(plan: Plan, trials: pd.DataFrame) -> set[str]:
     """Ids of the cells whose interval is too wide, or that may still be the answer.
 
-    `trials`: of the run so far. Cells that are launched once are never among them.
+    Where a time budget is given, all that are compared come first, until the run knows their
+    throughputs well. `trials`: of the run so far. Cells that are launched once are never among
+    them.
     """
     if plan.precision is not None:
         return set(too_wide(trials, plan.precision)) - plan.once
-    return {cell.cell_id for cell in undecided(cell_results(trials))} - plan.once
+    cells = cell_results(trials)
+    compared = not_known_well(cells) if plan.time_budget_seconds is not None else set()
+    return (compared or {cell.cell_id for cell in undecided(cells)}) - plan.once
 
 
 class TimeBudget:
@@ -62,12 +67,23 @@ class TimeBudget:
         """What its latest launch took."""
         return self.took.get(cell.id, 0.0)
 
-    def has_time_for(self, seconds: float) -> bool:
-        """Whether a further round that takes so long fits."""
+    def has_time_for(self, seconds: Mapping[str, float]) -> set[str]:
+        """Which cells of a further round are launched: as many as fit in the time that is left,
+        those that take least of it first.
+
+        `seconds`: what a launch of each takes, by cell id.
+        """
         spent = self.now() - self.began
         if self.first_rounds_seconds is None:
             self.first_rounds_seconds = spent
-        return spent + seconds <= self._most_seconds(self.first_rounds_seconds)
+        seconds_left = self._most_seconds(self.first_rounds_seconds) - spent
+        shortest_first = sorted(seconds, key=seconds.__getitem__)
+        until = itertools.accumulate(seconds[cell_id] for cell_id in shortest_first)
+        return {
+            cell_id
+            for cell_id, end in zip(shortest_first, until, strict=True)
+            if end <= seconds_left
+        }
 
     def _most_seconds(self, first_rounds_seconds: float) -> float:
         if self.plan.time_budget_seconds is not None:

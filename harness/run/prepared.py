@@ -37,6 +37,8 @@ SAMPLES_PER_CONTROL = 8
 each, the ranks begin a step together, which is to the advantage of those that meet often in it."""
 
 
+LAUNCHES_PER_SET_BACK = 3
+"""In one of so many launches of a cell the state is set back, which takes a second."""
 ANOTHER = "another launch of the cell is"
 
 
@@ -51,10 +53,10 @@ class PreparedTrial:
         reference: Reference | None,
         timed_seconds: float | None = None,
         seed: int = 0,
-        alone: bool = True,
+        launches: int = 1,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `seed`: decides, with the key, when the state
-        is set back. `alone`: whether the cell has no other launch."""
+        is set back. `launches`: of the cell, as planned."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -75,9 +77,9 @@ class PreparedTrial:
                 "timed_seconds": 0.0 if fixed else timed_seconds,
             }
         self.not_set_back = self._why_not_set_back(timed_seconds)
-        # Every second launch of a cell, beginning with the first or the second.
-        chosen = (zlib.crc32(f"{seed} {key.cell_id}".encode()) + key.trial) % 2 == 0
-        if not self.not_set_back and not (chosen or alone):
+        begins_with = zlib.crc32(f"{seed} {key.cell_id}".encode())
+        chosen = (begins_with + key.trial) % min(launches, LAUNCHES_PER_SET_BACK) == 0
+        if not self.not_set_back and not chosen:
             self.not_set_back = ANOTHER
         if not self.not_set_back:
             text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"

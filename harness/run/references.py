@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 SPARE_STEPS = 1.25
-"""A reference run whose losses go on after the parity segment takes so many times the steps that
-are asked for."""
+"""A reference run takes so many times the steps that are asked for: trials go on after the parity
+segment."""
 
 
 @dataclass
@@ -76,18 +76,21 @@ class ReferenceRuns:
     ) -> None:
         """Launches what is missing of a reference: the run itself, and the one that shows its
         noise."""
-        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+        data = _data_of(cell)
         if not reference.exists:
             announce(
                 f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
             )
-            outcome = _launch(
-                launcher, reference_cell(cell), data, reference_output=reference.folder
-            )
+            own = reference_cell(cell)
+            if cell.device == "cpu":  # on a GPU the batch of eight of them takes long enough
+                own = _with_steps(own, math.ceil(SPARE_STEPS * own.total_steps))
+            outcome = _launch(launcher, own, data, reference_output=reference.folder)
             if outcome.status != "ok":
                 self.failures[reference.folder] = (
                     f"the reference run ended {outcome.status}: {outcome.reason}"
                 )
+            elif known := _losses_of(outcome):
+                reference.note_losses(known)
         again = split_differently(reference_cell(cell))
         if again and reference.exists and reference.noise is None:
             announce(
@@ -110,21 +113,44 @@ class ReferenceRuns:
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
-        grows = prepared.known is not None and outcome.status == "ok"
-        if grows:
-            self.grow(launcher, cell, reference, outcome)
-        why_not = self.failures.get(reference.folder, "")
-        verification = verified(prepared, outcome, why_not)
-        verdict = verification.verdict
-        in_segment = not verification.later_deviations
-        if not verdict or verdict.verdict != "diverged" or in_segment:
-            return verification
-        if not grows or cell.precision not in PRECISION:
-            return verification
-        self._grow_in_precision(launcher, cell, reference)
-        return verified(prepared, outcome, why_not)
+        if prepared.known is None or outcome.status != "ok":
+            return verified(prepared, outcome, self.failures.get(reference.folder, ""))
+        self._learn_losses(launcher, cell, reference, outcome)
+        verification = verified(prepared, outcome)
+        if reference.drift is None and _diverged_later(verification):
+            self._learn_drift(launcher, cell, reference)
+            verification = verified(prepared, outcome)
+        if cell.precision in PRECISION and _diverged_later(verification):
+            self._learn_drift_in_precision(launcher, cell, reference)
+            verification = verified(prepared, outcome)
+        return verification
 
-    def _grow_in_precision(
+    def _learn_losses(
+        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
+    ) -> None:
+        """Sees to it that the reference of a cell has the losses of as many steps of the training
+        as a trial took, by a launch of its own where it has fewer; it stays as it is where that
+        does not end well."""
+        taken = outcome.trained[0].steps
+        steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
+        if len(reference.all_losses) >= steps:
+            return
+        # Another cell may take more of them.
+        longer = _on_all_cores(_with_steps(reference_cell(cell), math.ceil(SPARE_STEPS * steps)))
+        if losses := _losses_of(_launch(launcher, longer, _data_of(cell))):
+            reference.note_losses(losses)
+
+    def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
+        """Sees to it that the reference of a cell knows how far its losses are, at each step, from
+        those of the same training rounded differently."""
+        known = reference.all_losses
+        longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
+        again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
+        drift = loss_deviations(again, known) if len(again) == len(known) else []
+        # Without any the two runs rounded alike, which tells nothing of others.
+        reference.note_drift(drift if any(drift) else [])
+
+    def _learn_drift_in_precision(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference
     ) -> None:
         """Sees to it that the reference of a cell knows how far its losses are, at each step, from
@@ -133,10 +159,11 @@ class ReferenceRuns:
         known = reference.all_losses
         if len(reference.precision_drift(cell.precision)) >= len(known):
             return
-        longer = _with_steps(cell, len(known)).model_copy(update={"precision": cell.precision})
-        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
+        longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
+        longer = longer.model_copy(update={"precision": cell.precision})
+        data = _data_of(cell)
         runs = [
-            _losses_of(launcher, *one)
+            _losses_of(_launch(launcher, *one))
             for one in ((longer, data), rounded_differently(longer, data))
         ]
         deviations = [loss_deviations(own, known) for own in runs if len(own) == len(known)]
@@ -144,39 +171,30 @@ class ReferenceRuns:
             largest = [max(at) for at in zip(*deviations, strict=True)]
             reference.note_precision_drift(cell.precision, largest)
 
-    def grow(
-        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
-    ) -> None:
-        """Sees to it that the reference of a cell has the losses of as many steps of the training
-        as a trial took, and their drift, by launches of its own where it has fewer; it stays as it
-        is where these do not end well."""
-        taken = outcome.trained[0].steps
-        steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
-        if len(reference.all_losses) >= steps:
-            return
-        # Another cell may take more of them.
-        longer = _with_steps(cell, math.ceil(SPARE_STEPS * steps))
-        data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
-        losses = _losses_of(launcher, longer, data)
-        again = _losses_of(launcher, *rounded_differently(longer, data)) if losses else []
-        if losses:
-            drift = loss_deviations(again, losses) if len(again) == len(losses) else []
-            # Without any the two runs rounded alike, which tells nothing of others.
-            reference.note_losses(losses, drift if any(drift) else [])
+
+def _diverged_later(verification: Verification) -> bool:
+    """Whether a trial is `diverged` by a step after the parity segment."""
+    verdict = verification.verdict
+    return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
 
 
-def _with_steps(cell: Cell, steps: int) -> Cell:
-    """The reference cell of a cell, with so many steps."""
-    longer = reference_cell(cell)
-    changes = {"timed_steps": steps - longer.warmup_steps}
-    if cell.device == "cpu":  # nobody compares how long it takes
-        changes["threads_per_device"] = len(allowed_cores())
-    return longer.model_copy(update=changes)
+def _data_of(cell: Cell) -> DataSource:
+    return prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
 
 
-def _losses_of(launcher: LauncherProtocol, cell: Cell, data: DataSource) -> list[float]:
-    """The losses of a reference run; empty where it does not end well."""
-    outcome = _launch(launcher, cell, data)
+def _with_steps(reference: Cell, steps: int) -> Cell:
+    """A reference cell with so many steps."""
+    return reference.model_copy(update={"timed_steps": steps - reference.warmup_steps})
+
+
+def _on_all_cores(reference: Cell) -> Cell:
+    """A reference cell whose time nobody compares."""
+    cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
+    return reference.model_copy(update=cores)
+
+
+def _losses_of(outcome: Outcome) -> list[float]:
+    """The losses of a reference run; empty where it did not end well."""
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])

@@ -167,17 +167,19 @@ class Runner:
         return True
 
     def another_round(self, watcher: Watcher) -> list[Todo]:
-        """A further trial of each cell whose interval is too wide, or that may still be the answer;
-        none where the time that is left is too short for it."""
+        """A further trial of each cell whose interval is too wide, or that may still be the answer,
+        as far as the time that is left is enough."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # a share of the cells has no answer of its own
         trials = self.store.load([self.plan.run_id], steps=False).trials
-        wanted = worth_launching(self.plan, trials)
-        cells = [cell for cell in self.cells if cell.id in wanted]
+        wanted = worth_launching(self.plan, trials) & {cell.id for cell in self.cells}
         position = int(trials["position"].max()) + 1
-        trials = trials[trials["cell_id"].isin([cell.id for cell in cells])]
-        seconds = trials.groupby("cell_id")["wall_seconds"].median().sum()
-        if not self._budget.has_time_for(seconds) or not cells:
+        trials = trials[trials["cell_id"].isin(wanted)]
+        medians = trials.groupby("cell_id")["wall_seconds"].median()
+        seconds = {str(cell_id): float(median) for cell_id, median in medians.items()}
+        launched = self._budget.has_time_for(seconds)
+        cells = [cell for cell in self.cells if cell.id in launched]
+        if not cells:
             return []
         watcher.round_added(cells)
         trial = int(trials["trial"].max()) + 1
@@ -274,8 +276,8 @@ class Runner:
     ) -> TrialRecord:
         """Launches, judges and records one trial; without a reference its parity stays unknown."""
         seconds = self.plan.timed_seconds_of(cell)
-        seed, alone = self.plan.order_seed, self.plan.trials_of(cell) == 1
-        prepared = PreparedTrial(cell, key, position, reference, seconds, seed, alone)
+        seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
+        prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
         how = prepared.launch
         outcome = launcher.run(

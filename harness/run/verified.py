@@ -17,8 +17,12 @@ from harness.run.rows import SetBackCheck, Verification
 from harness.spec.training import Tolerance
 
 
-def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str) -> Verification:
-    """The verdict on a trial; without a reference it is unknown, for the reason `why_not`."""
+def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
+    """The verdict on a trial; without a reference it is unknown, for the reason `why_not`.
+
+    Where the reference's drift is not known yet, its later losses are held to the narrowest
+    envelope of all: a trial that stays in it stays in every other.
+    """
     cell, reference = prepared.cell, prepared.known
     noise = reference.noise if reference else None
     reference_losses = reference.facts["losses"][: cell.parity_steps] if reference else []
@@ -96,7 +100,9 @@ class _Judging:
         assert self.reference is not None
         if verdict.verdict not in VERIFIED:
             return verdict
-        drift, segment = self.reference.drift, self.prepared.cell.parity_steps
+        segment, drift = self.prepared.cell.parity_steps, self.reference.drift
+        if drift is None:
+            drift = [0.0] * len(self.reference.all_losses)
         if self.prepared.workload.batch_norm:
             drift = with_jumps(drift, segment)
         low = self.reference.precision_drift(self.prepared.cell.precision)

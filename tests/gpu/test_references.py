@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 import harness.run.runner as runner_module
@@ -21,7 +22,9 @@ from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
 from harness.parity.verdict import judge
 from harness.record.plan import Plan
-from harness.record.store import Store
+from harness.record.store import Store, TrialKey
+from harness.run.prepared import PreparedTrial
+from harness.run.references import ReferenceRuns
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -120,6 +123,47 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
     launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU.model_copy(update={"device": "cpu"})], launches)
     assert [cell.micro_batches for cell in launches.cells] == [1]
+
+
+def test_on_a_cpu_its_losses_go_on_after_the_segment(cache: Path, tmp_path: Path) -> None:
+    """So that a trial that takes some steps more needs no other run."""
+    launches = Launches([2.0, 1.0, 0.5])
+    on_cpu = ON_GPU.model_copy(update={"device": "cpu", "parity_steps": 10})
+    (reference,) = references(tmp_path, [on_cpu], launches).values()
+    (first,) = launches.cells
+    assert first.total_steps == 14, "a quarter more than the 11 of the segment and one timed step"
+    assert reference.facts["losses"] == [2.0, 1.0]
+    assert reference.all_losses == [2.0, 1.0, 0.5]
+    assert reference.drift is None, "not known yet"
+
+
+def test_how_rounding_drifts_is_looked_at_only_where_a_trial_needs_it(
+    cache: Path, tmp_path: Path
+) -> None:
+    on_cpu = Cell(strategy="ddp", workload="llama-nano", warmup_steps=1, parity_steps=2)
+    launches = Launches([2.0, 1.0, 0.5])
+    (reference,) = references(tmp_path, [on_cpu], launches).values()
+    prepared = PreparedTrial(on_cpu, TrialKey(on_cpu.id, 0), 0, reference)
+    runs = ReferenceRuns()
+    model = make_workload("llama-nano").build(0, torch.device("cpu"))
+    same = dict.fromkeys(dict(model.named_parameters()), 0.0)
+
+    def verdict(last_loss: float) -> str:
+        rank = answer(0, [1.0, 1.0], [2.0, 1.0, last_loss], update_deviations=same)
+        trial = Outcome("ok", "", time.time(), 1.0, answers=(rank,))
+        verification = runs.verify(launches, prepared, trial)  # type: ignore[arg-type]
+        assert verification.verdict is not None
+        return verification.verdict.verdict
+
+    assert verdict(0.5 * (1 + 1e-6)) == "exact"
+    assert len(launches.cells) == 1, "whatever the drift is, that is within it"
+    launches.losses = [2.0, 1.0, 0.5 * (1 + 1e-6)]
+    assert verdict(0.5 * (1 + 1e-5)) == "exact", "30 times the drift is allowed"
+    _, again = launches.cells
+    assert (again.micro_batches, again.total_steps) == (2, 3)
+    assert reference.drift == pytest.approx([0.0, 0.0, 1e-6])
+    assert verdict(0.5 * (1 + 1e-4)) == "diverged"
+    assert len(launches.cells) == 2, "kept with the reference"
 
 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:

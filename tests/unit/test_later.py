@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from harness.parity.later import MOST, NARROWEST, envelope, with_jumps, with_later
 from harness.parity.verdict import ParityVerdict
@@ -28,6 +30,20 @@ def test_envelope_follows_the_drift_of_the_references() -> None:
     )
     assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == MOST
     assert envelope(39, 3, 0.3, 0.0, drift) == math.inf
+
+
+@given(
+    some.lists(some.floats(0.0, 1.0), max_size=40),
+    some.integers(3, 39),
+    some.floats(1e-5, 0.04),
+    some.floats(0.0, 0.1),
+)
+def test_without_any_drift_it_is_the_narrowest(
+    drift: list[float], step: int, tolerance: float, own: float
+) -> None:
+    """So a trial that stays in it needs no second reference run."""
+    narrowest = envelope(step, 3, tolerance, own, [0.0] * 40)
+    assert narrowest <= envelope(step, 3, tolerance, own, drift)
 
 
 def test_without_a_second_reference_it_grows_step_by_step() -> None:

@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 
 from bench.cli.run_plan import PlanOptions, kept_or_new_plan
-from harness.analysis.precision import too_wide
+from harness.analysis.precision import precision, too_wide
+from harness.analysis.summary import cell_results
+from harness.parity.reference import Reference
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
+from harness.run import further_rounds
 from harness.run.allocation import launches_per_round, not_compared
 from harness.run.further_rounds import TimeBudget
+from harness.run.prepared import ANOTHER, PreparedTrial
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, trial_row
@@ -267,6 +271,58 @@ def test_only_the_third_round_has_launches_that_may_be_left_out() -> None:
         replace(plan, once=frozenset(cell.id for cell in cells)),
     ):
         assert without.spare_from == len(without.schedule())
+
+
+def test_the_shortest_launches_of_a_further_round_fill_what_is_left() -> None:
+    plan = Plan("r", "m", (), 3, until_answered=True, time_budget_seconds=60.0)
+    now = 0.0
+    budget = TimeBudget(plan, lambda: now)
+    seconds = {"spawned": 9.0, "ddp": 2.0, "single": 3.0, "fsdp2": 4.0}
+    assert budget.has_time_for(seconds) == set(seconds)
+    now = 54.0
+    assert budget.has_time_for(seconds) == {"ddp", "single"}
+    assert budget.has_time_for({}) == set()
+
+
+def test_what_is_compared_is_launched_again_until_it_is_known_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a time budget; the answer stands in the third round."""
+    spread = {"single": 0.05, "vertical": 0.05, "ddp": 0.05}
+    answered: dict[str, Any] = {"until_answered": True, "time_budget_seconds": 3600.0}
+    monkeypatch.setattr(further_rounds, "undecided", lambda cells: [])
+    store, watcher, _ = adaptive(tmp_path / "a", monkeypatch, spread, **answered)
+    known = precision(cell_results(store.load().trials))
+    assert known is not None
+    assert known.enough
+    assert watcher.added
+    assert {len(cells) for cells in watcher.added} == {3}, "the baseline too"
+    answered["time_budget_seconds"] = None
+    _, watcher, _ = adaptive(tmp_path / "b", monkeypatch, spread, **answered)
+    assert not watcher.added
+    quiet = dict.fromkeys(spread, 0.005)
+    answered["time_budget_seconds"] = 3600.0
+    _, watcher, _ = adaptive(tmp_path / "c", monkeypatch, quiet, **answered)
+    assert not watcher.added
+
+
+def test_one_of_three_launches_of_a_cell_is_set_back(tmp_path: Path) -> None:
+    """Of fewer one too; which, the seed of the run decides."""
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    (folder / "reference.json").write_text("{}")
+
+    def chosen(trial: int, launches: int, seed: int) -> bool:
+        cell = Cell(strategy="ddp", workload="llama-nano")
+        known, key = Reference(str(folder)), TrialKey(cell.id, trial)
+        trained = PreparedTrial(cell, key, 0, known, 0.5, seed, launches)
+        assert trained.not_set_back == ("" if "set_back_seed" in trained.launch.more else ANOTHER)
+        return not trained.not_set_back
+
+    for launches, most in ((1, 1), (2, 1), (3, 1), (6, 2)):
+        for seed in range(4):
+            assert sum(chosen(trial, launches, seed) for trial in range(launches)) == most
+    assert len({chosen(0, 3, seed) for seed in range(12)}) == 2
 
 
 def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
