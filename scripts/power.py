@@ -27,8 +27,9 @@ from harness.analysis.answer import EQUAL, KEPT_CONFIDENCE, trustworthy
 from harness.analysis.best import against_best
 from harness.analysis.estimates import estimates_of, steps_of
 from harness.analysis.moderated import Spread, moderated, prior
+from harness.analysis.precision import Precision
 from harness.analysis.setting import setting
-from harness.analysis.stats import CONFIDENCE, LogEstimate, ratio
+from harness.analysis.stats import CONFIDENCE, LogEstimate, percentile, ratio
 from harness.analysis.summary import cell_results
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
@@ -85,6 +86,7 @@ class Design:
         self.group = max(groups.values(), key=len)
         """The cells of the largest setting."""
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
+        self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
         self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
         """Logarithms of their recorded throughputs over the fastest one's."""
 
@@ -103,12 +105,30 @@ class Design:
         further = round(SHARE_LEFT * len(self.order))
         while True:
             estimates = estimated(values, self.steps)
-            wanted = open_cells({cell: estimates[cell] for cell in self.group})
-            further -= len(wanted)
-            if not wanted or further < 0:
+            if self.known_well(estimates):
+                wanted = open_cells({cell: estimates[cell] for cell in self.group})
+            else:
+                wanted = list(self.usual)
+            if not wanted or further <= 0:
                 return estimates
-            for cell in wanted:
+            for cell in wanted[:further]:  # the shortest of them, whatever they are
                 launch(cell)
+            further -= len(wanted)
+
+    def known_well(self, cells: Mapping[str, LogEstimate]) -> bool:
+        """As `not_known_well` looks at all settings together."""
+        ratios = [
+            ratio(cells[cell], cells[self.baseline], CONFIDENCE)
+            for cell in self.group
+            if cell != self.baseline
+        ]
+        widths = [
+            (known.high - known.low) / 2 / known.ratio
+            for known in ratios
+            if known.low is not None and known.high is not None
+        ]
+        median, nine_in_ten = statistics.median(widths), percentile(widths, 0.9)
+        return Precision(len(widths), median, nine_in_ten).enough
 
 
 def estimated(

@@ -39,7 +39,6 @@ class RunProgress:
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.seconds_left = self.expected_left
         self.began = self.last_end = time.monotonic()
-        self.until_answered = planned.until_answered
         self.budget = planned.time_budget_seconds or math.inf
         self.spare = len(every) - planned.spare_from
         """Launches that are made only while the time budget lasts."""
@@ -77,13 +76,12 @@ class RunProgress:
         if not self.bar:
             self.out.print(escape(what))
 
-    def round_added(self, cells: Sequence[Cell]) -> None:
+    def round_added(self, cells: Sequence[Cell], among: str) -> None:
         self.total += len(cells)
         self.expected_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
-        why = "may still be the fastest" if self.until_answered else "have too wide an interval"
-        self.preparing(f"one more round: {len(cells)} cells {why}")
+        self.preparing(f"one more round: {len(cells)} of {among}")
 
     def time_is_spent(self, left_out: int) -> None:
         self.expected_left *= 1 - left_out / max(1, self.total - self.done)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.analysis.answer import undecided
-from harness.analysis.precision import not_known_well, too_wide
+from harness.analysis.precision import (
+    MEDIAN_WANTED,
+    NINE_IN_TEN_WANTED,
+    not_known_well,
+    too_wide,
+)
 from harness.analysis.summary import cell_results
 from harness.record.plan import Plan
 from harness.spec.cell import Cell
@@ -20,18 +25,32 @@ FURTHER_SHARE = 0.25
 """Of the time of the planned rounds: what further ones may take where no time budget is given."""
 
 
-def worth_launching(plan: Plan, trials: pd.DataFrame) -> set[str]:
-    """Ids of the cells whose interval is too wide, or that may still be the answer.
+class FurtherRound(NamedTuple):
+    """Cells that a further launch is worth, and why."""
+
+    cell_ids: set[str]
+    why: str
+    """Continues `cells that`."""
+
+
+def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
+    """The cells whose interval is too wide, or that may still be the answer.
 
     Where a time budget is given, all that are compared come first, until the run knows their
     throughputs well. `trials`: of the run so far. Cells that are launched once are never among
     them.
     """
     if plan.precision is not None:
-        return set(too_wide(trials, plan.precision)) - plan.once
+        wide = set(too_wide(trials, plan.precision))
+        return FurtherRound(wide - plan.once, "have too wide an interval")
     cells = cell_results(trials)
     compared = not_known_well(cells) if plan.time_budget_seconds is not None else set()
-    return (compared or {cell.cell_id for cell in undecided(cells)}) - plan.once
+    if compared:
+        why = f"are compared: half of their intervals are wider than ±{MEDIAN_WANTED:.0%}"
+        why += f", or a tenth wider than ±{NINE_IN_TEN_WANTED:.0%}"
+        return FurtherRound(compared - plan.once, why)
+    best = {cell.cell_id for cell in undecided(cells)}
+    return FurtherRound(best - plan.once, "may still be the fastest, or are compared with these")
 
 
 class TimeBudget:

@@ -38,7 +38,7 @@ class Watcher(Protocol):
     """What a runner tells while it works; the command line draws it."""
 
     def preparing(self, what: str) -> None: ...
-    def round_added(self, cells: Sequence[Cell]) -> None: ...
+    def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
     def time_is_spent(self, left_out: int) -> None: ...
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
@@ -172,7 +172,8 @@ class Runner:
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # a share of the cells has no answer of its own
         trials = self.store.load([self.plan.run_id], steps=False).trials
-        wanted = worth_launching(self.plan, trials) & {cell.id for cell in self.cells}
+        worth, why = worth_launching(self.plan, trials)
+        wanted = worth & {cell.id for cell in self.cells}
         position = int(trials["position"].max()) + 1
         trials = trials[trials["cell_id"].isin(wanted)]
         medians = trials.groupby("cell_id")["wall_seconds"].median()
@@ -181,7 +182,7 @@ class Runner:
         cells = [cell for cell in self.cells if cell.id in launched]
         if not cells:
             return []
-        watcher.round_added(cells)
+        watcher.round_added(cells, f"{len(wanted)} cells that {why}")
         trial = int(trials["trial"].max()) + 1
         return [
             (position + i, cell, TrialKey(cell.id, trial, 1))

@@ -90,7 +90,7 @@ class Recorder:
         self.left_out = 0
 
     def preparing(self, what: str) -> None: ...
-    def round_added(self, cells: Sequence[Cell]) -> None:
+    def round_added(self, cells: Sequence[Cell], among: str) -> None:
         self.added.append(cells)
 
     def time_is_spent(self, left_out: int) -> None:
