@@ -25,7 +25,7 @@ BATCH, TOKENS, MICRO_BATCHES = 8, 64, 4
 WARM_UP, STEPS = 5, 100
 strategy, folder = sys.argv[1], Path(sys.argv[2])
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-text = np.random.default_rng(0).integers(0, 256, 2_000_000).astype(np.uint16)
+text = np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16)
 
 
 def make_model():
