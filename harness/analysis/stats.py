@@ -21,10 +21,10 @@ LEAST_TRIALS = 5
 """Below these no interval is taken for narrow: two launches may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
 """Of ratios within rounds, and between runs."""
-ESTIMATES_CONFIDENCE = 0.997
+ESTIMATES_CONFIDENCE = 0.9985
 """Of ratios between cells of a run. A cell is compared with 60 others, and at most one run in 20 is
-to have a false alarm: simulated from recorded noise (scripts/power.py), 5.5 % of runs of equals had
-one at 99.5 % and 2.6 % at 99.7 %."""
+to have a false alarm: simulated from the noise of three recorded runs (scripts/power.py), 2.6 to
+9.0 % of runs of equals had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
