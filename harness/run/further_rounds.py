@@ -86,7 +86,7 @@ class TimeBudget:
         """What its latest launch took."""
         return self.took.get(cell.id, 0.0)
 
-    def has_time_for(self, seconds: Mapping[str, float]) -> set[str]:
+    def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
         """Which cells of a further round are launched: as many as fit in the time that is left,
         those that take least of it first.
 

@@ -178,7 +178,7 @@ class Runner:
         trials = trials[trials["cell_id"].isin(wanted)]
         medians = trials.groupby("cell_id")["wall_seconds"].median()
         seconds = {str(cell_id): float(median) for cell_id, median in medians.items()}
-        launched = self._budget.has_time_for(seconds)
+        launched = self._budget.shortest_that_fit(seconds)
         cells = [cell for cell in self.cells if cell.id in launched]
         if not cells:
             return []

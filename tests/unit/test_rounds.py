@@ -278,10 +278,10 @@ def test_the_shortest_launches_of_a_further_round_fill_what_is_left() -> None:
     now = 0.0
     budget = TimeBudget(plan, lambda: now)
     seconds = {"spawned": 9.0, "ddp": 2.0, "single": 3.0, "fsdp2": 4.0}
-    assert budget.has_time_for(seconds) == set(seconds)
+    assert budget.shortest_that_fit(seconds) == set(seconds)
     now = 54.0
-    assert budget.has_time_for(seconds) == {"ddp", "single"}
-    assert budget.has_time_for({}) == set()
+    assert budget.shortest_that_fit(seconds) == {"ddp", "single"}
+    assert budget.shortest_that_fit({}) == set()
 
 
 def test_what_is_compared_is_launched_again_until_it_is_known_well(
