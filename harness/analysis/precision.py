@@ -74,10 +74,9 @@ def not_known_well(cells: Sequence[CellResult]) -> set[str]:
     All of them: a cell that is launched again because its own interval happens to be wide would
     make the intervals of a run too narrow.
     """
-    known = precision(cells)
+    known, among = precision(cells), _widths_over_baseline(cells)
     if known is None or known.enough:
         return set()
-    among = _widths_over_baseline(cells)
     return {*among, *(cell.baseline for cell in cells if cell.cell_id in among)}
 
 
