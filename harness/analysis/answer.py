@@ -12,16 +12,17 @@ from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compared, same
 from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, Comparison
+from harness.analysis.stats import CONFIDENCE, ESTIMATES_CONFIDENCE, Comparison
 
 EQUAL = 0.02
 """Relative differences in throughput up to this matter to nobody."""
 NEARLY_AS_FAST = 0.03
 """How much throughput the simplest strategy may cost."""
-KEPT_CONFIDENCE = 0.999
-"""With which a cell must be known not to be the fastest before it gets no further launches. Looking
-again after each round is many chances to drop a cell by bad luck, whose figure then stays too low:
-at 95 %, intervals of 95 % held only 93 times of 100 (scripts/power.py)."""
+KEPT_CONFIDENCE = (1 + ESTIMATES_CONFIDENCE) / 2
+"""With which a cell must be known not to be the fastest before it gets no further launches: as sure
+as two cells are told apart, on one side. Looking again after each round is many chances to drop a
+cell by bad luck, whose figure then stays too low: at 95 %, intervals of 95 % held only 93 times of
+100 (scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
