@@ -20,7 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,13 @@ PAIRS = int(os.environ.get("BENCH_PAIRS", "16"))
 SHORTEST_SEQUENCE = 64
 """Tokens; the pairs are told apart by the length of their sequences."""
 MOST_SECONDS_A_PAIR = 60
-"""Of the run's time; where one pair decides the answer, `full` has several minutes left for it."""
+"""Of the run's time, on average."""
 
 
-def cells_of(
+def estimates(
     folder: Path, cells: Sequence[Mapping[str, Any]], minutes: float | None = None
-) -> Iterator[tuple[TrialRecord, LogEstimate]]:
-    """Launches them all; yields each cell's first trial, and its throughput.
+) -> list[tuple[TrialRecord, LogEstimate]]:
+    """Launches them all; returns one trial of each cell, and the cell's throughput.
 
     `minutes`: the time budget, which is otherwise a share of the first rounds' time.
     """
@@ -66,8 +66,8 @@ def cells_of(
     subprocess.run([*command, "--results", str(folder / "results")], check=True)
     trials = TrialRecord.from_frame(Store(folder / "results").load(steps=False).trials)
     found = estimates_of(trials).cells
-    for cell_id, trial in {trial.cell_id: trial for trial in reversed(trials)}.items():
-        yield trial, found[cell_id]
+    by_cell = {trial.cell_id: trial for trial in trials}
+    return [(trial, found[cell_id]) for cell_id, trial in by_cell.items()]
 
 
 def slowed(percent: float) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ def test_planted_differences(
     that in one run nearly all of them can be off to the same side."""
     percents = [planted + number / 1000 for planted in PLANTED for number in range(OF_EACH)]
     cells = [{"strategy": "ddp"}, *map(slowed, percents)]
-    found = benchmark.pedantic(lambda: list(cells_of(tmp_path, cells)), rounds=1)
+    found = benchmark.pedantic(lambda: estimates(tmp_path, cells), rounds=1)
     (baseline,) = (cell for trial, cell in found if trial.strategy == "ddp")
     everything = [(int(percent_of(trial)), cell) for trial, cell in found]
     pairs = [(a, b) for a, b in itertools.permutations(everything, 2) if a[0] <= b[0]]
@@ -120,7 +120,7 @@ def test_pairs_on_which_the_answer_depends(
         for cell in ({"strategy": "ddp"}, slowed(percent))
     ]
     minutes = len(planted) * MOST_SECONDS_A_PAIR / 60
-    found = benchmark.pedantic(lambda: list(cells_of(tmp_path, cells, minutes)), rounds=1)
+    found = benchmark.pedantic(lambda: estimates(tmp_path, cells, minutes), rounds=1)
     by_strategy = {(trial.strategy, trial.sequence_length): cell for trial, cell in found}
     pairs = [
         (percent, by_strategy["ddp", length], by_strategy["slowed", length])
