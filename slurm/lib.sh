@@ -76,7 +76,8 @@ requeue() {
     exit 1
   fi
   say "the current trial is recorded as interrupted; the job goes on where it stopped"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 300 # SLURM ends the job meanwhile
+  # SLURM ends the job meanwhile. `sleep` would be a process of its own, and could outlive a shell that SLURM kills as it starts it.
+  scontrol requeue "$SLURM_JOB_ID" && read -rt 300 <> <(:)
   exit 1
 }
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -208,6 +211,36 @@ def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) -> None:
+    """SLURM kills the processes that it has listed: with some of its plugins, one that the job's
+    shell starts just then is not among them."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1",
+        "BENCH_RESULTS": str(tmp_path),
+    }
+    words = ["bash", "-uc", "set -o pipefail; . slurm/lib.sh; requeue"]
+    shell = psutil.Popen(words, cwd=ROOT, env=environment)
+
+    def running() -> list[psutil.Process]:
+        return [one for one in shell.children() if one.status() != psutil.STATUS_ZOMBIE]
+
+    try:
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "asked").exists() or running():
+            assert time.monotonic() < deadline, f"would outlive the job: {running()}"
+            time.sleep(0.05)
+        assert shell.poll() is None, "it waits until SLURM kills it"
+    finally:
+        for process in [*running(), shell]:
+            process.terminate()
+    assert shell.wait(10) == -signal.SIGTERM
 
 
 def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
