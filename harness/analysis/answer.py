@@ -15,7 +15,8 @@ from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, ESTIMATES_CONFIDENCE, Comparison
 
 EQUAL = 0.02
-"""Relative differences in throughput up to this matter to nobody."""
+"""Relative differences in throughput up to this matter to nobody: two cells are equal where the
+95 % interval of their ratio is within it."""
 NEARLY_AS_FAST = 0.03
 """How much throughput the simplest strategy may cost."""
 KEPT_CONFIDENCE = (1 + ESTIMATES_CONFIDENCE) / 2
@@ -194,7 +195,7 @@ def _use(cell: CellResult, exact: Sequence[CellResult], baseline: CellResult | N
 
 def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     others = [tie for tie in ties if tie is not cell]
-    equal = [tie for tie in others if _ratio(tie, cell) >= 1 - EQUAL]
+    equal = [tie for tie in others if _equal(tie, cell)]
     rest = [tie for tie in others if tie not in equal]
     parts = []
     if equal:
@@ -202,6 +203,15 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     if rest:
         parts.append(f"not told apart from it: {named(rest)}")
     return "; ".join(parts)
+
+
+def _equal(cell: CellResult, other: CellResult) -> bool:
+    """Whether they are known to differ by less than matters: the interval says so, not the ratio
+    alone."""
+    ratio = compared(cell, other, CONFIDENCE)
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return False
+    return 1 - EQUAL <= ratio.low and ratio.high <= 1 + EQUAL
 
 
 def _ratio(cell: CellResult, other: CellResult) -> float:

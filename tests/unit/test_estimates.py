@@ -253,6 +253,34 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
     assert "50 MiB on its fullest device, 50 % less than a, at 91 % of its throughput" in memory
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (0.002, "equal to it within 2 %: second"),
+        (0.02, "not told apart from it: second"),
+    ],
+)
+def test_cells_are_equal_where_their_interval_says_so(
+    cells: list[CellResult], error: float, says: str
+) -> None:
+    """Their figures are 0.2 % apart: with wide intervals that may be by chance."""
+    pattern = next(cell for cell in cells if cell.strategy == "a")
+    found = answer(
+        [
+            dataclasses.replace(
+                pattern,
+                cell_id=name,
+                label=name,
+                log_throughput=LogEstimate(mean, error, 100, 3),
+                samples_per_second=math.exp(mean),
+            )
+            for name, mean in (("first", 0.0), ("second", -0.002))
+        ]
+    )
+    assert found is not None
+    assert found.advice[0].as_good == says
+
+
 def test_no_advice_without_an_exact_training(cells: list[CellResult]) -> None:
     assert answer([cell for cell in cells if cell.strategy in "cd"]) is None
 
