@@ -211,7 +211,7 @@ def _equal(cell: CellResult, other: CellResult) -> bool:
     ratio = compared(cell, other, CONFIDENCE)
     if ratio is None or ratio.low is None or ratio.high is None:
         return False
-    return 1 - EQUAL <= ratio.low and ratio.high <= 1 + EQUAL
+    return ratio.low >= 1 - EQUAL and ratio.high <= 1 + EQUAL
 
 
 def _ratio(cell: CellResult, other: CellResult) -> float:
