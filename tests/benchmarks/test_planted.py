@@ -88,9 +88,9 @@ def test_planted_differences(
     that in one run nearly all of them can be off to the same side."""
     percents = [planted + number / 1000 for planted in PLANTED for number in range(OF_EACH)]
     cells = [{"strategy": "ddp"}, *map(slowed, percents)]
-    found = benchmark.pedantic(lambda: estimates(tmp_path, cells), rounds=1)
-    (baseline,) = (cell for trial, cell in found if trial.strategy == "ddp")
-    everything = [(int(percent_of(trial)), cell) for trial, cell in found]
+    measured = benchmark.pedantic(lambda: estimates(tmp_path, cells), rounds=1)
+    (baseline,) = (cell for trial, cell in measured if trial.strategy == "ddp")
+    everything = [(int(percent_of(trial)), cell) for trial, cell in measured]
     pairs = [(a, b) for a, b in itertools.permutations(everything, 2) if a[0] <= b[0]]
     for whose, compared in (
         ("with the baseline", [pair for pair in pairs if pair[0][1] is baseline]),
@@ -120,8 +120,8 @@ def test_pairs_on_which_the_answer_depends(
         for cell in ({"strategy": "ddp"}, slowed(percent))
     ]
     minutes = len(planted) * MOST_SECONDS_A_PAIR / 60
-    found = benchmark.pedantic(lambda: estimates(tmp_path, cells, minutes), rounds=1)
-    by_strategy = {(trial.strategy, trial.sequence_length): cell for trial, cell in found}
+    measured = benchmark.pedantic(lambda: estimates(tmp_path, cells, minutes), rounds=1)
+    by_strategy = {(trial.strategy, trial.sequence_length): cell for trial, cell in measured}
     pairs = [
         (percent, by_strategy["ddp", length], by_strategy["slowed", length])
         for length, percent in enumerate(planted, SHORTEST_SEQUENCE)

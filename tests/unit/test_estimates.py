@@ -192,6 +192,21 @@ def cells(tmp_path: Path) -> list[CellResult]:
     return cell_results(stored(tmp_path, rows).trials)
 
 
+def first_and_second(cells: Sequence[CellResult], behind: float, error: float) -> list[CellResult]:
+    """Two cells like a, with a difference and standard errors of their log throughputs."""
+    pattern = next(cell for cell in cells if cell.strategy == "a")
+    return [
+        dataclasses.replace(
+            pattern,
+            cell_id=name,
+            label=name,
+            log_throughput=LogEstimate(mean, error, 100, 3),
+            samples_per_second=math.exp(mean),
+        )
+        for name, mean in (("first", 0.0), ("second", -behind))
+    ]
+
+
 def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None:
     by_name = {cell.strategy: cell for cell in cells}
     a, b = by_name["a"], by_name["b"]
@@ -264,21 +279,9 @@ def test_cells_are_equal_where_their_interval_says_so(
     cells: list[CellResult], error: float, says: str
 ) -> None:
     """Their figures are 0.2 % apart: with wide intervals that may be by chance."""
-    pattern = next(cell for cell in cells if cell.strategy == "a")
-    found = answer(
-        [
-            dataclasses.replace(
-                pattern,
-                cell_id=name,
-                label=name,
-                log_throughput=LogEstimate(mean, error, 100, 3),
-                samples_per_second=math.exp(mean),
-            )
-            for name, mean in (("first", 0.0), ("second", -0.002))
-        ]
-    )
-    assert found is not None
-    assert found.advice[0].as_good == says
+    advised = answer(first_and_second(cells, 0.002, error))
+    assert advised is not None
+    assert advised.advice[0].as_good == says
 
 
 def test_no_advice_without_an_exact_training(cells: list[CellResult]) -> None:
@@ -322,16 +325,7 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
 
 def test_bad_luck_in_one_look_ends_no_cells_launches(cells: list[CellResult]) -> None:
     """5 % behind with a standard error of 2 %: too much for 95 %, too little for 99.9 %."""
-    pattern = next(cell for cell in cells if cell.strategy == "a")
-    two = [
-        dataclasses.replace(
-            pattern,
-            cell_id=name,
-            log_throughput=LogEstimate(mean, 0.02 / math.sqrt(2), 100, 3),
-            samples_per_second=math.exp(mean),
-        )
-        for name, mean in (("first", 0.0), ("second", -0.05))
-    ]
+    two = first_and_second(cells, 0.05, 0.02 / math.sqrt(2))
     assert [cell.cell_id for cell in may_be_fastest(two)] == ["first"]
     assert [cell.cell_id for cell in undecided(two)] == ["first", "second"]
 
