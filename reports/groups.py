@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import alike, same
-from harness.analysis.setting import setting
+from harness.analysis.setting import GroupSize, heading, setting, timed
 from harness.analysis.stats import Estimate
 from reports.names import device_words, unit
 from reports.ranked import RankedCell
@@ -120,13 +120,17 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
     return list(chosen.values())
 
 
-def headline(groups: Sequence[RankedGroup]) -> RankedGroup | None:
-    """The group that the verdict leads with: main workload, something to compare, real hardware,
-    several devices, most cells."""
-    if not groups:
-        return None
-    main = [group for group in groups if group.workload == groups[0].workload]
-    return max(main, key=lambda g: (len(g.rows) > 1, g.real, g.devices > 1, len(g.rows), g.devices))
+def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
+    """Returns the group that the verdict leads with, see `heading`.
+
+    `once`: ids of the cells that the run launched once, for parity alone.
+    """
+    sizes = [
+        GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
+        for g in groups
+    ]
+    index = heading(sizes)
+    return None if index is None else groups[index]
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:

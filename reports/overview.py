@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from harness.analysis.answer import Answer, answer
 from harness.analysis.compare import compare_sides
 from harness.analysis.run_comparison import RunComparison
 from harness.analysis.selection import RunSelection, select
 from harness.record.run import RunRecord
 from harness.spec.errors import UsageError
 from reports import facts
+from reports.groups import RankedGroup
 from reports.names import named
 from reports.page import fill
 from reports.run_report import RunReport, only, ran
 from reports.text import listed, plain, plural
-from reports.verdict import verdict
+from reports.verdict import Pick, fast, verdict
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -94,7 +96,7 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """The best of a run, and details of it."""
+    """Returns what a run advises, or its fastest cell if it advises nothing, and details of it."""
     if report.largest:
         best = report.largest.winner
         if best is None:
@@ -103,13 +105,22 @@ def _verdict(report: RunReport) -> tuple[str, str]:
     group = report.leading
     if group is None:
         return "nothing is ranked", ""
-    fastest = verdict(group).fastest
-    tied = [named(cell, place=False) for cell in fastest.tied]
+    verb, pick = "fastest:", verdict(group).fastest
+    if advised := answer(group.rows):
+        verb, pick = "use", _advised(group, advised)
+    tied = [named(cell, place=False) for cell in pick.tied]
     alike = f"; cannot be told apart from {listed(tied, 3)}" if tied else ""
     return (
-        f"fastest: {named(fastest.row, place=False)}",
-        f"{fastest.value}, {fastest.interval}{alike}; {group.workload}, {group.title}",
+        f"{verb} {named(pick.row, place=False)}",
+        f"{pick.value}, {pick.interval}{alike}; {group.workload}, {group.title}",
     )
+
+
+def _advised(group: RankedGroup, advised: Answer) -> Pick:
+    """Returns the cell to use, and those that may be as fast."""
+    ids = {cell.cell_id for cell in advised.may_be_fastest}
+    use, *ties = [row for row in group.rows if row.cell_id in ids]
+    return fast(group, use, tuple(ties))
 
 
 def page(store: Store, folder: Path) -> str:

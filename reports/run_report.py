@@ -17,6 +17,7 @@ from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
 from harness.record.status import NO_RESULT
 from harness.record.trial import TrialRecord
+from reports.facts import plan_of
 from reports.failures import unreached
 from reports.groups import RankedGroup, find_groups, headline
 from reports.largest import Largest, is_search, largest, verified
@@ -66,7 +67,8 @@ class RunReport:
     @functools.cached_property
     def leading(self) -> RankedGroup | None:
         """The group that the verdict is about; models of a search are not compared by speed."""
-        return None if self.largest else headline(self.groups)
+        once = plan_of(self.run).get("once", ())
+        return None if self.largest else headline(self.groups, once)
 
     @functools.cached_property
     def profiled(self) -> list[ProfiledCell]:

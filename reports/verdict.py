@@ -47,14 +47,15 @@ def verdict(group: RankedGroup) -> FastestVerdict:
     fastest = timed[0]
     return FastestVerdict(
         group,
-        _fast(group, fastest, tuple(tied_with_fastest(timed))),
+        fast(group, fastest, tuple(tied_with_fastest(timed))),
         _frugal(of_real_things(group), fastest),
         _balanced(group, timed, fastest),
-        _fast(group, first, ()) if fastest is not first else None,
+        fast(group, first, ()) if fastest is not first else None,
     )
 
 
-def _fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
+def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
+    """Returns a ranked cell of a group with its throughput; `tied`: cells that may be as fast."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:

@@ -15,6 +15,7 @@ from bench.cli.terminal import duration
 if TYPE_CHECKING:
     from harness.record.plan import Plan
     from harness.record.store import Store, TrialKey
+    from harness.run.allocation import PlannedHeadline
     from harness.run.expected import References
     from harness.spec.cell import Cell
 
@@ -73,6 +74,35 @@ def show(
     )
     out.print(f"in all about {duration(total + references.seconds)}")
     return seconds, references
+
+
+def show_headline(out: Console, planned: Plan, headline: PlannedHeadline | None) -> None:
+    """Prints which group of cells the run's answer will be about, and what it is compared with."""
+    if headline is None:
+        return
+    cell, baseline = headline.cells[0], headline.baseline
+    against = "no baseline"
+    if baseline is not None:
+        against = f"baseline {baseline.label}, {planned.trials_of(baseline)} trials"
+    out.print(
+        f"headline: {cell.workload} · {cell.device} x{cell.devices} · {cell.precision} · batch"
+        f" {cell.global_batch}: {len(headline.candidates)} of {len(headline.cells)} cells may be"
+        f" advised; {against}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
+    """Returns the setting of the planned headline, its baseline and its candidates."""
+    fields = ("workload", "device", "devices", "nodes", "precision", "global_batch")
+    return {
+        **{name: getattr(headline.cells[0], name) for name in fields},
+        "cells": len(headline.cells),
+        "baseline_cell_id": headline.baseline and headline.baseline.id,
+        "candidate_cell_ids": [cell.id for cell in headline.candidates],
+    }
 
 
 def show_inputs(out: Console, device: str) -> None:

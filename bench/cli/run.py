@@ -167,6 +167,7 @@ def run(
     from harness.record.plan import kept_plan
     from harness.record.run_lock import sole_writer
     from harness.record.store import Store
+    from harness.run.allocation import planned_headline
     from harness.run.runner import Runner
     from harness.spec.errors import UsageError
 
@@ -213,11 +214,14 @@ def run(
         console, store, plan, planned.open_trials(), planned_host.name
     )
     if dry_run:
+        headline = planned_headline(plan)
+        plan_table.show_headline(console, plan, headline)
         plan_table.show_inputs(console, planned_host.device)
         if json_output:
             expected = {
                 "expected_seconds": seconds,
                 "references": dataclasses.asdict(references),
+                "headline": headline and plan_table.headline_as_json(headline),
             }
             print(json.dumps(json.loads(plan.to_json()) | expected))
         return

@@ -15,6 +15,7 @@ from bench.cli import terminal
 from harness.analysis.answer import Answer, answer, what_more_would_buy
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision, too_wide
+from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
 from harness.record.conclusion import ConclusionRecord
 from harness.record.plan import Plan
@@ -66,13 +67,14 @@ def conclude(
     terminal.ranking(console, results)
     if ended.finished:
         _say_what_is_too_wide(console, plan, loaded, results)
-    leading = headline(find_groups(results)) if plan.search is None else None
+    measured = timed(results, plan.once)
+    leading = headline(find_groups(results), plan.once) if plan.search is None else None
     advised = answer(leading.rows) if leading else None
     if leading and advised:
         terminal.advice(console, advised, leading.full_title)
-    if plan.until_answered and (more := what_more_would_buy(results)):
+    if plan.until_answered and (more := what_more_would_buy(measured)):
         console.print(f"{more} (--time-budget)", highlight=False)
-    known = precision(results)
+    known = precision(measured)
     if known:
         console.print(known.sentence, highlight=False)
     if ended.all_recorded:

@@ -103,10 +103,11 @@ def _new_plan(options: PlanOptions) -> Plan:
         seconds = matrix.timed_seconds if seconds is None else seconds
         plan = dataclasses.replace(plan, timed_seconds=seconds)
         if seconds and plan.until_answered:
+            timed = [cell for cell in plan.cells if cell.id not in plan.once]
             plan = dataclasses.replace(
                 plan,
-                not_compared=not_compared(plan.cells),
-                launches_per_round=launches_per_round(plan.cells),
+                not_compared=not_compared(timed),
+                launches_per_round=launches_per_round(timed),
             )
     else:
         require_few(plan)

@@ -54,7 +54,8 @@ class Answer:
     compared: int
     """Cells that could be advised."""
     may_be_fastest: tuple[CellResult, ...]
-    """Of those that train exactly the same: the set that holds the fastest with 95 % confidence."""
+    """Of those that train what one process trains: the set that holds the fastest with 95 %
+    confidence."""
     baseline: CellResult | None
 
     @property
@@ -70,6 +71,10 @@ class Answer:
             caveats.append(f"something else used the machine in {use.disturbed} of its launches")
         if use.trials < 2:
             caveats.append("one launch: no interval")
+        if use.parity_verdict != "exact" and not use.fp32_twin:
+            caveats.append(
+                f"not run in fp32, where a deviation that {use.precision} rounding hides would show"
+            )
         return "; ".join(caveats)
 
 
@@ -100,8 +105,8 @@ def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) 
     all are known to be equal to it."""
     chosen: list[CellResult] = []
     for group in by_setting(trustworthy(cells)):
-        exact = [cell for cell in group if cell.parity_verdict == "exact"]
-        ties = may_be_fastest(exact, confidence) if len(exact) > 1 else []
+        same = [cell for cell in group if cell.same_training]
+        ties = may_be_fastest(same, confidence) if len(same) > 1 else []
         speeds = [
             cell.log_throughput
             for cell in ties
@@ -141,19 +146,19 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 def answer(cells: Sequence[CellResult]) -> Answer | None:
     """What the cells of one setting say; None where none of them can be advised."""
     fair = trustworthy(cells)
-    exact = [cell for cell in fair if cell.parity_verdict == "exact"]
-    if not exact:
+    advisable = [cell for cell in fair if cell.same_training]
+    if not advisable:
         return None
     baseline = next((cell for cell in fair if cell.cell_id == cell.baseline), None)
-    fastest = exact[0]
-    ties = may_be_fastest(exact)
-    advice = [Advice("Use", fastest, _use(fastest, exact, baseline), _as_good(fastest, ties))]
-    inexact = fair[0]
-    if inexact is not fastest and _faster(inexact, fastest):
-        advice.append(Advice("Faster at a price", inexact, _price(inexact, fastest)))
+    fastest = advisable[0]
+    ties = may_be_fastest(advisable)
+    advice = [Advice("Use", fastest, _use(fastest, advisable, baseline), _as_good(fastest, ties))]
+    other = fair[0]
+    if other is not fastest and _faster(other, fastest):
+        advice.append(Advice("Faster at a price", other, _price(other, fastest)))
     if frugal := _frugal(fair):
         advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
-    simple = _simplest(exact)
+    simple = _simplest(advisable)
     if (
         simple is not fastest and simple.log_throughput
     ):  # records of older versions lack the packages
@@ -182,10 +187,15 @@ def named(cells: Sequence[CellResult]) -> str:
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
 
 
-def _use(cell: CellResult, exact: Sequence[CellResult], baseline: CellResult | None) -> str:
-    if len(exact) == 1:
-        return "the only one here that trains exactly the same as one process"
-    parts = [f"the fastest of {len(exact)} that train exactly the same as one process"]
+def _use(cell: CellResult, advisable: Sequence[CellResult], baseline: CellResult | None) -> str:
+    exact = all(other.parity_verdict == "exact" for other in advisable)
+    one, several = ("trains", "train") if exact else ("matches", "match")
+    what = "exactly the same as one process"
+    if not exact:
+        what = f"single-process training within {cell.precision} rounding"
+    if len(advisable) == 1:
+        return f"the only one here that {one} {what}"
+    parts = [f"the fastest of {len(advisable)} that {several} {what}"]
     if baseline is cell:
         parts.append("the usual choice itself")
     elif baseline is not None and (ratio := compared(cell, baseline, CONFIDENCE)):
@@ -228,6 +238,8 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
     ratio = compared(cell, fastest, CONFIDENCE)
     words = f"{change(ratio)} than {fastest.label}" if ratio else "faster"
     reason = cell.parity_reason or "another training"
+    if cell.fp32_twin not in ("", "exact"):
+        reason = f"its fp32 run is not exact either ({cell.fp32_twin})"
     deviation = cell.parity_max_loss_deviation
     off = "" if deviation is None else f"; its loss was off by {deviation:.1e} at most"
     return f"{words}, at the price of another training: {reason}{off}"
@@ -249,10 +261,10 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
     if cell is fastest or not fastest.peak_memory_bytes:
         return words
     less = 1 - peak / fastest.peak_memory_bytes
-    inexact = "" if cell.parity_verdict == "exact" else ", and not exactly the same training"
+    other = "" if cell.same_training else ", and not exactly the same training"
     return (
         f"{words}, {less * 100:.0f} % less than {fastest.label}, at"
-        f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{inexact}"
+        f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{other}"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import Estimate, LogEstimate
+from harness.spec.cell import PLAIN
 
 if TYPE_CHECKING:
     from harness.analysis.disturbance import Cause
@@ -175,6 +176,12 @@ class CellResult:
     not_set_back: str | None = None
     set_back_loss_deviation: float | None = None
     set_back_update_deviation: float | None = None
+    same_training: bool = False
+    """May be advised: it trains what one process trains. Parity is exact; or, in half precision, it
+    is within what the precision alone allows, and not known to be inexact in fp32."""
+    fp32_twin: str = ""
+    """In half precision: the parity verdict of the same cell in fp32, possibly of a smaller model;
+    empty if the run has none."""
     losses: tuple[float | None, ...] = ()
     reference_losses: tuple[float | None, ...] = ()
 
@@ -209,7 +216,7 @@ class CellResult:
     @property
     def plain(self) -> bool:
         """Whether it takes its batch at a time, computes nothing twice and compiles nothing."""
-        return (self.micro_batches, self.recompute, self.compile) == (1, "none", "none")
+        return (self.micro_batches, self.recompute, self.compile) == PLAIN
 
     @property
     def outcome(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from harness.analysis.cell_result import CellResult
@@ -45,6 +45,41 @@ def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
     for cell in cells:
         groups.setdefault(setting(cell), []).append(cell)
     return list(groups.values())
+
+
+def timed(cells: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
+    """Returns the cells whose throughput is a measurement, in their order.
+
+    `once`: ids of the cells that the run launches once, for parity alone.
+    """
+    return [cell for cell in cells if cell.cell_id not in once]
+
+
+class GroupSize(NamedTuple):
+    """What decides whether a group of cells in one setting heads its run."""
+
+    timed: bool
+    """False if all of its cells are launched once, for parity alone."""
+    workload: str
+    cells: int
+    real: bool
+    """False if all of its cells have more ranks than there are cores."""
+    devices: int
+
+
+def heading(groups: Sequence[GroupSize]) -> int | None:
+    """Returns the index of the group that heads a run: one that is timed, of the main workload,
+    with something to compare, on real hardware, on several devices, with most cells; None if there
+    are no groups.
+
+    `groups`: those of the main workload first.
+    """
+    main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
+    order = [
+        (g.timed, g.workload == main, g.cells > 1, g.real, g.devices > 1, g.cells, g.devices)
+        for g in groups
+    ]
+    return max(range(len(order)), key=order.__getitem__, default=None)
 
 
 def series(cell: CellResult) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.disturbance import CAUSES
 from harness.analysis.estimates import RunEstimates, estimates_of
+from harness.analysis.same_training import with_same_training
 from harness.analysis.scaling import with_efficiencies
 from harness.analysis.stats import Estimate, LogEstimate, estimate
 from harness.analysis.trials import (
@@ -124,7 +125,8 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
     `baseline`: which cell the others of its setting are compared with; by default as `baseline_of`
     says.
     """
-    results = with_baselines(with_efficiencies(in_recorded_order(trials)), baseline)
+    results = with_same_training(with_efficiencies(in_recorded_order(trials)))
+    results = with_baselines(results, baseline)
     return sorted(results, key=lambda cell: (not cell.ranked, -(cell.samples_per_second or 0.0)))
 
 

@@ -45,11 +45,15 @@ def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None
 def allowed_deviation(
     cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
 ) -> Tolerance:
-    """What the strategy and the workload declare, and what the precision and a split BatchNorm
-    add."""
-    reasons = [strategy.tolerance(cell, workload), workload.tolerance(cell) or EXACT]
+    """Returns what the strategy and the workload declare, and what the precision and a split
+    BatchNorm add.
+
+    Half precision and what the model makes of its rounding are one reason: see `rounding_alone`.
+    """
+    shared = [workload.tolerance(cell) or EXACT]
     if cell.precision in PRECISION:
-        reasons += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
+        shared += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
+    reasons = [strategy.tolerance(cell, workload), widest(*shared, between=", and ")]
     if cell.optimizer in TOLERANCES:
         reasons.append(TOLERANCES[cell.optimizer])
     if batch_norm_is_split(strategy, cell, workload, layout):

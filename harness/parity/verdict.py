@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.training import EXACT, Tolerance
+from harness.spec.training import EXACT, REASONS, Tolerance
 
 if TYPE_CHECKING:
     pass
@@ -105,7 +105,7 @@ def judge(
 
     def verdict(word: str, reason: str) -> ParityVerdict:
         finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
-        reason = "; ".join(part for part in (reason, beyond(allowed, noise)) if part)
+        reason = REASONS.join(part for part in (reason, beyond(allowed, noise)) if part)
         return ParityVerdict(
             word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update
         )
@@ -147,16 +147,16 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
     )
 
 
-def widest(*deviations: Tolerance) -> Tolerance:
-    """What is allowed when several reasons to deviate meet: the larger of each, with all
-    reasons."""
+def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
+    """Returns what is allowed when several reasons to deviate meet: the larger of each limit, with
+    all reasons, joined by `between`."""
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
     return Tolerance(
         max(d.loss for d in loose),
         max(d.update for d in loose),
-        "; ".join(dict.fromkeys(d.reason for d in loose)),
+        between.join(dict.fromkeys(d.reason for d in loose)),
     )
 
 

@@ -5,12 +5,30 @@ launches, and what is compared with nothing needs no long ones."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from harness.analysis.setting import SETTING
+from harness.analysis.setting import SETTING, GroupSize, heading
 from harness.host.cores import oversubscribed
+from harness.parity.judging import allowed_deviation
+from harness.record.plan import Plan
 from harness.spec.cell import BASELINE, Cell
-from harness.strategy.registry import make_strategy
+from harness.spec.training import EXACT, rounding_alone
+from harness.strategy.registry import make_strategy, stand_in_of
+from harness.workloads import make_workload
+
+
+@dataclass(frozen=True)
+class PlannedHeadline:
+    """The group of cells that will head a run, if its cells run."""
+
+    cells: tuple[Cell, ...]
+    """At least one."""
+    baseline: Cell | None
+    candidates: tuple[Cell, ...]
+    """Those that may be advised: no stand-ins, and by their declared tolerances they train what one
+    process trains."""
 
 
 def launches_per_round(cells: Sequence[Cell]) -> dict[str, int]:
@@ -36,25 +54,66 @@ def not_compared(cells: Sequence[Cell]) -> frozenset[str]:
 
 def _comparisons(cells: Sequence[Cell]) -> list[tuple[Cell, list[Cell]]]:
     """The baseline of each setting that has one, and the cells that are compared with it."""
-    settings: dict[tuple[object, ...], list[Cell]] = {}
-    for cell in cells:
-        if cell.expect == "ok" and not oversubscribed(cell):
-            settings.setdefault(tuple(getattr(cell, name) for name in SETTING), []).append(cell)
     return [
         (baseline, [cell for cell in group if cell is not baseline])
-        for group in settings.values()
+        for group in _groups([cell for cell in cells if not _crowded(cell)])
         if (baseline := _planned_baseline(group))
     ]
+
+
+def planned_headline(plan: Plan) -> PlannedHeadline | None:
+    """Returns the group that heads the run if its cells run, chosen as among measured ones; None if
+    the plan has no cells to compare, as for a search."""
+    groups = [] if plan.search else _groups(plan.cells)
+    number = Counter(cell.workload for cell in plan.cells)
+    groups.sort(key=lambda group: -number[group[0].workload])
+    index = heading(
+        [
+            GroupSize(
+                timed=any(cell.id not in plan.once for cell in group),
+                workload=group[0].workload,
+                cells=len(group),
+                real=not all(map(_crowded, group)),
+                devices=group[0].devices,
+            )
+            for group in groups
+        ]
+    )
+    if index is None:
+        return None
+    group = [cell for cell in groups[index] if not _crowded(cell)] or groups[index]
+    return PlannedHeadline(
+        tuple(group), _planned_baseline(group), tuple(filter(_may_be_advised, group))
+    )
+
+
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of each setting, without those that are expected to diverge."""
+    settings: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        if cell.expect == "ok":
+            settings.setdefault(tuple(getattr(cell, name) for name in SETTING), []).append(cell)
+    return list(settings.values())
+
+
+def _crowded(cell: Cell) -> bool:
+    """Whether it has more ranks than cores; the cores of a host with GPUs, which may be another
+    one than this, are enough."""
+    return cell.device == "cpu" and oversubscribed(cell)
+
+
+def _may_be_advised(cell: Cell) -> bool:
+    strategy, workload = make_strategy(cell), make_workload(cell.workload)
+    if stand_in_of(strategy, cell, workload):
+        return False
+    allowed = allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
+    return allowed == EXACT or rounding_alone(cell.precision, allowed.reason)
 
 
 def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
     """DDP by torchrun without options, else the single process: see harness/analysis/baseline.py,
     which chooses among what was measured."""
-    plain = [
-        cell
-        for cell in cells
-        if cell.micro_batches == 1 and cell.recompute == "none" and not cell.options
-    ]
+    plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).same_as_ddp(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)
     return next(ddp, None) or next(single, None)

@@ -14,6 +14,7 @@ from harness.analysis.precision import (
     not_known_well,
     too_wide,
 )
+from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
 from harness.record.plan import Plan
 from harness.spec.cell import Cell
@@ -43,14 +44,14 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
         return FurtherRound(wide - plan.once, "have too wide an interval")
-    cells = cell_results(trials)
+    cells = timed(cell_results(trials), plan.once)
     compared = not_known_well(cells) if plan.time_budget_seconds is not None else set()
     if compared:
         why = f"are compared: half of their intervals are wider than ±{MEDIAN_WANTED:.0%}"
         why += f", or a tenth wider than ±{NINE_IN_TEN_WANTED:.0%}"
-        return FurtherRound(compared - plan.once, why)
+        return FurtherRound(compared, why)
     best = {cell.cell_id for cell in undecided(cells)}
-    return FurtherRound(best - plan.once, "may still be the fastest, or are compared with these")
+    return FurtherRound(best, "may still be the fastest, or are compared with these")
 
 
 class TimeBudget:

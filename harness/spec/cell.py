@@ -15,6 +15,8 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """The strategy that all others are compared with: one process on one device. A part of what is
 recorded, as the names of columns are: records are read where no strategy can be imported."""
+PLAIN = (1, "none", "none")
+"""Micro-batches, recomputation and compilation of a cell that uses none of them."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Ways to compute an optimizer, and the one that the reference trains by."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
@@ -200,6 +202,11 @@ class Cell(BaseModel):
             f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch"
             f" {self.global_batch}{weak}"
         )
+
+    @property
+    def plain(self) -> bool:
+        """Whether it takes its batch at a time, computes nothing twice and compiles nothing."""
+        return (self.micro_batches, self.recompute, self.compile) == PLAIN
 
     @property
     def moments(self) -> int:

@@ -83,6 +83,18 @@ class Tolerance:
     reason: str
 
 
+REASONS = "; "
+"""Separator in `Tolerance.reason`: half precision and the model have one reason together, and so
+has each thing that the strategy adds. Records keep the reasons in this form."""
+HALF_PRECISIONS = ("bf16", "fp16")
+
+
+def rounding_alone(precision: str, reason: str) -> bool:
+    """Whether a tolerance with this reason allows what half precision costs, and nothing that the
+    strategy adds."""
+    return precision in HALF_PRECISIONS and REASONS not in reason
+
+
 # Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks): see docs/parity.md for
 # the figures.
 EXACT = Tolerance(

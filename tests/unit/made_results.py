@@ -7,14 +7,17 @@ import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import cell_results
+from harness.parity.verdict import PRECISION
+from harness.record.plan import Plan
 from harness.record.run import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
+from harness.spec.training import REASONS
 from tests.unit.recording import left_out_fields
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]
@@ -278,3 +281,62 @@ def searched(folder: Path) -> Results:
                 (row,) = trial_rows(sized, [5.0], **probe)
                 rows.append(row | {"trial": 1})
     return stored(folder, rows, matrix="maxsize", plan=json.dumps(plan))
+
+
+def half_rows(
+    cell: Cell, speeds: Sequence[float], *own_reasons: str, **changes: Any
+) -> list[dict[str, Any]]:
+    """Finished trials of a cell in half precision, within what its precision allows.
+
+    `own_reasons`: what the strategy declares in addition.
+    """
+    allowed = PRECISION[cell.precision]
+    more: dict[str, Any] = {
+        "schema_version": 8,
+        "oversubscribed": False,
+        "parity_verdict": "within tolerance",
+        "parity_reason": REASONS.join([*own_reasons, allowed.reason]),
+        "parity_max_loss_deviation": allowed.loss / 4,
+        "parity_max_update_deviation": allowed.update / 4,
+        "parity_loss_tolerance": allowed.loss,
+        "parity_update_tolerance": allowed.update,
+    }
+    return trial_rows(cell, speeds, **more | changes)
+
+
+class MadeRun(NamedTuple):
+    """Rows of trials, and the plan that they are of."""
+
+    rows: list[dict[str, Any]]
+    plan: Plan
+
+
+def timed_and_checked(devices: int, precision: str = "bf16", device: str = "cuda") -> MadeRun:
+    """A run as matrix `full` makes it on GPUs: a group in half precision that is timed, and twins
+    in fp32 of a smaller model that are launched once."""
+    on = {"device": device, "devices": devices}
+    timed = {**on, "precision": precision, "workload": "llama-1536x16", "regime": "weak"}
+    timed |= {"global_batch": 8 * devices, "sequence_length": 512}
+    checked = {**on, "workload": "llama-512x16", "global_batch": 64}
+    speeds = {
+        "ddp": ([100.0, 101.0, 99.0], {"wraps_ddp": "torchrun"}, []),
+        "fsdp2": ([120.0, 121.0, 119.0], {"peak_memory_bytes": 50 * MIB}, []),
+        "fsdp1": ([119.5, 120.5, 119.0], {}, []),
+        "deepspeed": ([150.0, 151.0, 149.0], {}, ["gradients travel in fp16"]),
+        "tensor": ([180.0, 181.0, 179.0], {}, []),
+    }
+    rows, once = [], []
+    for name, (rates, more, reasons) in speeds.items():
+        rows += half_rows(Cell(strategy=name, **timed), rates, *reasons, **more)
+        twin = Cell(strategy=name, **checked)
+        verdict = {"parity_verdict": "within tolerance", "parity_reason": "a small mistake"}
+        changes: dict[str, Any] = verdict if name == "tensor" else {}
+        rows += trial_rows(twin, rates[:1], schema_version=8, oversubscribed=False, **changes)
+        once.append(twin.id)
+    # More twins than timed cells: some of these ran out of memory.
+    for mib in range(1, 5):
+        twin = Cell(strategy="ddp", options={"bucket_cap_mb": mib}, **checked)
+        rows += trial_rows(twin, [100.0 - mib], schema_version=8, oversubscribed=False)
+        once.append(twin.id)
+    plan = Plan("20260101T000000-abcd", "full", (), 2, once=frozenset(once), until_answered=True)
+    return MadeRun(rows, plan)

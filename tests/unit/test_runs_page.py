@@ -254,7 +254,7 @@ def test_command_for_several_runs_and_the_index(
         run_id(day) for day in reversed(range(DAYS))
     ]
     assert "failures in 1 run" in page.text
-    assert re.search("fastest: ddp ?5,760 tokens/s, 95 % interval", page.text)
+    assert re.search("use ddp ?5,760 tokens/s, 95 % interval", page.text)
     assert re.search(
         f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}",
         page.text,

@@ -1,0 +1,265 @@
+"""The answer in bf16 and fp16: what may be advised, further rounds, and which group heads a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli.run_end import Ended, EndOptions, conclude
+from bench.cli.run_plan import PlanOptions, kept_or_new_plan
+from harness.analysis.answer import answer, undecided
+from harness.analysis.cell_result import CellResult
+from harness.analysis.precision import not_known_well, precision
+from harness.analysis.setting import by_setting, timed
+from harness.analysis.summary import cell_results
+from harness.parity.judging import allowed_deviation
+from harness.record.plan import Plan
+from harness.record.store import Store
+from harness.run.allocation import launches_per_round, not_compared, planned_headline
+from harness.run.further_rounds import worth_launching
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, rounding_alone
+from harness.strategy.optimizers import TOLERANCES
+from harness.strategy.registry import make_strategy
+from harness.workloads import make_workload
+from reports.groups import find_groups, headline
+from reports.overview import entries
+from reports.run_report import ran
+from tests.unit.made_results import (
+    half_rows,
+    stored,
+    timed_and_checked,
+    trial_rows,
+)
+from tests.unit.test_cli import here
+
+ROOT = Path(__file__).parents[2]
+HOSTS = ("8 x h100-80gb", "1 x h100-80gb", "8 x l4")
+
+
+def in_precision(cells: list[CellResult], precision: str) -> list[CellResult]:
+    """The group in this precision, fastest first."""
+    return [cell for cell in cells if cell.precision == precision]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_gets_advice_a_baseline_and_further_rounds(
+    tmp_path: Path, precision: str, device: str
+) -> None:
+    run = timed_and_checked(2, precision, device)
+    trials = stored(tmp_path, run.rows).trials
+    cells = cell_results(trials)
+    group = in_precision(cells, precision)
+    found = answer(group)
+    assert found is not None
+    assert found.baseline is not None
+    assert found.baseline.strategy == "ddp"
+    assert [(advice.role, advice.cell.strategy) for advice in found.advice] == [
+        ("Use", "fsdp2"),
+        ("Faster at a price", "tensor"),
+        ("Least memory", "fsdp2"),
+        ("Simplest", "fsdp1"),
+    ]
+    assert {cell.strategy for cell in group if cell.same_training} == {"ddp", "fsdp1", "fsdp2"}
+    assert {cell.strategy for cell in undecided(group)} == {"ddp", "fsdp1", "fsdp2"}
+    further = worth_launching(run.plan, trials)
+    assert further.cell_ids == {cell.cell_id for cell in undecided(group)}
+
+
+def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Path) -> None:
+    twins: dict[str, dict[str, Any]] = {
+        "exact": {},
+        "within tolerance": {"parity_verdict": "within tolerance", "parity_reason": "rounding"},
+        "diverged": {"status": "diverged", "parity_verdict": "diverged"},
+        "": {"status": "failed", "parity_verdict": None, "samples_per_second": None},
+    }
+    rows = []
+    for number, changes in enumerate(twins.values(), 1):
+        options = {"bucket_cap_mb": number}
+        half = Cell(strategy="ddp", options=options, precision="bf16", workload="llama-mini")
+        rows += half_rows(half, [10.0, 10.1])
+        twin = Cell(strategy="ddp", options=options, workload="llama-micro", micro_batches=2)
+        rows += trial_rows(twin, [10.0], **{"schema_version": 8, **changes})
+        other = Cell(strategy="ddp", options=options, workload="resnet-micro")
+        rows += trial_rows(other, [10.0], schema_version=8, parity_verdict="within tolerance")
+    group = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
+    assert {cell.fp32_twin: cell.same_training for cell in group} == {
+        "exact": True,
+        "within tolerance": False,
+        "diverged": False,
+        "": True,
+    }
+
+
+def test_the_nearest_twin_counts(tmp_path: Path) -> None:
+    """Its micro-batches are the cell's; a further cell with others diverged."""
+    half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
+    rows = half_rows(half, [10.0, 10.1])
+    rows += trial_rows(half.model_copy(update={"precision": "fp32"}), [10.0], schema_version=8)
+    split = half.model_copy(update={"precision": "fp32", "micro_batches": 4})
+    rows += trial_rows(
+        split, [10.0], schema_version=8, status="diverged", parity_verdict="diverged"
+    )
+    (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
+    assert (cell.fp32_twin, cell.same_training) == ("exact", True)
+
+
+def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
+    reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
+    rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], schema_version=8, **reason)
+    (cell,) = cell_results(stored(tmp_path, rows).trials)
+    assert not cell.same_training
+
+
+@functools.cache
+def planned(host: str) -> Plan:
+    options = PlanOptions("full", host=host)
+    return kept_or_new_plan(Store(Path("nowhere")), options, resume=False)[0]
+
+
+def test_the_record_tells_what_a_strategy_adds_to_its_precision() -> None:
+    """One reason, where a strategy, its optimizer or a split BatchNorm adds none."""
+    seen = Counter[bool]()
+    for cell in [*planned(HOSTS[0]).cells, *planned("").cells]:
+        if cell.precision == "fp32":
+            continue
+        strategy, workload = make_strategy(cell), make_workload(cell.workload)
+        allowed = allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
+        alone = rounding_alone(cell.precision, allowed.reason)
+        if not workload.batch_norm:
+            own = strategy.tolerance(cell, workload) != EXACT or cell.optimizer in TOLERANCES
+            assert alone != own, cell.name
+        seen[alone] += 1
+    assert min(seen[True], seen[False]) > 5
+    norm = Cell(strategy="sync_batch_norm", workload="resnet-micro", precision="bf16", devices=2)
+    for strategy, expected in (("single", True), ("sync_batch_norm", True), ("ddp", False)):
+        cell = norm.model_copy(
+            update={"strategy": strategy, "devices": 1 if strategy == "single" else 2}
+        )
+        made, workload = make_strategy(cell), make_workload(cell.workload)
+        allowed = allowed_deviation(cell, workload, made, made.layout(cell.devices))
+        assert rounding_alone(cell.precision, allowed.reason) == expected
+
+
+def test_half_precision_of_the_kept_run_has_an_answer() -> None:
+    loaded = Store(ROOT / "results" / "reference").load(steps=False)
+    use = {}
+    for group in by_setting(cell_results(loaded.trials)):
+        known = group[0]
+        if known.precision != "fp32" and len(group) > 1:
+            found = answer(group)
+            key = (known.workload, known.devices, known.precision, known.optimizer)
+            use[key] = found and found.baseline and found.baseline.label
+    assert use == {
+        ("llama-micro", 2, "fp16", "adamw"): "ddp",
+        ("llama-mini", 2, "bf16", "adamw"): "ddp",
+        ("llama-mini", 1, "bf16", "adamw"): "single",
+    }
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_headline_of_full_on_gpus_is_what_is_timed(host: str) -> None:
+    plan = planned(host)
+    leading = planned_headline(plan)
+    assert leading is not None
+    assert leading.baseline is not None
+    first = leading.cells[0]
+    assert (first.precision, first.device) == ("bf16", "cuda")
+    assert (leading.baseline.strategy, leading.baseline.options) == ("ddp", {})
+    assert leading.baseline.devices == first.devices == int(host[0])
+    assert not plan.once & {cell.id for cell in leading.cells}
+    assert not plan.not_compared & {cell.id for cell in leading.cells}
+    assert len(leading.cells) > len(leading.candidates) > 10
+    assert plan.launches_per_round[leading.baseline.id] > 1
+    launches = Counter(cell.id for cell, _ in plan.schedule())
+    assert all(launches[cell.id] == plan.trials_of(cell) for cell in plan.cells)
+    assert all(launches[cell_id] == 1 for cell_id in plan.once)
+
+
+def test_a_dry_run_names_the_headline_its_baseline_and_candidates() -> None:
+    words = ("run", "--matrix", "full", "--dry-run", "--host", HOSTS[0])
+    done = here(*words, "--json")
+    assert done.returncode == 0
+    plan = json.loads(done.stdout)
+    found, expected = plan["headline"], planned_headline(planned(HOSTS[0]))
+    assert expected is not None
+    assert expected.baseline is not None
+    assert found["precision"] == "bf16"
+    assert found["baseline_cell_id"] == expected.baseline.id
+    assert found["candidate_cell_ids"] == [cell.id for cell in expected.candidates]
+    assert found["cells"] == len(expected.cells)
+    text = here(*words).stdout
+    assert str(len(expected.candidates)) in text.split("headline:")[1].splitlines()[0]
+
+
+def test_a_planned_baseline_compiles_nothing() -> None:
+    """As the one that is chosen among what was measured."""
+    compiled = Cell(strategy="ddp", devices=1, compile="block")
+    plain = Cell(strategy="ddp", devices=1)
+    others = [
+        Cell(strategy="ddp", devices=1, options={"bucket_cap_mb": mib}) for mib in range(1, 6)
+    ]
+    assert launches_per_round([compiled, *others, plain]) == {plain.id: 2}
+    assert not_compared([compiled, *others]) == {cell.id for cell in [compiled, *others]}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_run_on_gpus_is_headed_by_what_it_times(
+    tmp_path: Path,
+    devices: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows, plan = timed_and_checked(devices)
+    results = stored(tmp_path / "results", rows, plan=plan.to_json())
+    report = ran(results)
+    leading = report.leading
+    assert leading is not None
+    assert (leading.rows[0].precision, leading.devices) == ("bf16", devices)
+    ended = Ended(finished=True, wall_seconds=1.0, all_recorded=True)
+    store = Store(tmp_path / "results")
+    assert conclude(store, plan, ended, None, EndOptions(report=True, json_output=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    advised = said["answer"][0]
+    assert (advised["role"], advised["cell_id"]) == ("Use", leading_cell(leading.rows, "fsdp2"))
+    (concluded,) = store.load().conclusions["advised_cell_id"]
+    assert concluded == advised["cell_id"]
+    assert said["precision"]["cells"] == 4, "twins that are launched once are no measurement"
+    (entry,) = entries(store, tmp_path / "reports")
+    assert "fsdp2" in entry.verdict
+    assert "tensor" not in entry.verdict
+    page = (tmp_path / "reports" / "html" / f"{plan.run_id}.html").read_text()
+    assert page.count("<li><b>Use</b>") == 1
+    assert "llama-1536x16" in page.split("<li><b>Use</b>")[0].rsplit('class="lead"', 1)[1]
+
+
+def leading_cell(rows: tuple[Any, ...], strategy: str) -> str:
+    return next(cell.cell_id for cell in rows if cell.strategy == strategy)
+
+
+def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> None:
+    groups = find_groups(cell_results(stored(tmp_path, timed_and_checked(8).rows).trials))
+    largest = headline(groups)
+    assert largest is not None
+    assert largest.rows[0].precision == "fp32"
+
+
+def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:
+    rows, plan = timed_and_checked(8)
+    cells = cell_results(stored(tmp_path, rows).trials)
+    known = precision(timed(cells, plan.once))
+    assert known is not None
+    assert known.cells == 4
+    eager = dataclasses.replace(plan, time_budget_seconds=60.0)
+    assert not not_known_well(timed(cells, plan.once))
+    further = worth_launching(eager, stored(tmp_path / "again", rows).trials)
+    assert further.cell_ids
+    assert not further.cell_ids & plan.once
