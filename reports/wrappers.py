@@ -77,7 +77,7 @@ def _wrappers(group: RankedGroup, name: str) -> Wrappers:
         Column(
             "Step time",
             "x fastest",
-            "median over trials, over that of the fastest here",
+            "geometric mean of its trials, over that of the fastest here",
             figure("step_ratio", number),
         ),
         Column("Extra", "ms per step", "beyond the fastest here", _extra),

@@ -74,6 +74,7 @@ def checkout(folder: Path) -> Path:
     folders = ("bench", "harness", "reports", "results/reference", "scripts", "slurm", "tests")
     for name in (*folders, "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=IGNORED)
-    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
+    documents = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+    for name in (*documents, "pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, copy / name)
     return copy

@@ -59,7 +59,7 @@ class MeasuredCell:
 
     @property
     def speed(self) -> float | None:
-        """Median over trials, samples per second; None where the cell may not be compared."""
+        """Samples per second, geometric mean over trials; None if the cell may not be compared."""
         return self.result.samples_per_second if self.ok else None
 
     @property
