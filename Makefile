@@ -36,12 +36,13 @@ test-quick: need
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
 test-cluster: need
 	$(PY) -m pytest -rs tests/cluster $(ARGS)
-## make lint    ruff, strict mypy, and the direction of imports
+## make lint    ruff, strict mypy, the direction of imports, and the prose of the documents
 lint: need
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
+	$(PY) -m scripts.prose
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)

@@ -1,4 +1,4 @@
-"""Draws the packages and their imports from the code into docs/architecture.svg.
+"""Draws the packages and their imports from the code into docs/explanation/architecture.svg.
 
 Rows are the layers of the import contract in pyproject.toml, the words in a box are the first
 sentence of the package's docstring, and an arrow says that a package imports another. An arrow that
@@ -22,7 +22,7 @@ import grimp
 from importlinter import api
 
 ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "architecture.svg"
+PICTURE = ROOT / "docs" / "explanation" / "architecture.svg"
 
 WIDTH, HEIGHT = 218, 76
 """Size of a box, in pixels."""

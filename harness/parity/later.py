@@ -18,7 +18,7 @@ NARROWEST = 2e-6
 """Relative deviation that rounding of a loss alone may bring about."""
 TIMES_DRIFT = 30.0
 """How many times the drift of the two reference runs a correct trial may drift: it is chaotic.
-docs/parity.md has what trials need."""
+docs/studies/parity-deviations.md has what trials need."""
 TIMES_OWN = 3.0
 """How many times its own deviation within the segment."""
 WIDEST = 0.05
@@ -63,8 +63,8 @@ def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
     """The drift of a convolutional net's references, as far as a trial may be ahead of it.
 
     ReLU and max pooling turn a rounding into another gradient at once: it happened at step 19 to
-    one training and to its references not within 60 (docs/parity.md). After the segment a drift
-    that grows as it does without a second reference run is taken where it is more.
+    one training and to its references not within 60 (docs/studies/parity-deviations.md). After the
+    segment a drift that grows as it does without a second reference run is taken where it is more.
     """
     least = EXACT.loss / TIMES_OWN
     later = enumerate(drift[segment:], 1)

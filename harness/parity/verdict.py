@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     pass
 from harness.parity.reference import Noise
 
-# What a precision costs against the fp32 reference, over at most 20 steps. docs/parity.md has the
-# measured figures.
+# What a precision costs against the fp32 reference, over at most 20 steps. The measured figures are
+# in docs/studies/parity-deviations.md.
 PRECISION = {
     "bf16": Tolerance(
         2e-3, 0.12, "bf16 keeps 8 bits of mantissa: every product is rounded to 0.4 %"

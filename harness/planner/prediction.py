@@ -19,7 +19,7 @@ Assumed."""
 REFUSED_BELOW = 1 / 3
 """Layouts that are less likely to run are said not to run: where the odds are two to one against
 it, rather than even, as a false alarm is the worse error. No value avoids both errors on runs that
-contradict each other (docs/planner.md)."""
+contradict each other (docs/studies/planner-accuracy.md)."""
 
 
 @dataclass(frozen=True)

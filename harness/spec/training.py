@@ -95,8 +95,8 @@ def rounding_alone(precision: str, reason: str) -> bool:
     return precision in HALF_PRECISIONS and REASONS not in reason
 
 
-# Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks): see docs/parity.md for
-# the figures.
+# Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks). The figures are in
+# docs/studies/parity-deviations.md.
 EXACT = Tolerance(
     loss=1e-5, update=1e-3, reason="the same training; only the order of additions differs"
 )

@@ -50,7 +50,7 @@ class DeepspeedPipeline(Strategy):
 
         torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
         torch's allocator has given out (llama-128x4 on two ranks); the formula agrees with the
-        allocator, see docs/recompute.md.
+        allocator, see docs/studies/recompute-memory.md.
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 CYCLES_IN_A_TURN = 2
-"""The shorter a turn, the closer its neighbours in time; docs/performance.md has what turns of 2,
-5, 10 and 20 steps tell apart."""
+"""The shorter a turn, the closer its neighbours in time: docs/studies/statistical-power.md compares
+turns of 2, 5, 10 and 20 steps."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ FIRST_WITHIN = 8
 """Most steps from the segment's end to the first time."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
 """Steps from the end of a replay to the next time: rounding has not let correct trainings drift
-apart by then (docs/parity.md)."""
+apart by then (docs/explanation/parity.md)."""
 
 
 class SetBacks:

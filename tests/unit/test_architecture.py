@@ -1,4 +1,7 @@
-"""The picture in docs/architecture.md is what the code imports. UPDATE_DOCS=1 draws it anew."""
+"""The picture of docs/explanation/architecture.md is what the code imports.
+
+UPDATE_DOCS=1 draws it anew.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 
 from scripts import architecture
 
-PAGE = architecture.ROOT / "docs" / "architecture.md"
+PAGE = architecture.ROOT / "docs" / "explanation" / "architecture.md"
 
 
 def test_the_picture_is_that_of_the_code() -> None:

@@ -77,7 +77,7 @@ def test_a_loss_outside_is_diverged_and_its_step_named() -> None:
 
 def test_a_batch_that_is_sensitive_to_low_precision_is_known_from_a_reference_in_it() -> None:
     """DDP of llama-mini in bf16 at step 34, and a training in one process whose batch was split in
-    two, which has the same loss there (docs/parity.md)."""
+    two, which has the same loss there (docs/studies/parity-deviations.md)."""
     low = replace(EXACT, verdict="within tolerance", loss_tolerance=2e-3)
     drift, off = [1e-7] * 60, [1e-3] * 23 + [0.1157] + [1e-3] * 5
     judged = with_later(low, off, 11, drift)

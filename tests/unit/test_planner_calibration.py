@@ -208,6 +208,7 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.top_three_loss <= 0.005
         assert scored.failures_foreseen >= 0.93
         assert scored.false_alarms_consistent <= 0.015
-        # Above 1.5 % of all rows, whose failures contradict each other (see docs/planner.md).
+        # Above 1.5 % of all rows: their failures contradict each other, see
+        # docs/studies/planner-accuracy.md.
         assert scored.false_alarms <= 0.03
     assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())

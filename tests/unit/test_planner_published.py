@@ -1,5 +1,5 @@
 """Predictions of tables that others published, of software and devices that the calibration has not
-seen; docs/planner.md has these errors."""
+seen; docs/studies/planner-accuracy.md has these errors."""
 
 from __future__ import annotations
 

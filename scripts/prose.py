@@ -1,0 +1,140 @@
+"""Checks the prose of the documents: coined words, dangling openings, long sentences, total length.
+
+`.venv/bin/python -m scripts.prose` prints each finding and exits with 1 if one must be fixed. The
+rules take sentences, wherever they come from: `documents` reads them from Markdown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXEMPT = {"gpu-check.md", "gpu.md", "hosts.md", "setup.md"}
+"""Names of documents that are not checked yet."""
+LONG, TOO_LONG = 30, 40
+"""Words in a sentence above which it is reported, and rejected."""
+MOST_WORDS = 25_000
+"""Words in all documents outside docs/studies/, tables and code included."""
+
+WORDS = {
+    r"\bt(?:ells?|old|elling)\b.{0,40}\bapart\b": "is tied with; no significant difference from",
+    r"\bbeside\b": "next to; alongside; in addition to",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bfalsif(?:y|ies|ied|ying)\b": "skew results",
+    r"\b(?:say|tell|know)s? nothing of\b": "says nothing about; tells you nothing about",
+    r"\bas makes no matter\b": "within 2 %",
+    r"\bso (?:many|long|wide|precise)\b(?!.*\bthat\b)": "the number itself; this long",
+    r"\bhow far (?:is|it is|a run is)\b": "how far along",
+    r"\bfiles? (?:is|are) whole\b|\bare (?:its|the) files whole\b": "intact",
+    r"\bset(?:s|ting)? back\b": "rewind",
+    r"\bby turns\b|\btime slices?\b": "interleaved",
+    r"\bmeetings?\b": "rendezvous",
+    r"\b(?:is|are|be) no part of\b": "is not part of",
+    r"\bnews\b": "warnings; what is new",
+    r"\bperson can act on\b": "the user can act on",
+}
+"""What the project must not write, as a pattern, and what to write instead."""
+OPENINGS = {
+    r"Of\b": "start with the subject",
+    r"By (?!default\b)": "start with the subject",
+    r"That (?!is\b|was\b|means\b)": "name what `that` is",
+    r"The same(?= (?:of|as|for|in|with|without|where|by|if|when)\b|[,.:;]|$)": "name what it is",
+    r"Where\b(?!.*\?$)": "use If or When; keep Where for places",
+}
+"""How no sentence may begin."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence, or a fragment such as a table's cell, and where it begins."""
+
+    file: str
+    line: int
+    text: str
+    fragment: bool = False
+    """No whole sentence: only its words are checked."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a sentence."""
+
+    sentence: Sentence
+    message: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        kind = "error" if self.fatal else "warning"
+        return f"{self.sentence.file}:{self.sentence.line}: {kind}: {self.message}"
+
+
+def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
+    """Every rule that a sentence breaks."""
+    for sentence in sentences:
+        for pattern, instead in WORDS.items():
+            if found := re.search(pattern, sentence.text, re.IGNORECASE):
+                yield Finding(sentence, f"not {found[0]!r}, but: {instead}")
+        if sentence.fragment:
+            continue
+        for pattern, instead in OPENINGS.items():
+            if found := re.match(pattern, sentence.text):
+                yield Finding(sentence, f"opens with {found[0]!r}: {instead}")
+        length = len(re.findall(r"\S*\w\S*", sentence.text))
+        if length > LONG:
+            yield Finding(
+                sentence, f"{length} words: {sentence.text[:60]}...", fatal=length > TOO_LONG
+            )
+
+
+def documents() -> list[Path]:
+    """All Markdown files outside docs/studies/."""
+    folders = (ROOT, ROOT / "slurm", ROOT / "results")
+    files = [file for folder in folders for file in sorted(folder.glob("*.md"))]
+    files += sorted((ROOT / "docs").rglob("*.md"))
+    return [file for file in files if "studies" not in file.relative_to(ROOT).parts]
+
+
+def markdown_sentences(text: str, file: str) -> Iterator[Sentence]:
+    """The sentences of a document, without code, addresses and generated tables."""
+    blank = lambda found: re.sub(r"[^\n]", "", found[0])  # noqa: E731 - keeps line numbers
+    text = re.sub(r"^( *)```.*?^\1```$", blank, text, flags=re.M | re.S)
+    text = re.sub(r"^<!-- (\w+) -->$.*?^<!-- end of \1 -->$", blank, text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`", lambda found: "Code" + "\n" * found[0].count("\n"), text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("*", "").replace(">", "")
+    for block in re.finditer(r"(?:(?!\n\n|\n *(?:[-|#]|\d+\.) ).)+", text, re.S):
+        line = text.count("\n", 0, block.start()) + 1
+        line += len(block[0]) - len(block[0].lstrip("\n"))
+        words = " ".join(block[0].split())
+        if words.startswith("|"):
+            for cell in words.split("|"):
+                yield Sentence(file, line, cell.strip(), fragment=True)
+        elif words.startswith("#"):
+            yield Sentence(file, line, words.lstrip("# "), fragment=True)
+        else:
+            words = re.sub(r"^(?:-|\d+\.) ", "", words)
+            for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z(\"'])", words):
+                yield Sentence(file, line, sentence)
+
+
+def main() -> int:
+    """Prints all findings; 1 if one of them is fatal."""
+    found: list[Finding] = []
+    total = 0
+    for file in documents():
+        name, text = str(file.relative_to(ROOT)), file.read_text()
+        total += len(re.findall(r"\S*\w\S*", text))
+        if file.name not in EXEMPT:
+            found += findings(markdown_sentences(text, name))
+    for finding in found:
+        print(finding)
+    if total > MOST_WORDS:
+        print(f"the documents have {total} words, {MOST_WORDS} at most")
+    return int(total > MOST_WORDS or any(finding.fatal for finding in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

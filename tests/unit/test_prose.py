@@ -1,0 +1,101 @@
+"""The rules for the documents' prose, and that the documents keep them."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import prose
+from scripts.prose import Sentence, findings, markdown_sentences
+
+
+def broken(text: str, *, fragment: bool = False) -> list[bool]:
+    """Whether each rule that the sentence breaks is fatal."""
+    return [found.fatal for found in findings([Sentence("x.md", 1, text, fragment)])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DDP cannot be told apart from FSDP2.",
+        "The test tells the two strategies apart.",
+        "A figure stands beside it.",
+        "This was mended.",
+        "It would falsify a measurement.",
+        "It says nothing of real hardware.",
+        "Intervals are at most so wide.",
+        "Of two launches the first counts.",
+        "By its time a rank is judged.",
+        "That a GPU is busy is normal.",
+        "The same of two runs is shown.",
+        "Where it fails, it stops.",
+    ],
+)
+def test_coined_words_and_dangling_openings_are_rejected(text: str) -> None:
+    assert broken(text) == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "By default it stops.",
+        "That is why it stops.",
+        "The same holds after a crash.",
+        "Where is the file?",
+        "There are so many steps that it stops.",
+    ],
+)
+def test_plain_sentences_pass(text: str) -> None:
+    assert broken(text) == []
+
+
+def test_long_sentences_are_reported_and_longer_ones_rejected() -> None:
+    assert broken("word " * prose.LONG) == []
+    assert broken("word " * (prose.LONG + 1)) == [False]
+    assert broken("word " * (prose.TOO_LONG + 1)) == [True]
+    assert broken("word " * (prose.TOO_LONG + 1), fragment=True) == []
+
+
+def test_markdown_is_read_by_sentence_with_its_line() -> None:
+    text = """# A title
+
+First one. `code.py` is second, beside
+[a link](x.md "beside").
+
+| cell | mend it |
+|---|---|
+
+- an item
+- another. And more.
+
+```
+mended = beside
+```
+
+<!-- made -->
+mended
+<!-- end of made -->
+Last one.
+"""
+    read = [(s.line, s.text, s.fragment) for s in markdown_sentences(text, "x.md") if s.text]
+    assert read == [
+        (1, "A title", True),
+        (3, "First one.", False),
+        (3, "Code is second, beside a link.", False),
+        (6, "cell", True),
+        (6, "mend it", True),
+        (6, "---", True),
+        (6, "---", True),
+        (9, "an item", False),
+        (10, "another.", False),
+        (10, "And more.", False),
+        (19, "Last one.", False),
+    ]
+
+
+def test_the_documents_keep_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose.main() == 0, capsys.readouterr().out
+
+
+def test_documents_are_at_most_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prose, "MOST_WORDS", 100)
+    assert prose.main() == 1
