@@ -156,6 +156,19 @@ def test_links_between_documents_lead_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives the document's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(document), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_a_heading_lead_to_one() -> None:
+    for document in DOCUMENTS:
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", prose(document)):
+            target = document.parent / file if file else document
+            assert anchor in anchors(target), f"{document.name} links to {file}#{anchor}"
+
+
 def test_prose_is_at_most_100_columns_wide() -> None:
     """Tables, code and what cannot be broken apart."""
     for document in DOCUMENTS:
