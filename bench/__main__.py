@@ -1,6 +1,15 @@
 """python -m bench. Kept tiny: multiprocessing imports it again in every rank."""
 
-if __name__ == "__main__":
-    from bench.cli import main
 
+def main() -> None:
+    """Runs a command; says which packages are missing if it cannot."""
+    from harness.host.requirements import require
+
+    require()
+    from bench.cli import main as run_command
+
+    run_command()
+
+
+if __name__ == "__main__":
     main()

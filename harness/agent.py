@@ -4,6 +4,9 @@ Kept tiny: multiprocessing imports it again in every rank.
 """
 
 if __name__ == "__main__":
+    from harness.host.requirements import require
+
+    require()
     from harness.nodes.agent import main
 
     main()

@@ -38,8 +38,9 @@ choose_cuda() {
   driver=$(nvidia_driver) compiler=$(cuda_compiler)
   read -r cuda_version nccl_version cuda_capabilities <<<"$("$python" -c '
 import re, torch
+from harness.host.cuda import architectures
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda and torch.distributed.is_nccl_available() else "none"
-print(torch.version.cuda or "none", nccl, ",".join(re.findall(r"\bsm_(\d+)\b", " ".join(torch.cuda.get_arch_list()))))' 2>/dev/null)" || true
+print(torch.version.cuda or "none", nccl, ",".join(re.findall(r"\bsm_(\d+)\b", " ".join(architectures()))))' 2>/dev/null)" || true
   if [ "$mode" = no ]; then cuda_why="PARALLELISM_BENCH_CUDA=no"; return; fi
   if [ "${cuda_version:-none}" = none ]; then cuda_why="this torch has no CUDA"; return; fi
   if [ "$mode" = auto ] && [ -z "$driver" ]; then cuda_why="there is no NVIDIA driver (PARALLELISM_BENCH_CUDA=packages builds all the same)"; return; fi

@@ -36,6 +36,18 @@ def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
+def architectures() -> list[str]:
+    """Returns what this torch has GPU code for, such as `sm_90`; empty in a build without CUDA.
+
+    torch.cuda.get_arch_list() initialises CUDA before torch 2.12, and returns nothing without a
+    visible GPU.
+    """
+    import torch
+
+    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+    return flags.split() if flags else []
+
+
 def cuda_is_initialized() -> bool:
     """Whether this process has initialised CUDA, by torch or by any other library that calls the
     driver.

@@ -80,6 +80,8 @@ def unused_gpus() -> str | None:
         return None
     import torch
 
+    from harness.host.cuda import architectures
+
     build, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
         return f"{build} is built without CUDA; install a build for CUDA to use {devices[0].name}"
@@ -92,7 +94,7 @@ def unused_gpus() -> str | None:
             f" {needed}; install {least}, or a torch that is built for CUDA {installed.cuda[0]}"
         )
     for device in devices:
-        if device.capability and not _has_code_for(device.capability, torch.cuda.get_arch_list()):
+        if device.capability and not _has_code_for(device.capability, architectures()):
             version = ".".join(map(str, device.capability))
             return (
                 f"{build} has no code for compute capability {version} of GPU {device.index}"
@@ -107,7 +109,7 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
     It does with machine code (sm_*) for the same major version and the same or an older minor one,
     or with PTX (compute_*) for the same or an older version (CUDA C++ Programming Guide, section on
-    compute capability). `built`: torch.cuda.get_arch_list(); empty: unknown, taken to run.
+    compute capability). `built`: harness.host.cuda.architectures(); empty: unknown, taken to run.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:

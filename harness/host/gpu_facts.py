@@ -17,7 +17,10 @@ _ANCESTORS = {
     "SYSTEM": "system",
 }
 """The nearest thing that two GPUs share on the PCI bus, by NVML's NVML_TOPOLOGY_*."""
-_NVLINK_VERSIONS = ("1_0", "2_0", "2_2", "3_0", "3_1", "4_0", "5_0", "6_0")
+_NVLINK_VERSIONS = dict(
+    enumerate(("1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0"), start=1)
+)
+"""NVLink's versions by NVML's NVML_NVLINK_VERSION_*, of which an older pynvml lacks some names."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,13 @@ class _End:
 
 def _end(library: Nvml, device: Gpu) -> _End:
     gpu = _physical(library, device)
-    versions = {library.constant(f"NVML_NVLINK_VERSION_{v}"): v for v in _NVLINK_VERSIONS}
     version, to_switch, to_gpus = "", 0, Counter[str]()
     for link in range(library.constant("NVML_NVLINK_MAX_LINKS")):
         state = library.number("nvmlDeviceGetNvLinkState", gpu, link)
         if state != library.constant("NVML_FEATURE_ENABLED"):
             continue
         number = library.number("nvmlDeviceGetNvLinkVersion", gpu, link)
-        version = "" if number is None else versions.get(number, "").replace("_", ".")
+        version = "" if number is None else _NVLINK_VERSIONS.get(number, "")
         kind = library.number("nvmlDeviceGetNvLinkRemoteDeviceType", gpu, link)
         if kind == library.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH"):
             to_switch += 1

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SHUTDOWN_SECONDS = 2
+"""How long ranks may take to end after SIGTERM before they get SIGKILL."""
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
@@ -47,6 +49,12 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
             """None: whoever asked for this trial waits for all nodes, and node 0 keeps the store
             until then."""
 
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+            """Stops the ranks within seconds; before torch 2.12 an agent takes no time limit."""
+            if self._pcontext:
+                self._pcontext.close(death_sig, _SHUTDOWN_SECONDS)
+            super()._shutdown(death_sig)
+
     # Every node knows its number, so that there is nothing to elect: the static rendezvous keeps
     # ranks in the nodes' order and saves the c10d one's random wait of up to 0.3 s. A store that is
     # open already cannot lose its port to somebody else.
@@ -71,7 +79,6 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
         worker_spec,
         DefaultLogsSpecs(log_dir=spec.scratch),
         start_method="forkserver",
-        shutdown_timeout=2,
     )
     handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     try:

@@ -62,6 +62,7 @@ class RawEvent(Protocol):
     def start_thread_id(self) -> int: ...
     def scope(self) -> int: ...
     def activity_type(self) -> str: ...
+    def is_user_annotation(self) -> bool: ...
 
 
 def profiled_cell(cell: Cell) -> Cell:
@@ -277,7 +278,7 @@ def _kind(event: RawEvent) -> Kind | None:
 
 
 def _device_kind(event: RawEvent, name: str) -> Kind | None:
-    activity = event.activity_type()
+    activity = _activity(event, name)
     if activity == "gpu_user_annotation":
         return "device optimizer" if name.startswith("Optimizer.step#") else None
     if "nccl" in name.lower():
@@ -285,6 +286,15 @@ def _device_kind(event: RawEvent, name: str) -> Kind | None:
     if activity == "gpu_memcpy":
         return "device compute" if "DtoD" in name else "device copy"
     return "device compute" if activity in ("kernel", "gpu_memset") else None
+
+
+def _activity(event: RawEvent, name: str) -> str:
+    """Returns kineto's name for an event on a device; before torch 2.12 judges by its own name."""
+    if hasattr(event, "activity_type"):
+        return event.activity_type()
+    if event.is_user_annotation():
+        return "gpu_user_annotation"
+    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
 
 
 def _marked(component: str, method: Method) -> Method:

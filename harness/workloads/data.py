@@ -78,9 +78,11 @@ class DataSource:
         offsets = starts + (rng.random(global_batch) * (stops - starts - length)).astype(np.int64)
         labels, offsets = self._ordered(labels), self._ordered(offsets)
         pieces = np.stack([self.tokens[o : o + length + 1] for o in offsets[rows]]).astype(np.int64)
+        # Copies, not views: before torch 2.12 pipeline stages take only contiguous inputs.
+        inputs = np.ascontiguousarray(pieces[:, :-1])
         if self.kind == "causal":
-            return pieces[:, :-1], pieces[:, 1:]
-        return pieces[:, :-1], labels[rows]
+            return inputs, np.ascontiguousarray(pieces[:, 1:])
+        return inputs, labels[rows]
 
     def _ordered(self, samples: NDArray[Number]) -> NDArray[Number]:
         """What was drawn for a global batch, one number a sample, in the order of its samples."""

@@ -22,7 +22,7 @@ def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch as a GPU host has it."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_80 sm_90", raising=False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr("bench.checks.gpus._stand_ins", lambda: iter(()))
     monkeypatch.setattr("bench.checks.gpus.shared_memory_trouble", lambda: None)

@@ -83,7 +83,7 @@ import os, sys
 import pytest
 from tests.gpu.fake_nvml import h100_node, install
 
-torch.cuda.get_arch_list = lambda: ["sm_90"]
+torch._C._cuda_getArchFlags = lambda: "sm_90"
 install(pytest.MonkeyPatch(), h100_node())
 
 from bench.host import Host

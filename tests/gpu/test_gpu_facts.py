@@ -31,7 +31,8 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ARCHITECTURES)
+    code = " ".join(ARCHITECTURES)
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: code, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
 
@@ -100,7 +101,7 @@ def test_a_gpu_that_torch_has_no_code_for_means_cpu(
     host = rtx_4090()
     host.gpus[0].capability, host.gpus[0].name = capability, "Tesla V100"
     install(monkeypatch, host)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: " ".join(built), raising=False)
     assert device_type() == ("cuda" if usable else "cpu")
     words = ".".join(map(str, capability))
     reason = (
@@ -193,6 +194,23 @@ def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
     assert node_facts(0, "n0", None, "127.0.0.1")["gpu_topology"] == gpu_topology()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     assert gpu_topology() == [["self", "system"], ["system", "self"]]
+
+
+@pytest.mark.parametrize("version", range(1, 9))
+def test_nvlink_versions_need_no_names_in_pynvml(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """nvidia-ml-py before 13.610 lacks NVML_NVLINK_VERSION_6_0, before 12.570 all of them."""
+    host = h100_node()
+    names = [name for name in vars(pynvml) if name.startswith("NVML_NVLINK_VERSION_")]
+    name = next((name for name in names if getattr(pynvml, name) == version), "")
+    for device in host.gpus:
+        device.link_version = version
+    for lacking in names:
+        monkeypatch.delattr(pynvml, lacking)
+    install(monkeypatch, host)
+    expected = name.removeprefix("NVML_NVLINK_VERSION_").replace("_", ".")
+    assert f"NVLink {expected}" in gpu_topology()[0][1]
 
 
 def test_a_slice_has_the_settings_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

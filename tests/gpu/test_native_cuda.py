@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,31 @@ def test_what_horovod_is_built_for(
     """Finding 2: it was built for the CPU alone wherever it was, and by any toolkit in sight where
     torch had CUDA."""
     assert plan(tmp_path, torch, driver, toolkit, setting) == expected.format(folder=tmp_path)
+
+
+def test_a_torch_without_a_visible_gpu_still_says_what_it_has_code_for(tmp_path: Path) -> None:
+    """torch.cuda.get_arch_list() is empty then before torch 2.12."""
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace as S\n"
+        "version = S(cuda='13.0')\n"
+        "distributed = S(is_nccl_available=lambda: True)\n"
+        "cuda = S(nccl=S(version=lambda: (2, 28, 9)), get_arch_list=lambda: [])\n"
+        "_C = S(_cuda_getArchFlags=lambda: 'sm_80 sm_90 sm_120')\n"
+    )
+    done = subprocess.run(
+        [ROOT / "scripts" / "native.sh", sys.executable, "--plan"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "PARALLELISM_BENCH_CUDA": "packages",
+            "PARALLELISM_BENCH_CACHE": str(tmp_path / "cache"),
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip().endswith("for GPUs 80,90,120")
 
 
 def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(

@@ -182,6 +182,30 @@ def test_what_names_of_the_profiler_mean(name: str, kind: str) -> None:
     assert [event.kind for event in events_of([raw(name, 0, 1)], 0)] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("name", "annotation", "kinds"),
+    [
+        ("ampere_sgemm_32x32_sliced1x4_nn", False, ["device compute"]),
+        ("Memset (Device)", False, ["device compute"]),
+        ("Memcpy DtoD (Device -> Device)", False, ["device compute"]),
+        ("Memcpy HtoD (Pinned -> Device)", False, ["device copy"]),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", False, ["device communication"]),
+        ("ncclDevKernel_SendRecv", False, ["device transfer"]),
+        ("Optimizer.step#AdamW.step", True, ["device optimizer"]),
+        ("nccl:all_reduce", True, []),
+    ],
+)
+def test_device_events_without_an_activity_type(
+    name: str, annotation: bool, kinds: list[str]
+) -> None:
+    """Events have it from torch 2.12 on."""
+    event = raw(name, 0, 1)
+    del event.activity_type
+    event.device_type = lambda: SimpleNamespace(name="CUDA")
+    event.is_user_annotation = lambda: annotation
+    assert [found.kind for found in events_of([event], 0)] == kinds
+
+
 def test_annotations_and_the_engine_compute_nothing() -> None:
     events = [
         raw("FSDP::pre_forward (0)", 0, 1, scope=7),

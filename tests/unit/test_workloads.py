@@ -40,6 +40,15 @@ def test_shares_make_up_the_same_global_batch(name: str) -> None:
     assert not np.array_equal(data.batch(4, 5, 8, slice(0, 8))[0], whole[0])
 
 
+@pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])
+def test_batches_are_contiguous(name: str) -> None:
+    """Pipeline stages before torch 2.12 expect inputs with the strides of a new tensor."""
+    data = prepare_data(
+        "images" if name.startswith("resnet") else "stdlib", make_workload(name), 32
+    )
+    assert all(array.flags.c_contiguous for array in data.batch(0, 0, 4, slice(1, 3)))
+
+
 def test_causal_labels_are_the_next_tokens() -> None:
     inputs, labels = prepare_data("stdlib", make_workload("llama-nano"), 32).batch(
         0, 0, 4, slice(0, 4)
