@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-cluster lint bench campaign campaign-large audit lock screenshots
+.PHONY: help setup setup-cuda-check need run smoke test test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -33,6 +33,9 @@ test: need
 ## make test-quick   between edits: unit tests, and one cell of each strategy
 test-quick: need
 	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m quick tests/unit tests/ranks/test_strategies.py $(ARGS)
+## make test-torch TORCH=2.11.0 [TRANSFORMERS=5.17.0] [PYTHON=python3.12]   unit tests, smoke and quick with another torch (6 GB, half an hour)
+test-torch:
+	@TORCH=$(TORCH) scripts/other_torch.sh
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
 test-cluster: need
 	$(PY) -m pytest -rs tests/cluster $(ARGS)

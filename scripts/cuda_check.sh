@@ -20,16 +20,11 @@ git -C "$copy" fetch --quiet "$PWD" HEAD
 git -C "$copy" reset --quiet --hard FETCH_HEAD
 git diff --binary HEAD | git -C "$copy" apply --allow-empty
 cd "$copy"
+. scripts/package_index.sh
 
-# A local source of wheels may contain torch's CPU build, which pip would prefer: only the package index that pip is configured for remains.
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-for setting in index-url cert client-cert proxy trusted-host; do
-  variable=PIP_$(tr a-z- A-Z_ <<<"$setting")
-  value=${!variable:-$(.venv/bin/python -m pip config get "global.$setting" 2>/dev/null || .venv/bin/python -m pip config get "install.$setting" 2>/dev/null || true)}
-  [ -z "$value" ] || export "$variable=$value"
-done
-unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL PIP_NO_INDEX
-export PIP_CONFIG_FILE=/dev/null PARALLELISM_BENCH_CUDA=packages
+only_package_index .venv/bin/python
+export PARALLELISM_BENCH_CUDA=packages
 
 say "set-up in $copy"
 started=$SECONDS
