@@ -24,7 +24,7 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 python=$(realpath --no-symlinks "$venv/bin/python")
-pip() { "$python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { "$python" -m pip --disable-pip-version-check --quiet --quiet "$@"; }
 
 # install: everything in pinned versions, but what torch and transformers require in versions of their own, and what is built from source.
 install() {

@@ -278,23 +278,16 @@ def _kind(event: RawEvent) -> Kind | None:
 
 
 def _device_kind(event: RawEvent, name: str) -> Kind | None:
-    activity = _activity(event, name)
-    if activity == "gpu_user_annotation":
+    if event.is_user_annotation():
         return "device optimizer" if name.startswith("Optimizer.step#") else None
     if "nccl" in name.lower():
         return "device transfer" if "SendRecv" in name else "device communication"
+    # Before torch 2.12 events have no type; then copies and fills are told by their names.
+    named = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
+    activity = event.activity_type() if hasattr(event, "activity_type") else named
     if activity == "gpu_memcpy":
         return "device compute" if "DtoD" in name else "device copy"
     return "device compute" if activity in ("kernel", "gpu_memset") else None
-
-
-def _activity(event: RawEvent, name: str) -> str:
-    """Returns kineto's name for an event on a device; before torch 2.12 judges by its own name."""
-    if hasattr(event, "activity_type"):
-        return event.activity_type()
-    if event.is_user_annotation():
-        return "gpu_user_annotation"
-    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
 
 
 def _marked(component: str, method: Method) -> Method:

@@ -237,14 +237,28 @@ def flat_parameter_memory(job: Job) -> Iterator[Patch]:
 
 def neighbouring_stages(job: Job) -> Iterator[Patch]:
     stage = pipelining.PipelineStage
-    yield put(stage, "_send_meta", lambda stage, meta, peer: None)
-    yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
+    if hasattr(stage, "_recv_meta"):
+        yield put(stage, "_send_meta", lambda stage, meta, peer: None)
+        yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
+        return
+
+    # Before torch 2.12 a stage sends what it returns, as tensors on the device `meta`.
+    def receive(objects: list[object], **source: object) -> None:
+        objects[0] = (torch.empty(_hidden_shape(job), device="meta"),)
+
+    yield put(dist, "send_object_list", lambda objects, **target: None)
+    yield put(dist, "recv_object_list", receive)
+
+
+def _hidden_shape(job: Job) -> torch.Size:
+    """Shape of a micro-batch's hidden states: samples, tokens, hidden size."""
+    samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
+    return torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
 
 
 def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
     """What the stage before says of its hidden states, or the one behind of their gradients."""
-    samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
-    shape = torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
+    shape = _hidden_shape(job)
     before = peer < stage.stage_index
     kinds: Any = pipelining
     meta = kinds._TensorMeta(

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug as tensor_caches
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode, Substitution
@@ -48,7 +48,9 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
             yield
     finally:
         if strategy.process_group:
-            _clear_sharding_prop_cache()  # its meshes name groups, whose names are given anew
+            # Their meshes name groups, whose names are given anew.
+            tensor_caches._clear_python_sharding_prop_cache()
+            tensor_caches._clear_fast_path_sharding_prop_cache()
             dist.destroy_process_group()
 
 
