@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform, _reconstruct_dtensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,9 +26,20 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     if axis == "fsdp2":
         return stage
     _pre_dp_module_transform(stage)
+    stage.register_forward_pre_hook(_with_gradients, prepend=True)
     if axis != "ddp":
         return stage
     return DistributedDataParallel(stage, process_group=group, find_unused_parameters=True)
+
+
+def _with_gradients(stage: nn.Module, inputs: object) -> None:
+    """Makes the stage's DTensors of its local parameters.
+
+    They last from the first forward on, which runs without gradients before torch 2.12: left to
+    torch's own hook, they would never pass any on.
+    """
+    with torch.enable_grad():
+        _reconstruct_dtensor(stage, inputs)
 
 
 def stage_optimizer(

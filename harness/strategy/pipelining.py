@@ -67,14 +67,17 @@ class Pipe:
             dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters())
         )
         kind = SCHEDULES[schedule]
+        # torch 2.10 refuses fewer micro-batches than stages, which GPipe can run.
+        least = stages[0].count if schedule == "gpipe" else 1
         self.schedule = kind(
             self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
-            n_microbatches=self.parts,
+            n_microbatches=max(self.parts, least),
             loss_fn=lambda logits, labels: self.loss(
                 logits, labels
             ),  # late: the harness may wrap `loss` to time it
             scale_grads=False,
         )
+        self.schedule._n_microbatches = self.parts
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.job.workload.loss(logits, labels) / self.parts
