@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -11,12 +11,30 @@ if TYPE_CHECKING:
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
     """Lets every BatchNorm2d of the model take its statistics over all ranks, which must hold
     equally many samples."""
+    import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed._functional_collectives import all_reduce
 
-    assert dist.group.WORLD is not None
-    group: dist.ProcessGroup = dist.group.WORLD
+    ranks = dist.get_world_size()
+
+    def total(part: Tensor) -> Tensor:
+        summed = part.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    # torch's functional all-reduce passes gradients on from 2.11 only.
+    class Total(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, part: Tensor) -> Tensor:
+            return total(part)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return total(gradients[0])
+
+    def mean_over_ranks(part: Tensor) -> Tensor:
+        summed: Tensor = Total.apply(part)
+        return summed / ranks
 
     class AllReducedBatchNorm(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
@@ -25,12 +43,10 @@ def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
             x = input.float()
             # The variance has an exchange of its own: as E[x^2] - E[x]^2 it would lose the digits
             # that both share.
-            mean: Tensor = all_reduce(x.mean((0, 2, 3)), "sum", group) / group.size()
+            mean = mean_over_ranks(x.mean((0, 2, 3)))
             centred = x - mean[:, None, None]
-            variance: Tensor = (
-                all_reduce(centred.square().mean((0, 2, 3)), "sum", group) / group.size()
-            )
-            samples = group.size() * x.numel() // x.shape[1]
+            variance = mean_over_ranks(centred.square().mean((0, 2, 3)))
+            samples = ranks * x.numel() // x.shape[1]
             count, running = self.num_batches_tracked, (self.running_mean, self.running_var)
             if count is not None and running[0] is not None and running[1] is not None:
                 count += 1
