@@ -253,12 +253,14 @@ def _disturbances(trials: Sequence[TrialRecord]) -> Figures:
     by_trial = [(trial, causes) for trial in trials if (causes := causes_of(trial))]
     counts = Counter(cause for _, causes in by_trial for cause in causes)
     words = [disturbance_in_words(trial, causes) for trial, causes in by_trial]
-    findings = [finding.words for trial in trials for finding in gpus_of(trial).findings()]
+    records = [gpus_of(trial) for trial in trials]
+    findings = [finding.words for record in records for finding in record.findings()]
+    unanswered = [words for record in records for words in record.unanswered]
     return {
         "disturbed": len(words),
         "disturbed_by": {cause: counts[cause] for cause in CAUSES if counts[cause]},
         "disturbances": tuple(words),
-        "gpu_findings": tuple(dict.fromkeys(findings)),
+        "gpu_findings": tuple(dict.fromkeys([*findings, *unanswered])),
     }
 
 

@@ -71,6 +71,15 @@ class GpuRecord:
         except ValidationError:
             return cls()
 
+    @property
+    def unanswered(self) -> list[str]:
+        """Which ranks lack figures because NVML did not answer them, one sentence for each."""
+        return [
+            f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
+            for rank, use in enumerate(self.use)
+            if not use.nvml_answers
+        ]
+
     def findings(self) -> list[GpuFinding]:
         """Why the trial's times are doubtful; what is unknown makes them no more so."""
         around = _around("just before", self.before) + _around("just after", self.after)

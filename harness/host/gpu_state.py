@@ -104,6 +104,9 @@ class GpuUse:
     context_bytes: int | None = None
     """`process_bytes` without what torch's allocator had reserved: CUDA's context and communication
     buffers."""
+    nvml_answers: bool = True
+    """False: NVML could not be started in the rank's process, or did not find its GPUs there, so
+    that energy, clocks and memory are unknown."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:

@@ -7,12 +7,19 @@ cannot fork ranks any more.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
 Handle = NewType("Handle", object)
 """NVML's name for a GPU, or for a MIG slice of one."""
+
+
+_MOST_STARTS = 1000
+"""Starts of NVML that one process can have left open; the limit ends a loop over a broken
+library."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Nvml:
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
+        # The second is raised for a function that a library older than pynvml does not have.
+        mismatch = getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError)
+        self._no_answer = (pynvml.NVMLError, mismatch)
 
     @classmethod
     def start(cls) -> Nvml | None:
@@ -59,7 +69,7 @@ class Nvml:
     def _ask(self, function: str, *arguments: object) -> Any:
         try:
             return getattr(self._pynvml, function)(*arguments)
-        except self._pynvml.NVMLError:
+        except self._no_answer:
             return None
 
     def number(self, function: str, *arguments: object) -> int | None:
@@ -133,6 +143,22 @@ def nvml() -> Iterator[Nvml | None]:
     finally:
         if library is not None:
             library.close()
+
+
+def end_nvml() -> None:
+    """Ends NVML in this process, however often its libraries have started it.
+
+    A process that is about to fork calls this: NVML's connection to the driver does not work in the
+    child, and a start there only counts one more user of it. torch starts NVML when it is asked
+    whether there is a GPU, and never ends it.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nothing has loaded it
+        return
+    for _ in range(_MOST_STARTS):
+        if library.nvmlShutdown() != 0:
+            return
 
 
 def _decoded(answer: str | bytes) -> str:

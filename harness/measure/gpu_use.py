@@ -129,6 +129,7 @@ class RankGpus:
             self._states,
             None if sizes is None else max(size for size, _ in sizes),
             None if sizes is None else max(size - reserved for size, reserved in sizes),
+            nvml_answers=self.complete,
         )
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:

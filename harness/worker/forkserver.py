@@ -22,6 +22,7 @@ import harness.strategy.registry  # noqa: E402
 import harness.worker.preload  # noqa: E402
 import harness.worker.worker  # noqa: E402
 from harness.host.cuda import cuda_is_initialized  # noqa: E402
+from harness.host.nvml import end_nvml  # noqa: E402
 
 # A rank that was killed leaves its control process to this one, whose end is no news.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
@@ -58,6 +59,7 @@ with open(os.devnull, "w") as nowhere:  # what libraries print on import is no n
     for number, copy in zip((1, 2), copies, strict=True):
         os.dup2(copy, number)
         os.close(copy)
+end_nvml()
 
 # What the libraries made is not garbage: without this every collection in a rank walks, and copies,
 # a million objects.
