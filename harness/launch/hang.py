@@ -27,6 +27,9 @@ VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 ended by the time limit alone."""
 SECONDS = 15.0
 """Where the variable does not say otherwise."""
+COLD_GPU_SECONDS = 60.0
+"""Least silence that is a hang before the first step is finished on GPUs: a driver that initialises
+idle GPUs, and NCCL's first connections, wait in the kernel, which is no work of a core."""
 TIMES_LONGEST = 10
 """Ranks may take so many times their longest phase or step so far, if that is more."""
 LOOK_SECONDS = 0.5
@@ -76,13 +79,16 @@ class Silence:
         ranks: Iterable[int],
         pids: Callable[[], Mapping[int, int]],
         other_nodes: bool = False,
+        on_gpus: bool = False,
     ) -> None:
         """`pids`: gives the process id of each rank that has started. `other_nodes`: the trial has
-        further ranks, on nodes of whose work nothing is known here."""
+        further ranks, on nodes of whose work nothing is known here. `on_gpus`: ranks start up on
+        GPUs, see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {MEETING: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
         """How long a rank may be silent at least, by what it does."""
         self.allowed = allowed_seconds()
+        self._cold_seconds = COLD_GPU_SECONDS if on_gpus else 0.0
         self._silent: dict[int, float] = {}
         self._beats: dict[int, float] = {}
         self._work: dict[int, float] = {}
@@ -112,6 +118,8 @@ class Silence:
                 self._beats[rank], self._silent[rank] = beat.at, 0.0
             doing[rank] = beat.doing
         limit = max(self.allowed, TIMES_LONGEST * longest)
+        if not all(beat.steps for beat in beats.values()):  # those ahead wait for a cold one
+            limit = max(limit, self._cold_seconds)
         hanging = {
             rank: text
             for rank, text in doing.items()

@@ -201,7 +201,9 @@ class Launcher:
             limit = cell.time_limit_seconds
             with (
                 listen(scratch, on_progress) as progress,
-                Watch(scratch, spec.ranks, limit, kill, waited, cell.nodes > 1) as watch,
+                Watch(
+                    scratch, spec.ranks, limit, kill, waited, cell.nodes > 1, cell.device == "cuda"
+                ) as watch,
                 ended_by(stop, kill),
             ):
                 own = command(folder)

@@ -76,7 +76,7 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 class Watch:
     """Ends the ranks at the time limit, or when they hang; before that, asks each for its stacks.
 
-    `waited`: seconds so far that do not count. `other_nodes`: see Silence.
+    `waited`: seconds so far that do not count. `other_nodes`, `on_gpus`: see Silence.
     """
 
     def __init__(
@@ -87,13 +87,16 @@ class Watch:
         kill: Callable[[], object],
         waited: Callable[[], float],
         other_nodes: bool = False,
+        on_gpus: bool = False,
     ) -> None:
         self.scratch, self.ranks, self.seconds = scratch, ranks, seconds
         self.kill, self.waited = kill, waited
         self.passed = False
         """Whether the time limit was reached."""
         self.hang: Hang | None = None
-        self._silence = Silence(scratch, ranks, lambda: pids_by_rank(scratch, ranks), other_nodes)
+        self._silence = Silence(
+            scratch, ranks, lambda: pids_by_rank(scratch, ranks), other_nodes, on_gpus
+        )
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._wait, daemon=True)
 

@@ -16,7 +16,7 @@ from harness.host.cache import cache_folder
 from harness.host.environment import version_of
 from harness.host.gpu import visible_gpus
 from harness.host.nvml import nvml
-from harness.parity.reference import VERSION, Reference
+from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.workloads import DataSource, make_workload, prepare_data
@@ -139,6 +139,18 @@ def gpu_kind() -> str:
 
 def reference_of(cell: Cell) -> Reference:
     return Reference(str(_home() / reference_key(cell)))
+
+
+def noise_for(cell: Cell, reference: Reference) -> Noise | None:
+    """Returns the noise of a cell's reference; for a batch that is too large to be run twice, the
+    noise of one GPU's part of it. None on a CPU, and if neither was measured."""
+    if cell.device != "cuda":
+        return None
+    if noise := reference.noise:
+        return noise
+    part = cell.model_copy(update={"global_batch": max(1, cell.global_batch // cell.devices)})
+    smaller = reference_of(part)
+    return smaller.noise if smaller.exists else None
 
 
 def _home() -> Path:

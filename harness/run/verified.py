@@ -10,8 +10,9 @@ from harness.analysis.losses import Pass, mean_losses, passes
 from harness.launch.outcome import Outcome
 from harness.parity.judging import allowed_deviation, distance_to_fp32, verdict_of
 from harness.parity.later import deviations_later, with_jumps, with_later
-from harness.parity.reference import Reference
-from harness.parity.verdict import ParityVerdict
+from harness.parity.reference import Noise, Reference
+from harness.parity.reference_runs import noise_for
+from harness.parity.verdict import ParityVerdict, widened
 from harness.run.prepared import PreparedTrial
 from harness.run.rows import SetBackCheck, Verification
 from harness.spec.training import Tolerance
@@ -24,7 +25,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     envelope of all: a trial that stays in it stays in every other.
     """
     cell, reference = prepared.cell, prepared.known
-    noise = reference.noise if reference else None
+    noise = noise_for(cell, reference) if reference else None
     reference_losses = reference.facts["losses"][: cell.parity_steps] if reference else []
     if outcome.status != "ok":
         return Verification(None, reference_losses, noise, None)
@@ -33,10 +34,13 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     first, *replays = passes(losses, steps)
     judging = _Judging(
         prepared,
-        allowed_deviation(cell, prepared.workload, prepared.strategy, prepared.layout),
+        widened(
+            allowed_deviation(cell, prepared.workload, prepared.strategy, prepared.layout), noise
+        ),
         reference_losses,
         why_not,
         reference,
+        noise,
     )
     verdict = judging.of(first.losses, [rank.update_deviations or {} for rank in outcome.trained])
     distance = distance_to_fp32(cell, first.losses) if losses else None
@@ -71,12 +75,12 @@ class _Judging:
     reference_losses: Sequence[float]
     why_not: str
     reference: Reference | None
+    noise: Noise | None
 
     def of(
         self, losses: Sequence[float | None], updates: Sequence[Mapping[str, float]]
     ) -> ParityVerdict:
         """The verdict on the parity segment, or on a part of it that was trained again."""
-        noise = self.reference.noise if self.reference else None
         return verdict_of(
             self.prepared.cell,
             self.prepared.workload,
@@ -85,7 +89,7 @@ class _Judging:
             updates,
             self.reference_losses,
             self.why_not,
-            noise,
+            self.noise,
         )
 
     def later(self, steps: Pass) -> list[float]:

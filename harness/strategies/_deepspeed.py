@@ -111,14 +111,14 @@ def settle(device: str, local_processes: int) -> None:
     import deepspeed
     import torch
     from deepspeed import git_version_info
-    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator import get_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if get_accelerator()._name != device:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-        set_accelerator(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
+        _switch_to(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
     # A part that was built for another accelerator or CUDA is compiled anew, or refused, by these
     # two.
     git_version_info.accelerator_name = device
@@ -126,6 +126,19 @@ def settle(device: str, local_processes: int) -> None:
     git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}
     deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_parts() - {_SHARED_MEMORY}, True)
     keep_dtype(device)
+
+
+def _switch_to(accelerator: Any) -> None:
+    """Sets DeepSpeed's accelerator, also in the three places of version 0.19.8 that keep what the
+    former one said when they were imported."""
+    from deepspeed.accelerator import set_accelerator
+
+    set_accelerator(accelerator)
+    from deepspeed.runtime import utils
+
+    utils.torch_memory_reserved = accelerator.memory_reserved
+    utils.torch_max_memory_reserved = accelerator.max_memory_reserved
+    utils.PartitionedTensor.from_meta.__func__.__defaults__ = (accelerator.device_name(),)
 
 
 def keep_dtype(device: str) -> None:

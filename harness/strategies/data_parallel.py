@@ -26,7 +26,11 @@ class DataParallel(Strategy):
         return Layout(data=devices, devices_per_process=devices)
 
     def stand_in(self, cell: Cell) -> str | None:
-        return "CPU threads instead of GPUs, the same five steps" if cell.device == "cpu" else None
+        if cell.device == "cpu":
+            return "CPU threads instead of GPUs, the same five steps"
+        if cell.devices == 1:
+            return "one GPU: torch.nn.DataParallel only calls the model, as `single` does"
+        return None
 
     @property
     def in_memory(self) -> bool:

@@ -182,6 +182,8 @@ def _profiled(
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     raw = profiler.profiler.kineto_results.events()
+    if loop.job.device.type == "cuda":
+        require_device_events(raw)
     steps = sorted(
         (e.start_ns(), e.end_ns(), e.start_thread_id())
         for e in raw
@@ -207,6 +209,17 @@ def _profiled(
             }
         )
     return rows
+
+
+def require_device_events(raw: Sequence[RawEvent]) -> None:
+    """Raises RuntimeError if the profiler recorded nothing on the GPU: the host's events alone
+    would give the device's part of a step as 0 %."""
+    if all(_on_host(event) for event in raw):
+        raise RuntimeError(
+            "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
+            " machines and containers; the driver's option NVreg_RestrictProfilingToAdminUsers=0,"
+            " or running as root, allows it"
+        )
 
 
 def _on_host(event: RawEvent) -> bool:

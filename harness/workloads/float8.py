@@ -1,5 +1,7 @@
 """Matrix products in eight bits by torchao: each row of the one factor and each column of the other
-has its own scale (recipe `rowwise`). Weights, gradients and optimizer stay fp32.
+has its own scale (recipe `rowwise`). Weights, gradients and optimizer stay fp32. Kernels return
+the products in bf16, which torchao casts back to fp32 where that was asked for; emulated ones are
+computed in fp32.
 
 The recipe `tensorwise` has one scale for all samples of a rank, so that the rounding of a sample
 depends on which others are on its rank: no training on several ranks is then that of one process.

@@ -58,9 +58,16 @@ _TOLERANCES = {
         " them by the order of the sums before it",
     ),
 }
+_FLOAT8_ON_GPU = Tolerance(
+    2e-3,
+    0.15,
+    "products in float8 come back in bf16, which sends more values to the other one of the two"
+    " float8 numbers that they lie between",
+)
 _INT8_ON_GPU = Tolerance(
     1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"
 )
+_ON_GPU = {"int8": _INT8_ON_GPU, FLOAT8: _FLOAT8_ON_GPU}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,8 +143,8 @@ class Variant(Workload):
             )
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        if self.storage == "int8" and cell.device == "cuda":
-            return _INT8_ON_GPU
+        if cell.device == "cuda" and self.storage in _ON_GPU:
+            return _ON_GPU[self.storage]
         return _TOLERANCES.get(self.storage or "") or super().tolerance(cell)
 
     def build(

@@ -26,6 +26,7 @@ from harness.record.store import Store, TrialKey
 from harness.run.prepared import PreparedTrial
 from harness.run.references import ReferenceRuns
 from harness.run.runner import Runner
+from harness.run.verified import verified
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.spec.training import EXACT
@@ -194,6 +195,32 @@ def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path:
     launches = Launches([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "update", "verdict"),
+    [("cuda", 2.5e-2, "exact"), ("cuda", 3.5e-2, "diverged"), ("cpu", 2e-3, "diverged")],
+)
+def test_the_noise_of_one_gpus_batch_widens_the_limit_of_eight(
+    cache: Path, tmp_path: Path, device: str, update: float, verdict: str
+) -> None:
+    """A reference that moves by 3e-3 of its updates when its batch is split differently: ten times
+    as much is allowed, on GPUs."""
+    axes = {"device": device, "warmup_steps": 1, "parity_steps": 2}
+    eight = ON_GPU.model_copy(update=axes)
+    one = eight.model_copy(update={"devices": 1, "global_batch": 32})
+    launches = Launches([2.0, 1.0], update=3e-3)
+    kept_runs = references(tmp_path, [one, eight], launches)
+    reference = kept_runs[runner_module.reference_key(eight)]
+    prepared = PreparedTrial(eight, TrialKey(eight.id, 0), 0, reference)
+    model = make_workload("llama-nano").build(0, torch.device("cpu"))
+    moved = dict.fromkeys(dict(model.named_parameters()), update)
+    ranks = tuple(answer(i, [1.0], [2.0, 1.0], update_deviations=moved) for i in range(8))
+    trial = Outcome("ok", "", time.time(), 1.0, answers=ranks)
+    found = verified(prepared, trial).verdict
+    assert found is not None
+    assert found.verdict == verdict
+    assert found.update_tolerance == pytest.approx(3e-2 if device == "cuda" else EXACT.update)
 
 
 def key_on(monkeypatch: pytest.MonkeyPatch, name: str, cores: int | None, cell: Cell) -> str:

@@ -158,6 +158,21 @@ def test_ranks_of_other_nodes_may_come_later(tmp_path: Path) -> None:
     assert looks(watch, 2)
 
 
+def test_gpus_may_start_slowly_and_steps_on_them_may_not(tmp_path: Path) -> None:
+    """A driver that wakes eight GPUs keeps a rank in the kernel, without work of a core; the ranks
+    beside it wait for the slowest."""
+    cold, warm = (Heartbeat(tmp_path, rank) for rank in range(2))
+    cold.beat(MEETING)
+    warm.beat("step 1", 1)
+    watch = Silence(str(tmp_path), range(2), dict, on_gpus=True)
+    assert looks(watch, hang.COLD_GPU_SECONDS - 1) is None
+    assert looks(watch, 2)
+    cold.beat("step 1", 1)
+    watch = Silence(str(tmp_path), range(2), dict, on_gpus=True)
+    assert looks(watch, hang.SECONDS - 1) is None
+    assert looks(watch, 2)
+
+
 def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupState:
     return GroupState(name, ranks, entered, "gloo:all_reduce")
 

@@ -8,7 +8,8 @@ import pytest
 
 from harness.parity.deviations import plain_name
 from harness.parity.judging import allowed_deviation
-from harness.parity.verdict import judge, loss_deviations, widest
+from harness.parity.reference import Noise
+from harness.parity.verdict import judge, loss_deviations, widened, widest
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Tolerance
 from harness.strategy.registry import make_strategy
@@ -73,6 +74,48 @@ def test_reasons_to_deviate_add_up() -> None:
     assert widest(EXACT, EXACT) == EXACT
     both = widest(LOOSE, Tolerance(1e-3, 2.0, "other"))
     assert (both.loss, both.update, both.reason) == (1e-2, 2.0, "coarse rounding; other")
+
+
+@pytest.mark.parametrize(
+    ("noise", "limits"),
+    [
+        (None, (1e-5, 1e-3)),
+        (Noise(1e-7, 5e-5), (1e-5, 1e-3)),  # ten times as much is below the limits
+        (Noise(3e-6, 2e-3), (3e-5, 2e-2)),
+        (Noise(1e-7, 2e-3), (1e-5, 2e-2)),
+        (Noise(1e-3, 0.3), (1e-4, 5e-2)),  # no further
+    ],
+)
+def test_a_limit_is_ten_times_the_references_noise_up_to_a_cap(
+    noise: Noise | None, limits: tuple[float, float]
+) -> None:
+    allowed = widened(EXACT, noise)
+    assert (allowed.loss, allowed.update) == pytest.approx(limits)
+    assert widened(LOOSE, noise) == LOOSE, "which allows more than noise may"
+
+
+def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
+    """So that the fp32 twin of a cell in bf16 stays exact on a GPU, and the cell may be advised."""
+    noise, moved = Noise(1e-7, 2e-3), [{"a": 1e-2, "b": 0.0}]
+    allowed = widened(EXACT, noise)
+    found = judge([2.0, 1.0], REFERENCE, moved, ("a", "b"), allowed, noise=noise)
+    assert (found.verdict, found.update_tolerance) == ("exact", 2e-2)
+    assert "2.0e-03" in found.reason
+    loose = judge([2.0, 1.0], REFERENCE, moved, ("a", "b"), LOOSE, noise=noise)
+    assert (loose.verdict, loose.reason) == ("within tolerance", LOOSE.reason)
+
+
+@pytest.mark.parametrize(
+    ("loss", "update"),
+    [(1.4e-4, 0.17), (1.4e-4, 0.19), (2.8e-3, 0.23), (3.5e-3, 0.59), (3.8e-2, 1.0)],
+)
+def test_no_noise_hides_a_wrong_training(loss: float, update: float) -> None:
+    """Deviations of the broken trainings in docs/parity.md: scaled loss, clipped gradients, a
+    repeated batch, no gradient synchronisation, embeddings trained apart."""
+    allowed = widened(EXACT, Noise(math.inf, math.inf))
+    assert verdict([2.0, 1.0 + loss], allowed=allowed).verdict == "diverged"
+    moved = [{"a": update, "b": 0.0}]
+    assert verdict([2.0, 1.0], moved, allowed=allowed).verdict == "diverged"
 
 
 def test_wrappers_are_taken_off_names() -> None:
