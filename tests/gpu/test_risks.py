@@ -6,7 +6,7 @@
 | a library initialises CUDA when it is imported | test_stub_libraries.py, test_fork_server.py |
 | rounding of a GPU's kernels against limits found on CPUs | test_references.py, test_parity.py |
 | float8 products that come back in bf16 | test_float8.py, test_plans.py |
-| copies of states in host memory under a cgroup's limit | tests/unit/test_host_memory.py |
+| copies of states in host memory under a cgroup's limit | test_host_memory.py |
 | DeepSpeed's accelerator, switched after its import | here |
 | fairscale's FullyShardedDataParallel; FSDP1 on one rank with offload | here |
 | bitsandbytes' kernels for torch's version of CUDA | here: their files, and what these link to |

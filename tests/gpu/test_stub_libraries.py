@@ -86,4 +86,4 @@ def test_no_import_of_the_fork_server_initialises_the_driver(tmp_path: Path) -> 
         LD_PRELOAD=str(tmp_path / "libcuda.so.1"),
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
     )
-    assert printed.splitlines() == ["0 False", "1 True"]
+    assert printed.splitlines()[-2:] == ["0 False", "1 True"], printed  # DeepSpeed prints too
