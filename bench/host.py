@@ -35,15 +35,14 @@ class Host:
 
     @classmethod
     def here(cls, nodes: int = 1) -> Host:
-        import psutil
-
         from harness.host.cores import allowed_cores
         from harness.host.environment import device_type, gpus
+        from harness.host.memory import memory_bytes
 
         if device_type() == "cuda":
             devices = gpus()
             return cls("cuda", len(devices), devices[0][1], nodes, devices[0][0])
-        return cls("cpu", len(allowed_cores()), psutil.virtual_memory().total, nodes)
+        return cls("cpu", len(allowed_cores()), memory_bytes(), nodes)
 
 
 def host_of(text: str, nodes: int) -> Host:

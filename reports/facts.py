@@ -96,7 +96,7 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),
         *_gpus(run),
-        ("Memory of the host", f"{number(run.memory_bytes / GIB)} GiB"),
+        ("Memory for the run", f"{number(run.memory_bytes / GIB)} GiB"),
         ("Host", run.host),
         ("Operating system", run.operating_system),
         ("Python", run.python_version),

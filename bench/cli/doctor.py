@@ -164,14 +164,16 @@ def _rate(bandwidth: float | None) -> str:
 
 
 def _devices() -> dict[str, str]:
-    import psutil
-
     from harness.host.cores import allowed_cores
-    from harness.host.environment import cpu_model, device_type, gpus
+    from harness.host.environment import cpu_model, device_type, gpus, unused_gpus
+    from harness.host.memory import available_memory_bytes, memory_bytes
 
     rows = {
         "CPU": f"{cpu_model() or 'unknown'}, {len(allowed_cores())} cores for this process",
-        "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
+        "memory": (
+            f"{memory_bytes() / 2**30:.1f} GiB for this process,"
+            f" {available_memory_bytes() / 2**30:.1f} GiB of it available"
+        ),
     }
     for index, (name, memory) in enumerate(gpus()):
         rows[f"GPU {index}"] = f"{name}, {memory / 2**30:.1f} GiB"

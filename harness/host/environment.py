@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 LIBRARIES = (
     "numpy",
     "transformers",
@@ -215,6 +213,7 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
     `more_libraries`: packages whose version is recorded beside LIBRARIES, where they are installed.
     """
     from harness.host.cores import allowed_cores
+    from harness.host.memory import memory_bytes
 
     libraries = (*LIBRARIES, *more_libraries)
     job = allocation()
@@ -227,7 +226,7 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
         "libraries": json.dumps({name: v for name in libraries if (v := version_of(name))}),
         "cpu_model": cpu_model(),
         "cpu_cores": len(allowed_cores()),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": memory_bytes(),
         "gpus": [name for name, _ in used],
         "gpu_memory_bytes": used[0][1] if used else None,
         **_gpu_columns(),

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
+CGROUPS = Path("/sys/fs/cgroup")
 _KEY = "oom_kill"
 
 
-def group_folder(process: Path = Path("/proc/self"), groups: Path = _GROUPS) -> Path | None:
+def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None:
     """The folder of the memory control group that a process is in, by its folder in /proc; None
     where there is none."""
     folder = None
@@ -22,7 +23,7 @@ def group_folder(process: Path = Path("/proc/self"), groups: Path = _GROUPS) -> 
     return folder
 
 
-def oom_kills(process: Path = Path("/proc/self"), groups: Path = _GROUPS) -> int | None:
+def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """Processes killed so far in the memory control group of a process; where there is no such
     group, on the whole machine. None: the system does not count them.
 

@@ -6,11 +6,10 @@ import os
 import platform
 from pathlib import Path
 
-import psutil
-
 from harness.host.cores import allowed_cores
 from harness.host.environment import cpu_model, gpus, numa_nodes
 from harness.host.gpu_facts import gpu_topology
+from harness.host.memory import memory_bytes
 from harness.nodes.rendezvous import machine_id
 
 _SYS = Path("/sys")
@@ -40,7 +39,7 @@ def node_facts(number: int, name: str, interface: str | None, address: str) -> d
         "cpu_model": cpu_model(),
         "cores": allowed_cores(),
         "numa": numa_nodes(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": memory_bytes(),
         "gpus": [name for name, _ in gpus()],
         "gpu_topology": gpu_topology(),
     }

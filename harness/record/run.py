@@ -34,7 +34,7 @@ class RunRecord(Record):
     cpu_cores: Int32
     """cores this process may use, one hardware thread each"""
     memory_bytes: Int64
-    """memory of the host"""
+    """memory this run may use: the host's, or the limit of its container or job"""
     gpus: tuple[str, ...] = ()
     """name of each GPU"""
     gpu_memory_bytes: Int64 | None = None

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
-
 from harness.host.cache import cache_folder
+from harness.host.memory import available_memory_bytes
 from harness.host.scratch import remove_abandoned, scratch_folder
 from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
@@ -330,7 +329,7 @@ class Search:
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
         """The trial against a reference run of the same size without the limit, whose parameters
         are not kept."""
-        if 24 * parameters_of(cell) > psutil.virtual_memory().available:
+        if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.watcher.step
             )

@@ -8,12 +8,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from harness.host.cuda import to_preload
 from harness.host.environment import device_type
 from harness.host.gpu_record import as_json
 from harness.host.gpu_state import GpuState
+from harness.host.memory import available_memory_bytes
 from harness.launch.interleaved import Launch
 from harness.launch.options import LaunchOptions
 from harness.launch.outcome import Outcome
@@ -28,8 +27,7 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Share of the host's free memory that copies of the ranks' states may fill, while it is set back.
-"""
+"""Share of the available memory that copies of the ranks' states may fill, while it is set back."""
 
 
 SAMPLES_PER_CONTROL = 8
@@ -101,8 +99,11 @@ class PreparedTrial:
         facts = model_facts(self.workload, cell.sequence_length)
         copies = self.layout.processes // cell.nodes
         needed = copies * (facts.parameter_bytes + (1 + cell.moments) * facts.trained_bytes)
-        if needed > MOST_OF_FREE_MEMORY * psutil.virtual_memory().available:
-            return f"copies of its state need {needed / 2**30:.1f} GiB of memory, too much here"
+        if needed > MOST_OF_FREE_MEMORY * available_memory_bytes():
+            return (
+                f"copies of its state need {needed / 2**30:.1f} GiB of memory, more than"
+                f" {MOST_OF_FREE_MEMORY:.0%} of what this process may still use here"
+            )
         return self.strategy.not_set_back
 
 

@@ -1,0 +1,99 @@
+"""How much memory may this process use: the host's, or less in a container or a SLURM job?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from harness.host.memory_group import CGROUPS, PROCESS, group_folder
+
+MEBIBYTE = 2**20
+
+
+def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
+    """Return the bytes that this process may use at most: the smallest of the host's memory, the
+    limits of its control groups, and the memory of its SLURM job on this node.
+
+    `process`: its folder in /proc. `groups`: where control groups are mounted.
+    """
+    limits = [limit for limit, _ in _group_limits(process, groups)]
+    return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
+
+
+def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
+    """Return the bytes that this process can still allocate without swapping or being killed.
+
+    Page cache that the kernel would drop counts as available. A SLURM limit is compared with what
+    this process and its children use. Arguments: see `memory_bytes`.
+    """
+    free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
+    free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
+    return min([psutil.virtual_memory().available, *free])
+
+
+def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of a process's control group and of each group above it.
+
+    A container may see the path that its group has on the host, of which it has mounted only the
+    end; the group is then found at the mount point. Source of the file names: the kernel's
+    Documentation/admin-guide, cgroup-v1/memory.rst and cgroup-v2.rst.
+    """
+    folder = group_folder(process, groups)
+    if folder is None:
+        return
+    top = groups / "memory" if folder.is_relative_to(groups / "memory") else groups
+    for group in (folder, *folder.parents):
+        names = ("memory.limit_in_bytes", "memory.max", "memory.high")
+        limits = [limit for name in names if (limit := _number(group / name)) is not None]
+        if limits:
+            used = _number(group / "memory.usage_in_bytes") or _number(group / "memory.current")
+            yield min(limits), max(0, (used or 0) - _inactive_file_bytes(group))
+        if group == top:
+            return
+
+
+def _inactive_file_bytes(group: Path) -> int:
+    """Page cache that the kernel drops first, as `docker stats` leaves it out of the use."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    figures = dict(line.split()[:2] for line in lines if " " in line)
+    return int(figures.get("total_inactive_file", figures.get("inactive_file", 0)))
+
+
+def _number(file: Path) -> int | None:
+    """None if there is no such file or it says `max`."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
+    """Bytes of this node's memory that the SLURM job has asked for; empty without a limit.
+
+    SLURM counts in MiB; 0 stands for the whole node (sbatch, --mem and --mem-per-cpu).
+    """
+    try:
+        mebibytes = int(variables.get("SLURM_MEM_PER_NODE", 0)) or (
+            int(variables.get("SLURM_MEM_PER_CPU", 0)) * int(variables.get("SLURM_CPUS_ON_NODE", 0))
+        )
+    except ValueError:
+        return []
+    return [mebibytes * MEBIBYTE] if mebibytes > 0 else []
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process and its children; pages that they share count repeatedly."""
+    total = 0
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            continue
+    return total

@@ -1,0 +1,144 @@
+"""Memory that this process may use, under limits of control groups and of SLURM jobs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from bench.host import Host
+from harness.host import environment
+from harness.host.memory import available_memory_bytes, memory_bytes
+from harness.parity.reference import Reference
+from harness.record.store import TrialKey
+from harness.run import prepared
+from harness.spec.cell import Cell
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def large_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of 2 TiB, half of it free, outside a SLURM job."""
+    there = SimpleNamespace(total=2048 * GIB, available=1024 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def host(folder: Path, line: str, groups: dict[str, dict[str, object]]) -> tuple[Path, Path]:
+    """A process in a control group, by its line in /proc, and the files of the groups."""
+    process = folder / "proc" / "self"
+    process.mkdir(parents=True)
+    (process / "cgroup").write_text(f"{line}\n" if line else "")
+    for group, files in groups.items():
+        (folder / "cgroup" / group).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / "cgroup" / group / name).write_text(f"{content}\n")
+    return process, folder / "cgroup"
+
+
+V2 = {
+    "memory.max": 32 * GIB,
+    "memory.current": 10 * GIB,
+    "memory.stat": f"anon 1\ninactive_file {2 * GIB}",
+}
+V1 = {
+    "memory.limit_in_bytes": 32 * GIB,
+    "memory.usage_in_bytes": 10 * GIB,
+    "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}",
+}
+UNLIMITED = 9223372036854771712
+"""What version 1 says without a limit."""
+
+
+@pytest.mark.parametrize(
+    ("line", "groups"),
+    [
+        ("0::/job/step", {"job/step": {"memory.max": "max", "memory.current": 5}, "job": V2}),
+        ("0::/", {".": V2}),
+        ("0::/a", {"a": {**V2, "memory.max": "max", "memory.high": 32 * GIB}}),
+        ("4:memory:/docker/1", {"memory": V1}),
+        (
+            "4:memory:/slurm/job",
+            {"memory": {"memory.limit_in_bytes": UNLIMITED}, "memory/slurm/job": V1},
+        ),
+    ],
+    ids=["parent", "container", "high", "version 1 in a container", "version 1"],
+)
+def test_the_limit_of_a_control_group_counts(
+    tmp_path: Path, line: str, groups: dict[str, dict[str, object]]
+) -> None:
+    """Page cache that the kernel drops first is available."""
+    where = host(tmp_path, line, groups)
+    assert (memory_bytes(*where), available_memory_bytes(*where)) == (32 * GIB, 24 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "groups"),
+    [
+        ("0::/a", {"a": {"memory.max": "max", "memory.current": GIB}}),
+        ("4:memory:/", {"memory": {"memory.limit_in_bytes": UNLIMITED}}),
+        ("", {}),
+    ],
+)
+def test_without_a_limit_the_host_counts(
+    tmp_path: Path, line: str, groups: dict[str, dict[str, object]]
+) -> None:
+    where = host(tmp_path, line, groups)
+    assert (memory_bytes(*where), available_memory_bytes(*where)) == (2048 * GIB, 1024 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("variables", "limit"),
+    [
+        ({"SLURM_MEM_PER_NODE": "32768"}, 32),
+        ({"SLURM_MEM_PER_CPU": "4096", "SLURM_CPUS_ON_NODE": "8"}, 32),
+        ({"SLURM_MEM_PER_NODE": "0"}, 2048),
+        ({"SLURM_MEM_PER_NODE": "unknown"}, 2048),
+    ],
+)
+def test_the_limit_of_a_slurm_job_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], limit: int
+) -> None:
+    where = host(tmp_path, "", {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert memory_bytes(*where) == limit * GIB
+    available = available_memory_bytes(*where)
+    if limit == 2048:
+        assert available == 1024 * GIB
+    else:
+        assert 0 < available < limit * GIB, "less what this process holds"
+
+
+def test_a_rewind_that_does_not_fit_into_the_group_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of eight ranks in the last GiB of 32, on a host with 1 TiB free."""
+    where = host(tmp_path, "0::/", {".": {**V2, "memory.current": 33 * GIB}})
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    (folder / "reference.json").write_text("{}")
+
+    def why_not(workload: str) -> str:
+        cell = Cell(strategy="ddp", workload=workload, devices=8, global_batch=8)
+        key = TrialKey(cell.id, 0)
+        trial = prepared.PreparedTrial(cell, key, 0, Reference(str(folder)), 0.5)
+        return trial.not_set_back
+
+    assert why_not("llama-256x6") == ""
+    limited = functools.partial(available_memory_bytes, *where)
+    monkeypatch.setattr(prepared, "available_memory_bytes", limited)
+    assert "GiB" in why_not("llama-256x6")
+    assert why_not("llama-nano") == ""
+
+
+def test_a_cpu_host_has_what_its_group_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "device_type", lambda: "cpu")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    assert Host.here().memory_bytes == 2**20
+    assert environment.environment()["memory_bytes"] == 2**20
