@@ -10,6 +10,9 @@ from harness.spec.errors import Unavailable, UsageError
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 
+_HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^\s,]+) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
+"""Number of GPUs, their name, and cores of the host."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -27,6 +30,8 @@ class Host:
     elsewhere: bool = False
     """Whether this is another host than this process's: what is installed and built here says
     nothing of it then."""
+    cores: int | None = None
+    """CPU cores of each node that a process may use; None: unknown."""
 
     @property
     def many(self) -> int:
@@ -39,25 +44,28 @@ class Host:
         from harness.host.environment import device_type, gpus
         from harness.host.memory import memory_bytes
 
+        cores = len(allowed_cores())
         if device_type() == "cuda":
             devices = gpus()
-            return cls("cuda", len(devices), devices[0][1], nodes, devices[0][0])
-        return cls("cpu", len(allowed_cores()), memory_bytes(), nodes)
+            name, memory = devices[0]
+            return cls("cuda", len(devices), memory, nodes, name, cores=cores)
+        return cls("cpu", cores, memory_bytes(), nodes, cores=cores)
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """This host, or the one that `8 x h100-80gb` names; raises UsageError with the known GPUs."""
+    """This host, or the one that `8 x h100-80gb, 112 cores` names; raises UsageError with the known
+    GPUs."""
     from harness.host.gpu_models import gpu_models
 
     if not text:
         return Host.here(nodes)
-    match = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(\S+)\s*", text.lower())
+    match = re.fullmatch(_HOST, text.lower(), re.VERBOSE)
     by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
     model = by_name.get(match[2].replace("-", "")) if match else None
     if match is None or model is None:
         raise UsageError(
-            f"--host {text!r}: write it like '8 x h100-80gb'; known GPUs are"
-            f" {', '.join(gpu_models())}"
+            f"--host {text!r}: write it like '8 x h100-80gb' or '8 x h100-80gb, 112 cores'; known"
+            f" GPUs are {', '.join(gpu_models())}"
         )
     return Host(
         "cuda",
@@ -66,6 +74,7 @@ def host_of(text: str, nodes: int) -> Host:
         nodes,
         f"NVIDIA {model.product_name}",
         elsewhere=True,
+        cores=int(match[3]) if match[3] else None,
     )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from bench.cli.terminal import duration
 
 if TYPE_CHECKING:
+    from bench.host import Host
     from harness.record.plan import Plan
     from harness.record.store import Store, TrialKey
     from harness.run.allocation import PlannedHeadline
@@ -25,19 +26,18 @@ def show(
     store: Store,
     planned: Plan,
     todo: Sequence[tuple[int, Cell, TrialKey]],
-    gpu: str | None = None,
+    host: Host,
 ) -> tuple[dict[str, float], References]:
     """Prints the cells, the time they will take and what is left out; returns expected seconds by
     cell id, and the references.
 
-    `gpu`: NVML's name of the GPUs that the plan is for.
+    `host`: what the plan is for.
     """
-    from harness.host.cores import allowed_cores, oversubscribed
+    from harness.host.cores import oversubscribed
     from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over
 
-    cores = len(allowed_cores())
-    seconds = expected_seconds(store, planned.cells, cores, gpu, planned.timed_seconds_of)
+    seconds = expected_seconds(store, planned.cells, host.cores, host.name, planned.timed_seconds_of)
     table = Table(title=_title(planned), title_justify="left")
     for column, justify in (
         ("strategy", "left"),
@@ -49,7 +49,7 @@ def show(
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_column("expected", justify="right")
     for cell in planned.cells:
-        crowded = cell.device == "cpu" and oversubscribed(cell)
+        crowded = oversubscribed(cell, host.cores and cell.nodes * host.cores)
         devices = f"{cell.devices}{' (more than cores)' if crowded else ''}"
         devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         devices += f" {over(cell.links)}" if cell.links else ""
@@ -64,7 +64,7 @@ def show(
             f"[yellow]left out[/yellow] {escape(absent.cell.name)}: {absent.status}:"
             f" {escape(absent.reason)}"
         )
-    references = references_of([cell for _, cell, _ in todo], cores, gpu)
+    references = references_of([cell for _, cell, _ in todo], host.cores, host.name)
     total = sum(seconds[cell.id] for _, cell, _ in todo) + 4
     disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
     out.print(f"{len(todo)} trials to run, about {duration(total)}")

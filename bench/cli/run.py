@@ -109,7 +109,7 @@ def run(
     ] = False,
     host: Annotated[
         str,
-        typer.Option("--host", help="With --dry-run: plan for another host, like '8 x h100-80gb'."),
+        typer.Option("--host", help="With --dry-run: plan for another host, like '8 x h100-80gb, 112 cores'."),
     ] = "",
     explain: Annotated[
         bool,
@@ -211,10 +211,10 @@ def run(
     planned = Runner(store, plan, share=part)
     baseline = baseline_choice(baseline_cell, plan.cells)
     seconds, references = plan_table.show(
-        console, store, plan, planned.open_trials(), planned_host.name
+        console, store, plan, planned.open_trials(), planned_host
     )
     if dry_run:
-        headline = planned_headline(plan)
+        headline = planned_headline(plan, planned_host.cores)
         plan_table.show_headline(console, plan, headline)
         plan_table.show_inputs(console, planned_host.device)
         if json_output:

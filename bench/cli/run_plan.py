@@ -106,8 +106,8 @@ def _new_plan(options: PlanOptions) -> Plan:
             timed = [cell for cell in plan.cells if cell.id not in plan.once]
             plan = dataclasses.replace(
                 plan,
-                not_compared=not_compared(timed),
-                launches_per_round=launches_per_round(timed),
+                not_compared=not_compared(timed, host.cores),
+                launches_per_round=launches_per_round(timed, host.cores),
             )
     else:
         require_few(plan)

@@ -123,12 +123,20 @@ def core_ranges(cores: Iterable[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def oversubscribed(cell: Cell, processes: int = 0, cores: int | None = None) -> bool:
-    """Whether the cell's ranks have more threads than there are cores.
+def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
+    """Whether the cell's ranks need more cores than there are.
 
-    `processes`: number of ranks where it is larger than that of devices, because of parameter
-    servers. `cores`: of all nodes together; None: every node has as many as this host.
+    A rank of a CPU cell needs a core for each of its threads. A rank of a GPU cell needs one core,
+    which launches kernels. `cores`: of all nodes together; None: unknown, so nothing is said to be
+    oversubscribed. `processes`: number of ranks if there are more than devices, because of
+    parameter servers.
     """
-    return cell.threads_per_device * max(cell.devices, processes) > (
-        cell.nodes * len(allowed_cores()) if cores is None else cores
-    )
+    if cores is None:
+        return False
+    threads = cell.threads_per_device if cell.device == "cpu" else 1
+    return threads * max(cell.devices, processes) > cores
+
+
+def cores_of_nodes(cell: Cell) -> int:
+    """Cores of all nodes of a cell, if each has as many as this host."""
+    return cell.nodes * len(allowed_cores())

@@ -31,8 +31,10 @@ class PlannedHeadline:
     process trains."""
 
 
-def launches_per_round(cells: Sequence[Cell]) -> dict[str, int]:
+def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
     """Cell id -> launches in each round, of the cells that have more than one.
+
+    `cores`: of each node; None: unknown.
 
     A baseline that k cells are compared with has the square root of k, rounded down: what makes
     the intervals of all k ratios narrowest (Dunnett, Journal of the American Statistical
@@ -40,30 +42,39 @@ def launches_per_round(cells: Sequence[Cell]) -> dict[str, int]:
     """
     return {
         baseline.id: launches
-        for baseline, others in _comparisons(cells)
+        for baseline, others in _comparisons(cells, cores)
         if (launches := math.isqrt(len(others))) > 1
     }
 
 
-def not_compared(cells: Sequence[Cell]) -> frozenset[str]:
-    """Ids of the cells whose throughput is compared with nothing: they have more ranks than there
-    are cores, are expected to diverge, or have no baseline in their setting."""
-    compared = {cell.id for baseline, others in _comparisons(cells) for cell in (baseline, *others)}
+def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
+    """Ids of the cells whose throughput is compared with nothing: they are oversubscribed, are
+    expected to diverge, or have no baseline in their setting.
+
+    `cores`: of each node; None: unknown.
+    """
+    comparisons = _comparisons(cells, cores)
+    compared = {cell.id for baseline, others in comparisons for cell in (baseline, *others)}
     return frozenset(cell.id for cell in cells) - compared
 
 
-def _comparisons(cells: Sequence[Cell]) -> list[tuple[Cell, list[Cell]]]:
+def _comparisons(
+    cells: Sequence[Cell], cores: int | None
+) -> list[tuple[Cell, list[Cell]]]:
     """The baseline of each setting that has one, and the cells that are compared with it."""
     return [
         (baseline, [cell for cell in group if cell is not baseline])
-        for group in _groups([cell for cell in cells if not _crowded(cell)])
+        for group in _groups([cell for cell in cells if not _crowded(cell, cores)])
         if (baseline := _planned_baseline(group))
     ]
 
 
-def planned_headline(plan: Plan) -> PlannedHeadline | None:
+def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
     """Returns the group that heads the run if its cells run, chosen as among measured ones; None if
-    the plan has no cells to compare, as for a search."""
+    the plan has no cells to compare, as for a search.
+
+    `cores`: of each node; None: unknown.
+    """
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -73,7 +84,7 @@ def planned_headline(plan: Plan) -> PlannedHeadline | None:
                 timed=any(cell.id not in plan.once for cell in group),
                 workload=group[0].workload,
                 cells=len(group),
-                real=not all(map(_crowded, group)),
+                real=not all(_crowded(cell, cores) for cell in group),
                 devices=group[0].devices,
             )
             for group in groups
@@ -81,7 +92,7 @@ def planned_headline(plan: Plan) -> PlannedHeadline | None:
     )
     if index is None:
         return None
-    group = [cell for cell in groups[index] if not _crowded(cell)] or groups[index]
+    group = [cell for cell in groups[index] if not _crowded(cell, cores)] or groups[index]
     return PlannedHeadline(
         tuple(group), _planned_baseline(group), tuple(filter(_may_be_advised, group))
     )
@@ -96,10 +107,8 @@ def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
     return list(settings.values())
 
 
-def _crowded(cell: Cell) -> bool:
-    """Whether it has more ranks than cores; the cores of a host with GPUs, which may be another
-    one than this, are enough."""
-    return cell.device == "cpu" and oversubscribed(cell)
+def _crowded(cell: Cell, cores: int | None) -> bool:
+    return oversubscribed(cell, None if cores is None else cell.nodes * cores)
 
 
 def _may_be_advised(cell: Cell) -> bool:

@@ -132,10 +132,10 @@ def has_control(cell: Cell) -> bool:
 
 
 def trial_seconds(
-    cell: Cell, cores: int, gpu: str | None = None, timed_seconds: float = 0.0
+    cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Seconds of one trial. `cores`: of the host, for CPU ranks; `gpu`: NVML's name of the GPUs;
-    `timed_seconds`: see Plan."""
+    """Seconds of one trial. `cores`: of the host, for CPU ranks; None: unknown, taken to be enough;
+    `gpu`: NVML's name of the GPUs; `timed_seconds`: see Plan."""
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
     facts = model_facts(workload, cell.sequence_length)
@@ -152,11 +152,11 @@ def trial_seconds(
     started += known.compile_seconds * (cell.compile != "none")
     if cell.launcher == "spawn" or strategy.one_node:
         started += known.interpreter_seconds
-    busy = (
-        cell.devices
-        if cell.device == "cuda"
-        else min(cores, cell.devices * cell.threads_per_device)
-    )
+    busy, crowded = cell.devices, 1.0
+    if cell.device == "cpu":
+        busy *= cell.threads_per_device
+        if cores is not None:  # ranks on one core wait for each other
+            busy, crowded = min(cores, busy), max(1.0, layout.processes / cores)
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
     # Counting what recomputation adds takes seconds; full recomputation is a second forward.
     again = 1 / 3 if cell.recompute == "full" else 0.0
@@ -169,9 +169,6 @@ def trial_seconds(
     moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
     overhead = known.step_seconds * cell.micro_batches
     compared = facts.trained_bytes / known.compared_bytes_per_second
-    crowded = (
-        max(1.0, layout.processes / cores) if cell.device == "cpu" else 1.0
-    )  # ranks on one core wait for each other
     # A GPU computes while its kernels are launched.
     worked = max(computed, overhead) if cell.device == "cuda" else computed + overhead
     steps = cell.total_steps * (worked + sent + moved)
@@ -217,7 +214,7 @@ class References:
     kept_bytes: int
 
 
-def references_of(cells: Sequence[Cell], cores: int, gpu: str | None) -> References:
+def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
     """What they take together; on GPUs each is run twice, for its noise."""
     from harness.parity.judging import in_fp32
     from harness.parity.reference_runs import (
@@ -260,7 +257,7 @@ def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
 def expected_seconds(
     store: Store,
     cells: Sequence[Cell],
-    cores: int,
+    cores: int | None,
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:

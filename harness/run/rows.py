@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
-from harness.host.cores import oversubscribed
+from harness.host.cores import cores_of_nodes, oversubscribed
 from harness.launch.outcome import Outcome
 from harness.measure.bubble import bubble_fraction
 from harness.parity.later import largest_finite
@@ -64,7 +64,7 @@ def left_out_record(
         launcher=cell.launcher,
         threads_per_device=cell.threads_per_device,
         memory_limit_bytes=cell.memory_limit_bytes,
-        oversubscribed=oversubscribed(cell),
+        oversubscribed=oversubscribed(cell, cores_of_nodes(cell)),
         parity_steps=cell.parity_steps,
     )
 
@@ -147,7 +147,7 @@ def trial_record(
         wraps_ddp=strategy.same_as_ddp(cell),
         stand_in=stand_in,
         oversubscribed=oversubscribed(
-            cell, layout.processes, distinct_cores(nodes) if nodes else None
+            cell, distinct_cores(nodes) if nodes else cores_of_nodes(cell), layout.processes
         ),
         launcher=outcome.launcher,
         parameters=facts.parameters,

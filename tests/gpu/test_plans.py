@@ -8,12 +8,16 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from bench.cli.run_plan import PlanOptions, kept_or_new_plan
 from bench.expand import Expanded, expand
-from bench.host import Host
+from bench.host import Host, host_of
 from bench.matrix import read_matrix
+from harness.host import cores
+from harness.host.cores import oversubscribed
 from harness.parity.judging import in_fp32
 from harness.parity.reference_runs import (
     kept_bytes,
@@ -22,6 +26,7 @@ from harness.parity.reference_runs import (
     reference_key,
 )
 from harness.record.plan import Plan
+from harness.record.store import Store
 from harness.run.expected import references_of, trial_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
@@ -213,3 +218,33 @@ def test_twins_are_launched_once_and_that_survives_the_store() -> None:
     without = json.loads(plan.to_json())
     del without["once"]
     assert Plan.from_row(row | {"plan": json.dumps(without)}).once == frozenset(), "plans of before"
+
+
+def test_a_plan_for_another_host_does_not_depend_on_the_cores_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned_here(allowed: int, name: str) -> tuple[frozenset[str], dict[str, int]]:
+        monkeypatch.setattr(cores, "allowed_cores", lambda: list(range(allowed)))
+        plan, _ = kept_or_new_plan(Store(tmp_path), PlanOptions("smoke", host=name), False)
+        return plan.not_compared, plan.launches_per_round
+
+    plans = [planned_here(allowed, "8 x h100-80gb") for allowed in (2, 112)]
+    assert plans[0] == plans[1] == planned_here(2, "8 x h100-80gb, 112 cores")
+    assert planned_here(112, "8 x h100-80gb, 4 cores")[0] > plans[0][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "there"),
+    [("h100-80gb", 1, None), ("8 x h100-80gb, 112 cores", 8, 112), ("2xL4,1 core", 2, 1)],
+)
+def test_cores_of_another_host_are_given_or_unknown(name: str, gpus: int, there: int) -> None:
+    found = host_of(name, 1)
+    assert (found.num_devices, found.cores) == (gpus, there)
+
+
+def test_a_rank_on_a_gpu_needs_one_core() -> None:
+    cell = Cell(strategy="ddp", devices=8, global_batch=8, threads_per_device=4)
+    on_gpus = cell.model_copy(update={"device": "cuda"})
+    assert [oversubscribed(cell, there) for there in (31, 32, None)] == [True, False, False]
+    assert [oversubscribed(on_gpus, there) for there in (7, 8, None)] == [True, False, False]
+    assert oversubscribed(on_gpus, 8, processes=9), "a parameter server"

@@ -118,5 +118,5 @@ def test_a_server_has_a_core_and_counts_as_a_process(monkeypatch: pytest.MonkeyP
     two, one = cell("parameter_server"), cell("data_parallel")
     assert cores.pin(two, 3, 3) == ((0,), (1,), (0,))
     assert cores.pin(one, 1, 1) == ((0, 1),)
-    assert cores.oversubscribed(two, 3)
-    assert not cores.oversubscribed(two, 2)
+    assert cores.oversubscribed(two, 2, 3)
+    assert not cores.oversubscribed(two, 2, 2)

@@ -101,7 +101,7 @@ def test_cores_of_nodes_on_one_machine_count_once() -> None:
     assert shared_machine([]) is None
     assert shared_machine(together) == "2 nodes on 1 machine: no network between them"
     four = Cell(strategy="ddp", devices=4, nodes=2)
-    assert (oversubscribed(four, 4, 4), oversubscribed(four, 4, 2)) == (False, True)
+    assert (oversubscribed(four, 4), oversubscribed(four, 2)) == (False, True)
 
 
 def test_facts_that_the_kernel_does_not_know_are_left_out(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
     crowded = Cell(strategy="ddp", devices=512, global_batch=512)
     alone = Cell(strategy="fsdp2", devices=2, sequence_length=32)
     cells = (*others, ddp, crowded, alone)
-    assert launches_per_round(cells) == {ddp.id: 3}
-    assert not_compared(cells) == {crowded.id, alone.id}
+    assert launches_per_round(cells, 256) == {ddp.id: 3}
+    assert not_compared(cells, 256) == {crowded.id, alone.id}
     plan = Plan(
         "r",
         "m",
@@ -64,8 +64,8 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
         2,
         order_seed=1,
         timed_seconds=3.0,
-        not_compared=not_compared(cells),
-        launches_per_round=launches_per_round(cells),
+        not_compared=not_compared(cells, 256),
+        launches_per_round=launches_per_round(cells, 256),
     )
     order = plan.schedule()
     assert len(set(order_ids := [(cell.id, trial) for cell, trial in order])) == len(order) == 26
