@@ -27,10 +27,10 @@ def _json(text: str | None) -> Any:
 
 
 def hardware(run: RunRecord) -> str:
-    """`2 x NVIDIA H100 (80 GiB each)` or `2 cores of Intel Xeon, no GPU`."""
+    """`2 x NVIDIA H100 (80 GiB each)` or `2 CPU cores of Intel Xeon, no GPU`."""
     if not run.gpus:
         model = "" if run.cpu_model is None else f" of {run.cpu_model}"
-        return f"{plural(run.cpu_cores, 'CPU core')}{model}, no GPU"
+        return f"{plural(run.cpu_cores, 'CPU core')}{model}, {'GPUs not used' if run.gpus_unused else 'no GPU'}"
     each = ""
     if run.gpu_memory_bytes is not None:
         each = f" ({number(run.gpu_memory_bytes / GIB)} GiB each)"

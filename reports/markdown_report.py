@@ -24,7 +24,10 @@ def markdown(report: RunReport, wanted: Sequence[str] = ()) -> tuple[str, list[s
         f"{facts.hardware(run)}; PyTorch {run.torch_version};"
         f" {plural(len(report.cells), 'cell')}, {report.ranked} ranked"
     )
-    return section_text([f"# {title}", escaped(line)], report, SECTIONS, wanted)
+    head = [f"# {title}", escaped(line)]
+    if run.gpus_unused:
+        head.append(f"**GPUs are not used:** {escaped(run.gpus_unused)}.")
+    return section_text(head, report, SECTIONS, wanted)
 
 
 def section_text(

@@ -25,7 +25,7 @@ def gpu_troubles() -> list[Trouble]:
     """Empty on a host without GPUs."""
     devices = visible_gpus()
     if not devices:
-        return []
+        return list(_unused())
     troubles = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
     troubles += [trouble for state in _states(devices) for trouble in _state(state)]
     return troubles + list(_software()) + list(_surroundings(devices))
@@ -111,17 +111,20 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         )
 
 
+def _unused() -> Iterator[Trouble]:
+    if reason := unused_gpus():
+        mend = "use a host with NVIDIA GPUs"
+        if visible_gpus():
+            mend = "make setup, on this host, once the above is so"
+        yield Trouble("GPUs", reason, "every cell runs on the CPU", mend)
+
+
 def _software() -> Iterator[Trouble]:
     """What driver and torch lack."""
     import torch
 
-    if reason := unused_gpus():
-        yield Trouble(
-            "GPUs",
-            reason,
-            "every cell runs on the CPU",
-            "make setup, on this host, once the above is so",
-        )
+    if unused := list(_unused()):
+        yield from unused
         return
     if not torch.distributed.is_nccl_available():
         what = f"torch {torch.__version__} is built without NCCL"

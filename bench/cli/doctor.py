@@ -61,6 +61,10 @@ def doctor(
 
         check(out_file, resume, 60 * budget_minutes, steps)
         return
+    from bench.cli import terminal
+
+    out = terminal.console(quiet=json_output)
+    terminal.say_unused_gpus(out)
     parts: dict[str, dict[str, str]] = {
         "devices": _devices(),
         "libraries": _libraries(),
@@ -83,11 +87,9 @@ def doctor(
         if failed:
             raise typer.Exit(1)
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    out = Console(highlight=False)
     for part, rows in parts.items():
         table = Table(title=part.replace("_", " "), title_justify="left", show_header=False)
         for name, text in rows.items():
@@ -178,6 +180,8 @@ def _devices() -> dict[str, str]:
     for index, (name, memory) in enumerate(gpus()):
         rows[f"GPU {index}"] = f"{name}, {memory / 2**30:.1f} GiB"
     rows["used by cells"] = device_type()
+    if reason := unused_gpus():
+        rows["GPUs not used"] = reason
     return rows
 
 

@@ -109,6 +109,7 @@ def maxsize(
     store = Store(results)
     store.require_writable()
     console = terminal.console(quiet=json_output)
+    terminal.say_unused_gpus(console)
     if resume:
         if grow or budget or strategy or ranks or hidden or settings or cells:
             raise UsageError(

@@ -188,6 +188,8 @@ def run(
             "--host plans for another host, which cannot run here: it goes with --matrix and"
             " --dry-run"
         )
+    console = terminal.console(quiet=json_output)
+    gpus_unused = None if host else terminal.say_unused_gpus(console)
     options = PlanOptions(
         matrix,
         tuple(only or ()),
@@ -203,11 +205,7 @@ def run(
         nodes,
     )
     plan, begun = kept_or_new_plan(store, options, resume)
-    console, planned_host, part = (
-        terminal.console(quiet=json_output),
-        host_of(host, nodes),
-        parse_share(share),
-    )
+    planned_host, part = host_of(host, nodes), parse_share(share)
     planned = Runner(store, plan, share=part)
     baseline = baseline_choice(baseline_cell, plan.cells)
     seconds, references = plan_table.show(
@@ -222,6 +220,7 @@ def run(
                 "expected_seconds": seconds,
                 "references": dataclasses.asdict(references),
                 "headline": headline and plan_table.headline_as_json(headline),
+                "gpus_unused": gpus_unused,
             }
             print(json.dumps(json.loads(plan.to_json()) | expected))
         return

@@ -19,6 +19,7 @@ from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
 from harness.record.conclusion import ConclusionRecord
 from harness.record.plan import Plan
+from harness.record.run import RunRecord
 from harness.record.schema import VERSION
 from harness.record.status import NOT_LAUNCHED
 from harness.record.store import Store
@@ -85,7 +86,9 @@ def conclude(
         page = write_report(loaded, path, "python -m bench report --out FILE", baseline)
     terminal.paths(console, store, plan, page, ended.finished)
     if options.json_output:
-        print(json.dumps(_as_json(store, plan, page, results, known, advised)))
+        recorded = RunRecord.from_frame(loaded.runs)
+        whole = {"gpus_unused": recorded[0].gpus_unused if recorded else None}
+        print(json.dumps(_as_json(store, plan, page, results, known, advised) | whole))
     if not ended.finished:
         return 130
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)

@@ -34,6 +34,21 @@ def console(quiet: bool = False) -> Console:
     )
 
 
+def say_unused_gpus(out: Console) -> str | None:
+    """Prints why this host's GPUs are not used, if so, and returns it.
+
+    Goes to stderr unless people read `out`: the line must not be lost in a pipe or a file.
+    """
+    from harness.host.environment import unused_gpus
+
+    reason = unused_gpus()
+    if reason:
+        read = out.is_terminal and not out.quiet
+        to = out if read else Console(stderr=True, highlight=False, soft_wrap=True)
+        to.print(f"[yellow]GPUs are not used[/yellow]: {escape(reason)}")
+    return reason
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `3 min 05 s`, `2 h 10 min`."""
     rounded = round(seconds)

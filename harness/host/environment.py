@@ -32,6 +32,8 @@ LIBRARIES = (
 """Whose versions are recorded, beside those of the packages that strategies require."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
+_OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
+"""Installs a torch for older drivers: see scripts/setup.sh."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -70,12 +72,19 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str | None:
-    """Why this host's GPUs cannot be used, in a sentence; None where they can be, or where there
-    are none."""
+    """Return why this host's GPUs are not used and what would change that; None if they are used,
+    or if there are none."""
+    from harness.host.amd import amd_gpus
     from harness.host.gpu import driver, visible_gpus
 
     if not (devices := visible_gpus()):
-        return None
+        if not (amd := amd_gpus()):
+            return None
+        found = ", ".join(f"{number} x {name}" for name, number in amd.items())
+        return (
+            f"this host has AMD GPUs ({found}), but this suite finds GPUs by NVIDIA's NVML and has"
+            " never run on ROCm; every cell runs on the CPU, with a ROCm build of torch too"
+        )
     import torch
 
     from harness.host.cuda import architectures
@@ -87,9 +96,10 @@ def unused_gpus() -> str | None:
     if installed.cuda and installed.cuda[0] < major:
         least = f"driver {_DRIVERS[major]} or newer" if major in _DRIVERS else "a newer driver"
         newest = ".".join(map(str, installed.cuda))
+        instead = f", or run `{_OLDER_CUDA}`" if installed.cuda[0] == 12 else ""
         return (
-            f"driver {installed.version} runs CUDA up to {newest}, {build} needs CUDA"
-            f" {needed}; install {least}, or a torch that is built for CUDA {installed.cuda[0]}"
+            f"driver {installed.version} supports CUDA up to {newest}, {build} needs CUDA"
+            f" {needed}; install {least}{instead}"
         )
     for device in devices:
         if device.capability and not _has_code_for(device.capability, architectures()):
@@ -170,12 +180,12 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, object]:
-    """A run's columns about this host's GPUs, used or not; empty without GPUs."""
+    """A run's columns about this host's GPUs, used or not."""
     from harness.host.gpu import driver
     from harness.host.gpu_facts import gpu_facts, gpu_topology
 
     if not gpus():
-        return {}
+        return {"gpus_unused": unused_gpus()}
     import torch
 
     installed = driver()

@@ -113,7 +113,7 @@ def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     host = fake_nvml.h100_node()
     host.driver, host.cuda = "570.86.15", 12080
     assert any(
-        "runs CUDA up to 12.8" in what and "driver 580" in what
+        "CUDA up to 12.8" in what and "driver 580" in what
         for _, what, _ in found(monkeypatch, host)
     )
 

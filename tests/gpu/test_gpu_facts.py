@@ -20,8 +20,8 @@ ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 """Of torch 2.13 for CUDA 13.0."""
 
 TOO_OLD = (
-    "driver 570.86.15 runs CUDA up to 12.8, torch 2.13.0+cu130 needs CUDA 13.0;"
-    " install driver 580 or newer, or a torch that is built for CUDA 12"
+    "driver 570.86.15 supports CUDA up to 12.8, torch 2.13.0+cu130 needs CUDA 13.0;"
+    " install driver 580 or newer, or run `PARALLELISM_BENCH_TORCH_CUDA=12 make setup`"
 )
 
 
