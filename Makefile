@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need run smoke test test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
+.PHONY: help setup setup-cuda-check need need-tests run smoke test test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -21,6 +21,8 @@ setup-cuda-check:
 	@scripts/cuda_check.sh $(ARGS)
 need:
 	@scripts/setup.sh --need
+need-tests:
+	@scripts/setup.sh --need --tests
 ## make run     runs matrix full (or MATRIX=name) and writes its HTML report
 run: need
 	$(PY) -m bench run --matrix $(MATRIX) $(ARGS)
@@ -28,7 +30,7 @@ run: need
 smoke: need
 	$(PY) -m bench run --matrix smoke $(ARGS)
 ## make test    all tests, three at a time; those that measure time alone, at the end
-test: need
+test: need-tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 ## make test-quick   between edits: unit tests, and one cell of each strategy
 test-quick: need
@@ -37,7 +39,7 @@ test-quick: need
 test-torch:
 	@TORCH=$(TORCH) scripts/other_torch.sh
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
-test-cluster: need
+test-cluster: need-tests
 	$(PY) -m pytest -rs tests/cluster $(ARGS)
 ## make lint    ruff, strict mypy, the direction of imports, and the prose of the documents
 lint: need
@@ -67,5 +69,5 @@ audit:
 lock: need
 	$(PY) -m scripts.lock
 ## make screenshots   pictures of the report for docs/, in headless Chromium
-screenshots: need
+screenshots: need-tests
 	$(PY) scripts/screenshots.py

@@ -26,7 +26,9 @@ case ${cuda%%.*} in # the oldest driver that runs each major version of CUDA (CU
   *) oldest=0 ;;
 esac
 if [ -n "$driver" ] && [ "${driver%%.*}" -lt $oldest ]; then
-  say "this driver is too old for torch's CUDA $cuda, which needs $oldest or newer: no GPU is used until it is renewed, or torch comes from an index of builds for an older CUDA (PIP_EXTRA_INDEX_URL)"
+  remedy="driver $oldest or newer"
+  [ "${cuda%%.*}" != 13 ] || [ "${driver%%.*}" -lt 525 ] || remedy="$remedy, or PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
+  say "this driver is too old for torch's CUDA $cuda, which needs $oldest or newer, so no GPU is used: install $remedy"
 fi
 if [ -n "$driver" ] && [ "$cuda" = none ]; then
   say "this torch has no CUDA: no GPU is used until it comes from an index of CUDA builds (the default one has them)"

@@ -2,9 +2,18 @@
 # Makes .venv with pinned versions of all packages; does nothing where it is up to date. Needs no root.
 # setup.sh          also tries again to build what could not be built before
 # setup.sh --need   does not try again: called before a run or a test
+# setup.sh --tests  as root also installs the programs that tests use; goes with --need too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+need_only=0 with_tests=0
+for word in "$@"; do
+  case $word in
+    --need) need_only=1 ;;
+    --tests) with_tests=1 ;;
+    *) printf 'setup: %s is no option: use --need or --tests\n' "$word" >&2; exit 2 ;;
+  esac
+done
 python=${PYTHON:-python3}
 export CC=${CC:-gcc} CXX=${CXX:-g++}
 say() { printf 'setup: %s\n' "$*"; }
@@ -16,6 +25,7 @@ fi
 
 # there PACKAGE: whether a Debian package, or the same from elsewhere, is installed.
 there() { case $1 in
+  python3-venv) [ -x .venv/bin/python ] || "$python" -c 'import ensurepip, venv' 2>/dev/null ;;
   python3-dev) [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
   libaio-dev) printf '#include <libaio.h>' | "$CXX" -E -x c++ - >/dev/null 2>&1 ;;
   libopenmpi-dev) command -v mpicxx >/dev/null ;;
@@ -26,18 +36,26 @@ there() { case $1 in
   *) command -v "$1" >/dev/null ;;
   esac; }
 missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
-need=(git g++ make python3-dev) # without these there is no set-up
+need=(git g++ make python3-dev python3-venv) # without these there is no set-up
 like=(libaio-dev openmpi-bin libopenmpi-dev) # for some strategies: DeepSpeed's offload to disk; Horovod over MPI, Adasum
 tests=(chromium slurm-wlm munge shellcheck) # for some tests, which are skipped without them
+[ $with_tests = 1 ] || tests=()
 mapfile -t lack < <(missing "${need[@]}" "${like[@]}" "${tests[@]}")
+install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1; }
+candidate() { LC_ALL=C apt-cache policy "$1" 2>/dev/null | grep -q 'Candidate: [^(]'; } # whether the archive has a package
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  say "installing Debian's packages ${lack[*]}"
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${lack[@]}"; } >/dev/null 2>&1 ||
-    say "that failed; without them:" >&2
+  apt-get update -qq >/dev/null 2>&1 || true
+  offered=() absent=()
+  for name in "${lack[@]}"; do if candidate "$name"; then offered+=("$name"); else absent+=("$name"); fi; done
+  [ ${#absent[@]} = 0 ] || say "apt-get has no package ${absent[*]}" >&2
+  if [ ${#offered[@]} != 0 ]; then
+    say "installing the packages ${offered[*]}"
+    install "${offered[@]}" || for name in "${offered[@]}"; do install "$name" || say "could not install $name" >&2; done
+  fi
 fi
 mapfile -t lack < <(missing "${need[@]}")
 if [ ${#lack[@]} != 0 ]; then
-  say "needs ${lack[*]}; install Debian's packages: ${lack[*]}" >&2
+  say "needs ${lack[*]}; install the Debian packages of these names" >&2
   exit 1
 fi
 mapfile -t lack < <(missing "${like[@]}")
@@ -60,7 +78,20 @@ case $cuda in
   *) say "PARALLELISM_BENCH_CUDA=$cuda is not known: use auto, toolkit, packages or no" >&2; exit 2 ;;
 esac
 
-want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scripts/native.sh; echo "${lack[@]}"; "$CXX" --version; echo "$march $fits"; } |
+# Which CUDA torch is for: as the caller says, else as in the last set-up, else what the driver runs. The default package index has builds for
+# CUDA 12 (driver 525 or newer) up to torch 2.10, and for CUDA 13 (driver 580 or newer) from 2.11 on.
+torch_cuda=${PARALLELISM_BENCH_TORCH_CUDA:-$(cat .venv/.torch-cuda 2>/dev/null || echo auto)}
+major=$torch_cuda
+case $torch_cuda in
+  12 | 13) ;;
+  auto)
+    driver=$(nvidia_driver) major=13
+    if [ -n "$driver" ] && [ "${driver%%.*}" -ge 525 ] && [ "${driver%%.*}" -lt 580 ]; then major=12; fi
+    ;;
+  *) say "PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda is not known: use auto, 12 or 13" >&2; exit 2 ;;
+esac
+
+want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scripts/native.sh; echo "${lack[@]}"; "$CXX" --version; echo "$march $fits $major"; } |
   sha256sum | cut -c1-16)
 want=$want-$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')
 stamp=.venv/.set-up
@@ -74,7 +105,7 @@ same=0
 [ -n "$(identity .venv/bin/python)" ] && [ "$(identity .venv/bin/python)" = "$(identity "$python")" ] && same=1
 if [ $same = 1 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   [ -n "$(unbuilt)" ] || exit 0
-  if [ "${1:-}" = --need ]; then
+  if [ $need_only = 1 ]; then
     say "some cells are unavailable, as this could not be built: $(unbuilt | paste -sd ' '); \`make setup\` tries again, \`doctor\` says why"
     exit 0
   fi
@@ -84,13 +115,15 @@ if [ -e .venv ] && [ ! -f .venv/pyvenv.cfg ] && [ -n "$(ls -A .venv)" ]; then
   say ".venv is no virtual environment; move it away" >&2
   exit 1
 fi
+# Anew for another CUDA: its libraries have other packages with the same files, so that removing the old ones would break the new ones.
+[ "$(cat .venv/.torch-major 2>/dev/null || echo 13)" = "$major" ] || same=0
 if [ $same = 0 ]; then
   if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     say "cannot make a virtual environment; install Debian's package python3-venv" >&2
     exit 1
   fi
   if [ -f .venv/pyvenv.cfg ]; then
-    say "making .venv anew with $("$python" --version): it was of another Python, or of one that is gone"
+    say "making .venv anew with $("$python" --version): it was of another Python, of one that is gone, or for another CUDA"
   else
     say "making .venv with $("$python" --version)"
   fi
@@ -98,18 +131,26 @@ if [ $same = 0 ]; then
 fi
 echo "$march" >.venv/.march
 echo "$cuda" >.venv/.cuda
+echo "$torch_cuda" >.venv/.torch-cuda
+echo "$major" >.venv/.torch-major
+constraints=constraints.txt
+if [ "$major" = 12 ]; then # torch itself names the versions of the CUDA libraries that it needs
+  constraints=.venv/.constraints.txt
+  { grep -vE '^(torch|triton)==' constraints.txt; echo torch==2.10.0; } >$constraints
+  say "torch 2.10, which is built for CUDA 12, ${driver:+as driver $driver runs no CUDA 13 }(PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
+fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 say "1/4 installing torch (the largest part)"
-pip install --quiet --no-compile --constraint constraints.txt setuptools torch
+pip install --quiet --no-compile --constraint $constraints setuptools torch
 scripts/machine.sh .venv/bin/python
 say "2/4 installing the suite, its tools and the libraries of the strategies"
-pip install --quiet --constraint constraints.txt wheel cmake ninja
-pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+pip install --quiet --constraint $constraints wheel cmake ninja
+pip install --quiet --no-compile --constraint $constraints --no-build-isolation --editable '.[dev]'
 .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages hold files for other Pythons
 say "3/4 installing what has no binary release: Horovod, and DeepSpeed with its compiled parts"
 built=$(scripts/native.sh .venv/bin/python)
 mapfile -t wheels <<<"$built"
-[ -z "$built" ] || pip install --quiet --constraint constraints.txt "${wheels[@]}"
+[ -z "$built" ] || pip install --quiet --constraint $constraints "${wheels[@]}"
 if [ -n "$built" ] && [ "$built" != "$(cat .venv/.wheels 2>/dev/null)" ]; then # pip alone would keep an installed wheel of the same version
   pip install --quiet --no-deps --force-reinstall "${wheels[@]}"
 fi

@@ -37,7 +37,9 @@ def show(
     from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over
 
-    seconds = expected_seconds(store, planned.cells, host.cores, host.name, planned.timed_seconds_of)
+    seconds = expected_seconds(
+        store, planned.cells, host.cores, host.name, planned.timed_seconds_of
+    )
     table = Table(title=_title(planned), title_justify="left")
     for column, justify in (
         ("strategy", "left"),

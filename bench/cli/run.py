@@ -109,7 +109,9 @@ def run(
     ] = False,
     host: Annotated[
         str,
-        typer.Option("--host", help="With --dry-run: plan for another host, like '8 x h100-80gb, 112 cores'."),
+        typer.Option(
+            "--host", help="With --dry-run: plan for another host, like '8 x h100-80gb, 112 cores'."
+        ),
     ] = "",
     explain: Annotated[
         bool,
@@ -208,9 +210,7 @@ def run(
     planned_host, part = host_of(host, nodes), parse_share(share)
     planned = Runner(store, plan, share=part)
     baseline = baseline_choice(baseline_cell, plan.cells)
-    seconds, references = plan_table.show(
-        console, store, plan, planned.open_trials(), planned_host
-    )
+    seconds, references = plan_table.show(console, store, plan, planned.open_trials(), planned_host)
     if dry_run:
         headline = planned_headline(plan, planned_host.cores)
         plan_table.show_headline(console, plan, headline)

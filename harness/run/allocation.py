@@ -58,9 +58,7 @@ def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[s
     return frozenset(cell.id for cell in cells) - compared
 
 
-def _comparisons(
-    cells: Sequence[Cell], cores: int | None
-) -> list[tuple[Cell, list[Cell]]]:
+def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, list[Cell]]]:
     """The baseline of each setting that has one, and the cells that are compared with it."""
     return [
         (baseline, [cell for cell in group if cell is not baseline])

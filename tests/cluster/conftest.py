@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if lacking:
         why = (
             f"no SLURM here ({', '.join(lacking)} missing): install Debian's package slurm-wlm, or"
-            " run make setup as root"
+            " run make test-cluster as root"
         )
         for item in items:
             if "tests/cluster/" in str(item.path) and "slurm" in getattr(item, "fixturenames", ()):

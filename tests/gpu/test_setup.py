@@ -136,8 +136,8 @@ def native(environment: Path, cache: Path, **variables: str) -> subprocess.Compl
         }
         | variables
     )
-    command = ["bash", "scripts/native.sh", str(environment / "bin" / "python")]
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    words = ["bash", "scripts/native.sh", str(environment / "bin" / "python")]
+    return subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(
@@ -173,6 +173,14 @@ def test_set_up_goes_on_without_what_it_cannot_have(environment: Path, tmp_path:
     ]
 
 
+def command(file: Path, script: str) -> None:
+    """A command of a test's own."""
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
 def set_up(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """scripts/setup.sh in a copy of what it reads, stopped by an index that has nothing where it
     would install torch."""
@@ -180,9 +188,8 @@ def set_up(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
         if not (folder / name).exists():
             subprocess.run(["cp", "-r", str(ROOT / name), str(folder / name)], check=True)
     stubs = folder / "stubs"
-    stubs.mkdir(exist_ok=True)
-    (stubs / "apt-get").write_text("#!/bin/sh\nexit 1\n")
-    (stubs / "apt-get").chmod(0o755)
+    if not (stubs / "apt-get").exists():
+        command(stubs / "apt-get", "exit 1")
     given = os.environ | {
         "PATH": f"{stubs}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
@@ -253,17 +260,128 @@ def test_a_driver_too_old_for_torch_is_said(
         "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
         "python": f"2.13.0+cu {cuda}",
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{printed}'\n")
-        (tmp_path / name).chmod(0o755)
+        command(tmp_path / name, f"echo '{printed}'")
     given = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PARALLELISM_BENCH_MARCH": "x86-64-v3",
     }
-    command = ["bash", "scripts/machine.sh", str(tmp_path / "python")]
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=True)
+    words = ["bash", "scripts/machine.sh", str(tmp_path / "python")]
+    done = subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True, check=True)
     assert (
         f"NVIDIA driver {driver}, CUDA toolkit release 13.0 ({tmp_path}/nvcc), torch 2.13.0+cu with"
         f" CUDA {cuda}" in done.stdout
     )
     assert "for the processor x86-64-v3" in done.stdout
     assert ("too old for torch's CUDA 13.0, which needs 580 or newer" in done.stdout) == (not fits)
+    assert ("PARALLELISM_BENCH_TORCH_CUDA=12 make setup" in done.stdout) == (not fits)
+
+
+def environment_without_pip(folder: Path, major: str = "13") -> Path:
+    """An environment that set-up keeps, and in which it stops where it would install torch.
+
+    `major`: of the CUDA that its torch was built for.
+    """
+    made = folder / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
+    (made / ".torch-major").write_text(major + "\n")
+    (made / "of-the-old-one").touch()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("driver", "asked", "major"),
+    [
+        (None, None, "13"),
+        ("580.95.05", None, "13"),
+        ("550.54.15", None, "12"),
+        ("470.256.02", None, "13"),
+        ("550.54.15", "13", "13"),
+        (None, "12", "12"),
+    ],
+)
+def test_torch_is_built_for_a_cuda_that_the_driver_runs(
+    tmp_path: Path, driver: str | None, asked: str | None, major: str
+) -> None:
+    """CUDA 12 needs driver 525, CUDA 13 driver 580; no build of this suite's torch needs less."""
+    made = environment_without_pip(tmp_path, major)
+    command(tmp_path / "stubs" / "nvidia-smi", f"echo {driver}" if driver else "exit 1")
+    variables = {"NVIDIA_VERSION_FILE": str(tmp_path / "none")}
+    if asked:
+        variables["PARALLELISM_BENCH_TORCH_CUDA"] = asked
+    done = set_up(tmp_path, **variables)
+    assert "1/4 installing torch" in done.stdout, done.stderr
+    assert (made / "of-the-old-one").exists()
+    pinned = made / ".constraints.txt"
+    assert pinned.exists() == (major == "12")
+    if major == "12":
+        lines = pinned.read_text().splitlines()
+        torch = [line for line in lines if line.startswith(("torch==", "triton=="))]
+        assert torch == ["torch==2.10.0"]
+
+
+def test_another_cuda_makes_the_environment_anew_and_is_remembered(tmp_path: Path) -> None:
+    """pip would find torch already satisfied, and the libraries of both share files."""
+    command(tmp_path / "stubs" / "nvidia-smi", "exit 1")
+    made = environment_without_pip(tmp_path)
+    assert "anew" not in set_up(tmp_path).stdout
+    assert "anew" in set_up(tmp_path, PARALLELISM_BENCH_TORCH_CUDA="12").stdout
+    assert not (made / "of-the-old-one").exists()
+    again = set_up(tmp_path).stdout
+    assert "torch 2.10" in again
+    assert "anew" not in again
+    assert set_up(tmp_path, PARALLELISM_BENCH_TORCH_CUDA="11").returncode == 2
+
+
+def root_without(folder: Path, *absent: str) -> Path:
+    """A search path with this machine's commands but for some, on which the user is root.
+
+    It logs what apt-get is told to install; the archive lacks chromium.
+    """
+    stubs = folder / "stubs"
+    stubs.mkdir()
+    for file in Path("/usr/bin").iterdir():
+        if file.name not in (*absent, "apt-get", "apt-cache", "id"):
+            (stubs / file.name).symlink_to(file)
+    command(stubs / "id", "echo 0")
+    command(
+        stubs / "apt-get", f'[ "$1" != install ] || echo "$@" >>{folder}/log; exit ${{FAILS:-0}}'
+    )
+    command(
+        stubs / "apt-cache",
+        'case $2 in chromium) echo "  Candidate: (none)" ;; *) echo "  Candidate: 1.0" ;; esac',
+    )
+    return stubs
+
+
+def installed(folder: Path) -> list[set[str]]:
+    """The packages of each call of apt-get install."""
+    calls = (folder / "log").read_text().splitlines()
+    return [{word for word in call.split()[1:] if not word.startswith("-")} for call in calls]
+
+
+@pytest.mark.parametrize("words", [(), ("--need", "--tests")])
+def test_root_gets_what_runs_need_and_programs_of_tests_when_asked(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """In one call, without what the archive lacks: Ubuntu has no package chromium."""
+    stubs = root_without(tmp_path, "mpirun", "chromium", "shellcheck")
+    done = set_up(tmp_path, *words, PATH=str(stubs), PARALLELISM_BENCH_MARCH="ends-it-here")
+    (packages,) = installed(tmp_path)
+    assert "openmpi-bin" in packages
+    assert ("shellcheck" in packages) == bool(words)
+    assert "chromium" not in packages
+    assert ("chromium" in done.stderr) == bool(words)
+    assert not (packages & {"slurm-wlm", "munge"} and not words)
+
+
+def test_a_package_that_fails_does_not_sink_the_others(tmp_path: Path) -> None:
+    stubs = root_without(tmp_path, "mpirun", "mpicxx")
+    set_up(tmp_path, PATH=str(stubs), FAILS="1", PARALLELISM_BENCH_MARCH="ends-it-here")
+    together, *alone = installed(tmp_path)
+    assert {"openmpi-bin", "libopenmpi-dev"} <= together
+    assert len(alone) == len(together)
+    assert set().union(*alone) == together
+
+
+def test_an_option_that_set_up_does_not_know(tmp_path: Path) -> None:
+    assert set_up(tmp_path, "--neeed").returncode == 2

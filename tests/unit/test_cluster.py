@@ -195,7 +195,7 @@ def test_nothing_of_a_site_is_in_the_scripts() -> None:
 
 @pytest.mark.skipif(
     shutil.which("shellcheck") is None,
-    reason="shellcheck is missing: install Debian's package shellcheck, or run make setup as root",
+    reason="shellcheck is missing: install Debian's package shellcheck, or run make test as root",
 )
 def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
     rendered = []
