@@ -30,7 +30,8 @@ def hardware(run: RunRecord) -> str:
     """`2 x NVIDIA H100 (80 GiB each)` or `2 CPU cores of Intel Xeon, no GPU`."""
     if not run.gpus:
         model = "" if run.cpu_model is None else f" of {run.cpu_model}"
-        return f"{plural(run.cpu_cores, 'CPU core')}{model}, {'GPUs not used' if run.gpus_unused else 'no GPU'}"
+        gpus = "GPUs not used" if run.gpus_unused else "no GPU"
+        return f"{plural(run.cpu_cores, 'CPU core')}{model}, {gpus}"
     each = ""
     if run.gpu_memory_bytes is not None:
         each = f" ({number(run.gpu_memory_bytes / GIB)} GiB each)"

@@ -137,7 +137,7 @@ constraints=constraints.txt
 if [ "$major" = 12 ]; then # torch itself names the versions of the CUDA libraries that it needs
   constraints=.venv/.constraints.txt
   { grep -vE '^(torch|triton)==' constraints.txt; echo torch==2.10.0; } >$constraints
-  say "torch 2.10, which is built for CUDA 12, ${driver:+as driver $driver runs no CUDA 13 }(PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
+  say "torch 2.10, which is built for CUDA 12${driver:+, as driver $driver runs no CUDA 13} (PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 say "1/4 installing torch (the largest part)"
