@@ -33,7 +33,9 @@ LIBRARIES = (
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-"""Installs a torch for older drivers: see scripts/setup.sh."""
+"""Installs a torch for older drivers and GPUs: see scripts/setup.sh."""
+_VOLTA = 7
+"""Major compute capability of the oldest GPUs (7.0) that torch 2.10 for CUDA 12 has code for."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -104,10 +106,12 @@ def unused_gpus() -> str | None:
     for device in devices:
         if device.capability and not _has_code_for(device.capability, architectures()):
             version = ".".join(map(str, device.capability))
+            instead = "install a torch that has"
+            if device.capability[0] == _VOLTA and major > 12:
+                instead = f"run `{_OLDER_CUDA}`"
             return (
                 f"{build} has no code for compute capability {version} of GPU {device.index}"
-                f" ({device.name}); install a torch that has, or hide this GPU by"
-                " CUDA_VISIBLE_DEVICES"
+                f" ({device.name}); {instead}, or hide this GPU by CUDA_VISIBLE_DEVICES"
             )
     return None
 

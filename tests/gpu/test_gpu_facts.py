@@ -104,9 +104,11 @@ def test_a_gpu_that_torch_has_no_code_for_means_cpu(
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: " ".join(built), raising=False)
     assert device_type() == ("cuda" if usable else "cpu")
     words = ".".join(map(str, capability))
+    older = capability == (7, 0)
+    remedy = "`PARALLELISM_BENCH_TORCH_CUDA=12 make setup`" if older else "install a torch that has"
     reason = (
         f"torch 2.13.0+cu130 has no code for compute capability {words} of GPU 0 (Tesla V100);"
-        " install a torch that has, or hide this GPU by CUDA_VISIBLE_DEVICES"
+        f" {'run ' if older else ''}{remedy}, or hide this GPU by CUDA_VISIBLE_DEVICES"
     )
     assert unused_gpus() == (None if usable else reason)
 
