@@ -1,0 +1,212 @@
+"""Measures what a device reaches at best: matrix products, copies of memory, and kernel launches.
+
+Data sheets state what a chip can do; power limits, clocks and libraries decide what it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.measure.comm_benchmark import timed
+
+if TYPE_CHECKING:
+    import torch
+
+MEMORY_SHARE = 1 / 8
+"""Share of the device's free memory that the measurement may take, at most."""
+PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
+"""Rows and columns of the square matrices, from the smallest."""
+COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
+TRANSFER_BYTES = 2**27
+SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
+"""Time that the products of one size may take; a size that would take longer is left out."""
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+LAUNCHES, LAUNCH_ROUNDS = 500, 9
+FLOAT8_CAPABILITY = (9, 0)
+FLOAT8_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Best measured rates of one device, with nothing else running on it."""
+
+    matmul_flops_per_second: dict[str, float]
+    """By precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale for each row; a
+    precision that the device lacks is left out."""
+    copy_bytes_per_second: float
+    """Bytes read plus bytes written by a copy within the device's memory."""
+    host_to_device_bytes_per_second: dict[str, float]
+    """By host memory, `pinned` or `pageable`; empty on a CPU."""
+    device_to_host_bytes_per_second: dict[str, float]
+    """By host memory, `pinned` or `pageable`; empty on a CPU."""
+    launch_seconds: float
+    """Time the host takes to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
+
+
+def measure_device_speed(device: torch.device) -> DeviceSpeed:
+    """Measures one GPU in about 5 s, or this process's CPU threads in about 2 s.
+
+    It initialises CUDA for a GPU, so call it in a process of its own. Raises RuntimeError if the
+    device cannot be used.
+    """
+    import torch
+
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32, cudnn.allow_tf32 = False, False
+    try:
+        with torch.inference_mode():
+            return _measure(device)
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(device: torch.device) -> DeviceSpeed:
+    import torch
+
+    most_bytes = int(_free_bytes(device) * MEMORY_SHARE)
+    products = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+        products["fp8"] = torch.float8_e4m3fn
+    rates = {name: _matmul_rate(device, dtype, most_bytes) for name, dtype in products.items()}
+    source = torch.ones(min(COPY_BYTES[device.type], most_bytes // 2), dtype=torch.uint8).to(device)
+    target = torch.empty_like(source)
+    copy_seconds = median_seconds(lambda: target.copy_(source), device, SECONDS_PER_SIZE["cuda"])
+    transfers: dict[str, tuple[float, float]] = {}
+    if device.type == "cuda":
+        del target
+        transfers = _transfers(device, source[:TRANSFER_BYTES])
+    return DeviceSpeed(
+        matmul_flops_per_second={name: rate for name, rate in rates.items() if rate},
+        copy_bytes_per_second=2 * source.numel() / copy_seconds,
+        host_to_device_bytes_per_second={name: rates[0] for name, rates in transfers.items()},
+        device_to_host_bytes_per_second={name: rates[1] for name, rates in transfers.items()},
+        launch_seconds=_launch_seconds(device),
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> float | None:
+    """FLOP/s of the fastest size; None if the device cannot multiply in this precision."""
+    best: float | None = None
+    budget = SECONDS_PER_SIZE[device.type]
+    for size in PRODUCT_SIZES[device.type]:
+        flops = 2 * size**3
+        too_large = 3 * size**2 * 4 > most_bytes  # the factors are drawn in fp32
+        if best and (too_large or flops / best * (LEAST_REPEATS + 1) > budget):
+            break
+        try:
+            best = max(
+                best or 0.0, flops / median_seconds(_product(size, dtype, device), device, budget)
+            )
+        except (RuntimeError, NotImplementedError):
+            break  # no kernel for this precision, or not enough memory
+    return best
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A square matrix product of random numbers: zeros would draw less power and run faster."""
+    import torch
+
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if dtype is not torch.float8_e4m3fn:
+        a, b = a.to(dtype), b.to(dtype)
+        return lambda: a @ b
+    scales = [x.abs().amax(1, keepdim=True) / FLOAT8_LARGEST for x in (a, b)]
+    a, b = ((x / scale).to(torch.float8_e4m3fn) for x, scale in zip((a, b), scales, strict=True))
+    return lambda: torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=scales[0],
+        scale_b=scales[1].t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Median time of one call of `run` on the device, from as many calls as fit into `budget`
+    seconds, at least LEAST_REPEATS after a warm-up."""
+    import torch
+
+    run()
+    _synchronize(device)
+    begin = time.perf_counter()
+    run()
+    _synchronize(device)
+    once = max(time.perf_counter() - begin, 1e-7)
+    count = max(LEAST_REPEATS, min(MOST_REPEATS, int(budget / once)))
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    with torch.cuda.device(device):
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+    _synchronize(device)
+    # Back to back, so that the clocks settle where a training under load has them.
+    between = itertools.pairwise(events)
+    return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in between)
+
+
+def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """Bytes per second to and from the device, by kind of host memory."""
+    import torch
+
+    pageable = torch.ones(on_device.numel(), dtype=torch.uint8)
+    rates = {}
+    for name, host in (("pinned", pageable.pin_memory()), ("pageable", pageable)):
+        to, back = (
+            statistics.median(timed(run, LEAST_REPEATS, lambda: _synchronize(device)))
+            for run in (
+                lambda host=host: on_device.copy_(host, non_blocking=True),
+                lambda host=host: host.copy_(on_device, non_blocking=True),
+            )
+        )
+        rates[name] = (on_device.numel() / to, on_device.numel() / back)
+    return rates
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Median over rounds: few enough launches in each that the host never waits for the queue."""
+    import torch
+
+    tiny = torch.zeros(1, device=device)
+
+    def enqueue() -> float:
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            tiny.add_(1)
+        seconds = (time.perf_counter() - begin) / LAUNCHES
+        _synchronize(device)
+        return seconds
+
+    return statistics.median(enqueue() for _ in range(LAUNCH_ROUNDS))
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
