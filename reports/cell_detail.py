@@ -238,4 +238,5 @@ def _time(cell: ProfiledCell) -> dict[str, Any]:
         "profiled_step_seconds": cell.profiled_step,
         "plain_step_seconds": cell.plain_step,
         "straggler_rank": cell.straggler,
+        "gpu_seconds": cell.gpu and dict(cell.gpu.seconds),
     }

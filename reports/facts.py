@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from harness.record.device_speed import SpeedMeasurement
 from harness.record.run import RunRecord
 from reports.text import number, plural
 
@@ -59,8 +60,32 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
         ("GPUs not used", run.gpus_unused or ""),
         ("GPU software", words),
         ("GPU settings", each),
+        ("GPU speed, measured", _speed(run.device_speed)),
         ("GPU connections", _connections(_json(run.gpu_topology))),
     ]
+
+
+def _speed(column: str | None) -> str:
+    """What GPU 0 reached before the first trial, or why that is unknown."""
+    measured = SpeedMeasurement.read(column)
+    if measured is None:
+        return ""
+    if (speed := measured.speed) is None:
+        return f"unknown: {measured.reason}"
+    products = ", ".join(
+        f"{name} {number(rate / 1e12)}" for name, rate in speed.matmul_flops_per_second.items()
+    )
+    words = f"matrix products {products} TFLOP/s; copies {_gigabytes(speed.copy_bytes_per_second)}"
+    for way, rates in (
+        ("from the host", speed.host_to_device_bytes_per_second),
+        ("to the host", speed.device_to_host_bytes_per_second),
+    ):
+        words += "".join(f", {kind} {way} {_gigabytes(rate)}" for kind, rate in rates.items())
+    return f"{words}; a launch {number(speed.launch_seconds * 1e6)} µs"
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{number(rate / 1e9)} GB/s"
 
 
 def _setting(facts: Mapping[str, float | bool | None]) -> str:

@@ -14,6 +14,7 @@ from reports import (
     failures,
     figures,
     front,
+    gpu_time,
     groups,
     lines,
     links,
@@ -207,12 +208,15 @@ class TimePart:
     panels: list[Panel]
     table: Grid[profile.ProfiledCell] | None
     peak_table: Grid[profile.ProfiledCell] | None
+    gpu_table: Grid[profile.ProfiledCell] | None
 
 
 def time_part(report: RunReport, panels: Panels) -> TimePart | None:
     cells = report.profiled
     drawn = [panels.written(chart, lines.stacks) for chart in profile.charts(cells)[:MOST_PANELS]]
-    return TimePart(drawn, profile.table(cells), profile.memory(cells)) if drawn else None
+    if not drawn:
+        return None
+    return TimePart(drawn, profile.table(cells), profile.memory(cells), gpu_time.table(cells))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.cell_result import CellResult
+from harness.analysis.gpu_time import GpuTime, gpu_time
 from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
 from reports.data import MOST_ROWS, notes_for, rest
 from reports.grid import Column, Grid, Td, device_columns, in_mebibytes, numeral, some_grid, word
@@ -45,6 +46,8 @@ class ProfiledCell(CellResult):
     """Bytes at the peak by kind, and in all (`tracked`), of the fullest rank in each."""
     private: int | None = None
     """Peak of the same step as trials measure it, bytes."""
+    gpu: GpuTime | None = None
+    """What the GPUs did in the step; None without a GPU."""
 
 
 def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[ProfiledCell]:
@@ -71,6 +74,11 @@ def _profiled(cell: CellResult, profile: ProfileRecord) -> ProfiledCell:
             for kind in (*SPLIT, "tracked")
         },
         private=max(profile.private_bytes, default=None),
+        gpu=gpu_time(
+            profile,
+            cell.flops_per_step and cell.flops_per_step / cell.devices,
+            cell.matmul_flops_per_second,
+        ),
     )
 
 

@@ -96,6 +96,10 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     if any(cell.mfu is not None for cell in cells):
         mfu = figure("mfu", lambda share: scaled(share, 100))
         columns.append(Column("MFU", "%", "model FLOPs utilisation", mfu))
+    if any(cell.matmul_utilization is not None for cell in cells):
+        share = figure("matmul_utilization", lambda share: scaled(share, 100))
+        tip = "the same over what this card reached in a matrix product, instead of its data sheet"
+        columns.append(Column("Of measured peak", "%", tip, share))
     if any(cell.compile_seconds is not None for cell in cells):
         tip = "by torch.compile, before the timed steps; slowest rank"
         columns.append(Column("Compiling", "s", tip, figure("compile_seconds", number)))

@@ -14,6 +14,7 @@ import typer
 from bench.cli.options import JsonObject, MatrixOfCell, ResultsWithCell
 
 if TYPE_CHECKING:
+    from harness.analysis.gpu_time import GpuTime
     from harness.record.profile import ProfileRecord
     from harness.spec.cell import Cell
 
@@ -73,6 +74,7 @@ def profile(
                 launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve())
             )
         files = replace_traces(name_ranks(Path(fresh)), folder) if record.status == "ok" else []
+    gpu = gpu_time_of(cell, record)
     if json_output:
         shown = {
             k: v for k, v in asdict(record).items() if k not in ("run_id", "attempt", "started_at")
@@ -82,9 +84,10 @@ def profile(
             for name in ("collectives", "unseen_buffers")
             if shown.get(name)
         }
+        shown["gpu_seconds"] = gpu and dict(gpu.seconds)
         print(json.dumps({**shown, "folder": str(folder), "traces": [str(file) for file in files]}))
     else:
-        _tell(cell, record, files)
+        _tell(cell, record, files, gpu)
     if record.status != "ok":
         raise typer.Exit(1)
 
@@ -153,7 +156,24 @@ def name_ranks(folder: Path) -> list[Path]:
     return [*traces, together]
 
 
-def _tell(cell: Cell, record: ProfileRecord, files: list[Path]) -> None:
+def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
+    """What the GPUs did in the profiled step, next to the rate that this host's GPU reaches, which
+    it measures in about 8 s; None for a cell on CPUs, or one that failed."""
+    from harness.analysis.gpu_time import gpu_time
+    from harness.measure.device_speed import measure_apart
+    from harness.run.peaks import peaks_of
+    from harness.workloads import make_workload
+    from harness.workloads.counts import model_facts
+
+    if cell.device != "cuda" or record.status != "ok":
+        return None
+    workload = make_workload(cell.workload)
+    flops = model_facts(workload, cell.sequence_length).flops_per_sample * cell.global_batch
+    rate = peaks_of(cell, workload, measure_apart().as_json).matmul
+    return gpu_time(record, flops / cell.devices, rate)
+
+
+def _tell(cell: Cell, record: ProfileRecord, files: list[Path], gpu: GpuTime | None) -> None:
     from harness.record.profile import COMPONENTS
 
     print(cell.name)
@@ -179,6 +199,8 @@ def _tell(cell: Cell, record: ProfileRecord, files: list[Path]) -> None:
         "  mean of the ranks: "
         + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown)
     )
+    if gpu:
+        print(f"  GPU: {gpu.sentence}")
     if record.straggler is not None and record.straggler_excess is not None:
         print(
             f"  rank {record.straggler} is slower than the others by {record.straggler_excess:.0%}"

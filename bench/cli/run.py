@@ -225,6 +225,8 @@ def run(
             print(json.dumps(json.loads(plan.to_json()) | expected))
         return
     planned.make_room()
+    if plan.needs_gpu and not begun:
+        console.print("measuring what this GPU reaches, in about 10 s")
     if not (begun or planned.begin()):
         # Another task of the array was first: its plan is the run's.
         plan = kept_plan(store, plan.run_id)

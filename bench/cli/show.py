@@ -101,6 +101,7 @@ def clean(text: object) -> str:
 
 
 def _throughput(out: Console, detail: CellDetail) -> None:
+    from reports.gpu_time import utilization
     from reports.text import DASH, MIB, number, scaled
 
     cell, place = detail.cell, detail.place
@@ -137,6 +138,8 @@ def _throughput(out: Console, detail: CellDetail) -> None:
             "" if cell.tokens_per_second is None else f", {number(cell.tokens_per_second)} tokens/s"
         )
         out.print(f"  median {number(cell.samples_per_second)} samples/s{tokens}, {interval}")
+    if text := utilization(cell):
+        out.print(f"  {text}")
     if place:
         alike = (
             f", cannot be told apart from place {place.place - 1}" if place.same_as_above else ""
@@ -237,6 +240,8 @@ def _time(out: Console, detail: CellDetail) -> None:
         f"  step {scaled(profiled.profiled_step, 1e3)} ms under the profiler, {plain} ms"
         f" without{slow}"
     )
+    if profiled.gpu:
+        out.print(f"  GPU: {profiled.gpu.sentence}")
 
 
 def _parity(out: Console, cell: CellResult) -> None:

@@ -124,6 +124,7 @@ class CellResult:
     first_step_seconds: float | None = None
     compile_seconds: float | None = None
     mfu: float | None = None
+    matmul_utilization: float | None = None
     bubble_fraction: float | None = None
     expert_imbalance: float | None = None
     memory_imbalance: float | None = None
@@ -131,6 +132,10 @@ class CellResult:
     energy_joules_per_sample: float | None = None
     offload_read_bytes_per_step: float | None = None
     offload_written_bytes_per_step: float | None = None
+    peak_flops_per_second: float | None = None
+    """Of one device, by its data sheet: `mfu` is a share of it."""
+    matmul_flops_per_second: float | None = None
+    """What one device reached in a matrix product: `matmul_utilization` is a share of it."""
     trend: float | None = None
     """Largest of the trials, without its sign."""
     peak_memory_bytes: int | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    pass
+    from harness.record.trial import TrialRecord
 
 
 FORMULA = (
@@ -25,3 +25,11 @@ def mfu(
     if flops_per_step is None or peak is None or step_seconds <= 0:
         return None
     return flops_per_step / step_seconds / (devices * peak)
+
+
+def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
+    """FLOP/s of one device that a trial's utilization is a share of; None where it is unknown."""
+    if not (utilization and trial.flops_per_step and trial.samples_per_second):
+        return None
+    steps_per_second = trial.samples_per_second / trial.global_batch
+    return trial.flops_per_step * steps_per_second / trial.devices / utilization

@@ -13,6 +13,7 @@ from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.disturbance import CAUSES
 from harness.analysis.estimates import RunEstimates, estimates_of
+from harness.analysis.flops import device_rate
 from harness.analysis.same_training import with_same_training
 from harness.analysis.scaling import with_efficiencies
 from harness.analysis.stats import Estimate, LogEstimate, estimate
@@ -82,6 +83,7 @@ _MEDIANS = [
     "first_step_seconds",
     "compile_seconds",
     "mfu",
+    "matmul_utilization",
     "bubble_fraction",
     "expert_imbalance",
     "memory_imbalance",
@@ -205,11 +207,21 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
         expert_tokens=next((t.expert_tokens for t in finished if t.expert_tokens), None),
         trend=max(map(abs, _values(finished, "trend")), default=None),
         **figures,
+        **_rates(finished),
         **_disturbances(finished),
         **_by_rank(finished),
         **_states(finished),
         **_parity(trials),
     )
+
+
+def _rates(finished: Sequence[TrialRecord]) -> Figures:
+    """What utilizations are shares of, from the first trial."""
+    first = finished[0] if finished else None
+    return {
+        "peak_flops_per_second": first and device_rate(first, first.mfu),
+        "matmul_flops_per_second": first and device_rate(first, first.matmul_utilization),
+    }
 
 
 def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:

@@ -33,11 +33,14 @@ Kind = Literal[
     "data",
     "bubble",
     "offload",
-    "device compute",
+    "device compute",  # a kernel that is none of the following
+    "device matmul",
+    "device attention",
+    "device update",  # a kernel of the optimizer's step
     "device communication",
     "device transfer",
     "device copy",
-    "device optimizer",
+    "device optimizer",  # the device's time from the optimizer's first kernel to its last
 ]
 
 
@@ -46,11 +49,15 @@ _WAITS = {"wait": "communication", "bubble": "bubble", "offload": "offload", "da
 
 _DEVICE = {
     "device optimizer": "optimizer",
+    "device update": "optimizer",
+    "device matmul": "compute",
+    "device attention": "compute",
     "device compute": "compute",
     "device copy": "offload",
     "device communication": "communication",
     "device transfer": "communication",
 }
+_COMPUTING = ("compute", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -142,9 +149,8 @@ def breakdown(
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
     transfer = Busy.of(e for e in near if e.kind in ("transfer", "device transfer"))
-    operators = Busy.of(
-        e for e in near if e.kind in ("operator", "device compute", "device optimizer")
-    )
+    computes = ("operator", *(k for k, part in _DEVICE.items() if part in _COMPUTING))
+    operators = Busy.of(e for e in near if e.kind in computes)
     device = {
         kind: Busy.of(e for e in near if e.kind == kind)
         for kind in _DEVICE

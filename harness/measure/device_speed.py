@@ -6,13 +6,16 @@ Data sheets state what a chip can do; power limits, clocks and libraries decide 
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.measure.comm_benchmark import timed
+from harness.record.device_speed import DeviceSpeed, SpeedMeasurement
 
 if TYPE_CHECKING:
     import torch
@@ -29,23 +32,16 @@ LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
-
-
-@dataclass(frozen=True)
-class DeviceSpeed:
-    """Best measured rates of one device, with nothing else running on it."""
-
-    matmul_flops_per_second: dict[str, float]
-    """By precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale for each row; a
-    precision that the device lacks is left out."""
-    copy_bytes_per_second: float
-    """Bytes read plus bytes written by a copy within the device's memory."""
-    host_to_device_bytes_per_second: dict[str, float]
-    """By host memory, `pinned` or `pageable`; empty on a CPU."""
-    device_to_host_bytes_per_second: dict[str, float]
-    """By host memory, `pinned` or `pageable`; empty on a CPU."""
-    launch_seconds: float
-    """Time the host takes to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
+TIME_LIMIT_SECONDS = 90.0
+"""Limit for a measurement in a process of its own: mostly imports on a slow disk."""
+_APART = """
+import dataclasses, json, sys
+from harness.host.process import die_with_parent
+die_with_parent()
+import torch
+from harness.measure.device_speed import measure_device_speed
+print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1])))))
+"""
 
 
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
@@ -66,6 +62,22 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
         matmul.allow_tf32, cudnn.allow_tf32 = before
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
+    """Measures a device in a process of its own, so that this one leaves CUDA alone.
+
+    Raises nothing: a failure is the measurement's reason. `limit`: seconds.
+    """
+    command = [sys.executable, "-c", _APART, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return SpeedMeasurement(None, str(error))
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return SpeedMeasurement(None, last[:300])
+    return SpeedMeasurement(DeviceSpeed(**json.loads(done.stdout.splitlines()[-1])))
 
 
 def _measure(device: torch.device) -> DeviceSpeed:

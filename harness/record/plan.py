@@ -110,6 +110,11 @@ class Plan:
         return order
 
     @property
+    def needs_gpu(self) -> bool:
+        """Whether any cell runs on GPUs."""
+        return any(cell.device == "cuda" for cell in self.cells)
+
+    @property
     def spare_from(self) -> int:
         """Position of the first planned launch that is left out once the time budget is spent; that
         of the third round where launches go on until there is an answer."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from harness.record.table import Int32, Int64, Record
+from harness.record.table import Int32, Int64, Record, since
 
 SPLIT = ("parameters", "gradients", "optimizer", "activations", "library", "other")
 """Kinds of tensors that the peak of a step's memory is broken down into."""
 COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
 """Parts that a step's time is broken down into; they sum to it. `communication` is the exposed one.
 """
+GPU_PARTS = ("matmul", "attention", "optimizer", "kernels", "communication", "copy", "idle")
+"""Parts that a step on a GPU is broken down into by what the device does; they sum to it, and each
+wins over those after it. `kernels` are the other ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,20 @@ class ProfileRecord(Record):
     """communication in flight during the others, not part of the sum; empty: unknown"""
     operators_seconds: tuple[float, ...] = ()
     """part of the step in which an operator or a kernel ran"""
+    gpu_matmul_seconds: tuple[float, ...] = since(12, ())
+    """of each rank on a GPU in that step: a kernel of matrix products or convolutions runs"""
+    gpu_attention_seconds: tuple[float, ...] = since(12, ())
+    """a fused kernel of attention runs"""
+    gpu_optimizer_seconds: tuple[float, ...] = since(12, ())
+    """a kernel of the optimizer's step runs"""
+    gpu_kernels_seconds: tuple[float, ...] = since(12, ())
+    """any other kernel runs that computes"""
+    gpu_communication_seconds: tuple[float, ...] = since(12, ())
+    """a collective's kernel runs, and nothing overlaps it"""
+    gpu_copy_seconds: tuple[float, ...] = since(12, ())
+    """nothing runs but a copy between host and device"""
+    gpu_idle_seconds: tuple[float, ...] = since(12, ())
+    """nothing runs: the device waits for the host, such as for the next launch"""
     own_seconds: tuple[float, ...] = ()
     """the step without communication and bubble"""
     straggler: Int32 | None = None

@@ -47,6 +47,10 @@ class RunRecord(Record):
     ancestor"""
     gpus_unused: str | None = since(7, None)
     """why GPUs that are there are not used; null: they are, or there are none"""
+    device_speed: str | None = since(12, None)
+    """JSON: what GPU 0 reached before the first trial: FLOP/s of matrix products by precision,
+    bytes per second of copies, seconds of a kernel launch; or the reason why that was not measured;
+    null without GPU cells"""
     numa: str | None = since(7, None)
     """JSON: CPU cores of each NUMA node of the host"""
     driver_version: str | None = since(7, None)

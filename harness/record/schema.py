@@ -17,6 +17,8 @@ A column says since which version the schema has it. What the first versions wer
   10 ranks that share sequences; compiled blocks, and how long compiling took; tokens that each
      expert of a mixture gets, and their imbalance.
   11 states set back to an earlier step and judged again.
+  12 measured rates of a run's GPU, and a trial's share of its matrix products; where a GPU's time
+     goes.
 """
 
 from __future__ import annotations

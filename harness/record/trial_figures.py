@@ -76,6 +76,9 @@ class TrialEfficiency(Record):
     """those and what recomputation adds; null where the model's are"""
     mfu: float | None = None
     """model FLOPs utilisation; null where the device's peak is unknown"""
+    matmul_utilization: float | None = since(12, None)
+    """the same over the rate that this device reached in a large matrix product (column
+    `device_speed` of the run) instead of its peak; null where that was not measured"""
     bubble_fraction: float | None = None
     """share of stage time spent waiting, measured in a pass of its own"""
     expert_tokens: str | None = since(10, None)

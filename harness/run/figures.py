@@ -21,6 +21,7 @@ from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
 from harness.measure.routing import ExpertTokens, imbalance_of_experts
 from harness.record.trial import TrialRecord
+from harness.run.peaks import Peaks
 from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer, RankStep, TrainedAnswer
 from harness.workloads.counts import ModelFacts
@@ -35,17 +36,16 @@ def with_figures(
     cell: Cell,
     answers: Sequence[RankAnswer],
     facts: ModelFacts,
-    peak_flops: float | None,
+    peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
     """A trial with all that its ranks measured, each of which trained to its end.
 
-    `peak_flops`: of one device, per second; None where it is unknown. `cycle`: steps after which
-    the strategy's work repeats; the median step of one that averages at every fourth is one
-    without.
+    `cycle`: steps after which the strategy's work repeats; the median step of one that averages at
+    every fourth is one without.
     """
     ranks = [answer.trained for answer in answers if answer.trained]
-    trial = _with_speed(trial, cell, ranks, facts, peak_flops, cycle)
+    trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
     trial = _with_windows(trial, ranks, cycle)
     trial = _with_memory(trial, ranks)
     trial = _with_gpus(trial, ranks)
@@ -82,7 +82,7 @@ def _with_speed(
     cell: Cell,
     ranks: Sequence[TrainedAnswer],
     facts: ModelFacts,
-    peak_flops: float | None,
+    peaks: Peaks,
     cycle: int,
 ) -> TrialRecord:
     """Throughput is the global batch over the step time of all ranks together."""
@@ -106,7 +106,8 @@ def _with_speed(
         turn_samples_per_second=tuple(cell.global_batch / step for _, step in slices),
         trend=trend(seconds),
         flops_per_step=flops,
-        mfu=mfu(flops, typical, cell.devices, peak_flops),
+        mfu=mfu(flops, typical, cell.devices, peaks.datasheet),
+        matmul_utilization=mfu(flops, typical, cell.devices, peaks.matmul),
     )
 
 

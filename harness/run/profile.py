@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import Any
 
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.breakdown import own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
-from harness.record.profile import ProfileRecord
+from harness.record.profile import GPU_PARTS, ProfileRecord
 from harness.run.figures import all_known
 from harness.spec.cell import Cell
 from harness.spec.training import States
@@ -140,7 +141,15 @@ def _with_times(
         offload_seconds=seconds("offload"),
         other_seconds=seconds("other"),
         operators_seconds=seconds("operators"),
+        **_on_gpus(steps),
     )
+
+
+def _on_gpus(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Columns of what each rank's GPU did, of those that have one."""
+    names = [f"gpu_{part}" for part in GPU_PARTS]
+    by_rank = [step for step in steps if names[0] in step]
+    return {f"{name}_seconds": tuple(step[name] for step in by_rank) for name in names}
 
 
 def _known(step: Mapping[str, float | None]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from harness.record.step import StepRecord
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.figures import with_figures
+from harness.run.peaks import Peaks
 from harness.run.prepared import PreparedTrial, Surroundings
 from harness.spec.cell import Cell
 from harness.strategy.registry import stand_in_of
@@ -115,12 +116,9 @@ def trial_record(
     outcome: Outcome,
     verification: Verification,
     surroundings: Surroundings,
-    peak_flops: float | None,
+    peaks: Peaks,
 ) -> TrialRecord:
-    """Of a trial that was launched, whatever became of it.
-
-    `peak_flops`: of one device, per second; None where it is unknown.
-    """
+    """Of a trial that was launched, whatever became of it."""
     cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
     facts = model_facts(prepared.workload, cell.sequence_length)
     noise, nodes = verification.noise, outcome.nodes
@@ -184,7 +182,7 @@ def trial_record(
         trial = _with_shortage(trial, outcome.answers)
     if outcome.status != "ok" or verification.verdict is None:
         return trial
-    trial = with_figures(trial, cell, outcome.answers, facts, peak_flops, strategy.cycle)
+    trial = with_figures(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
     added = strategy.recomputed_flops(cell, prepared.workload)
     trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Protocol
 
-from harness.host.environment import environment, gpus
-from harness.host.gpu_models import peak_flops_per_second
 from harness.host.gpu_state import GpuLook
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
+from harness.measure.device_speed import measure_apart
 from harness.measure.load import Idle
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import make_room, reference_key
+from harness.record.device_speed import SpeedMeasurement
 from harness.record.plan import Plan
-from harness.record.run import RunRecord
-from harness.record.schema import VERSION as SCHEMA_VERSION
 from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.further_rounds import TimeBudget, worth_launching
+from harness.run.new_run import device_speed_of, new_run
+from harness.run.peaks import peaks_of
 from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
 from harness.run.rows import left_out_record, step_records, trial_record
 from harness.spec.cell import Cell
-from harness.strategy.registry import required_packages
 
 
 class Watcher(Protocol):
@@ -60,6 +59,7 @@ class Runner:
     share: tuple[int, int] = (0, 1)
     """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
     time."""
+    measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
     """From the begin of `run` on."""
     _given_up: dict[str, str] = field(default_factory=dict)
@@ -72,6 +72,10 @@ class Runner:
         """This runner's share: all trials of a cell run where its first one did."""
         number, of = self.share
         return self.plan.cells[number::of]
+
+    @functools.cached_property
+    def _device_speed(self) -> str | None:
+        return device_speed_of(self.store, self.plan)
 
     @property
     def all_recorded(self) -> bool:
@@ -113,15 +117,7 @@ class Runner:
 
     def begin(self) -> bool:
         """Writes the run's row; False where somebody else has begun this run."""
-        run = RunRecord(
-            schema_version=SCHEMA_VERSION,
-            run_id=self.plan.run_id,
-            started_at=datetime.now(timezone.utc),
-            matrix=self.plan.matrix,
-            plan=self.plan.to_json(),
-            **environment(required_packages()),
-        )
-        return self.store.write_run(run)
+        return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
     def run(self, watcher: Watcher) -> bool:
         """Runs all open trials; False if it was interrupted (what was running is then recorded as
@@ -320,14 +316,13 @@ class Runner:
         """Judges and records a trial; launches what its reference lacks for that."""
         cell = prepared.cell
         verification = self._references.verify(launcher, prepared, outcome)
-        gpu = gpus()[0][0] if cell.device == "cuda" and gpus() else None
         trial = trial_record(
             self.plan.run_id,
             prepared,
             outcome,
             verification,
             surroundings,
-            peak_flops_per_second(gpu, prepared.workload.arithmetic or cell.precision),
+            peaks_of(cell, prepared.workload, self._device_speed),
         )
         self.store.require_run(self.plan.run_id)
         steps = step_records(self.plan.run_id, prepared.key, outcome.answers)

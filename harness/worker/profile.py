@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from harness.measure.breakdown import Event, Kind, breakdown
 from harness.measure.collectives import Call, counting, tensor_bytes
+from harness.measure.gpu_time import gpu_parts, kernel_kind
 from harness.measure.patched import Method, replaced
 from harness.measure.peak_breakdown import STEPS as TRACKED_STEPS
 from harness.measure.peak_breakdown import peak_split
@@ -205,6 +206,7 @@ def _profiled(
             {
                 "step": seconds,
                 **parts,
+                **gpu_parts(events, begin, end, seconds),
                 "overlapped": None if train_state.collectives else parts["overlapped"],
             }
         )
@@ -268,7 +270,8 @@ def training_thread(events: list[Event], calling: int) -> int:
 def _kind(event: RawEvent) -> Kind | None:
     name = event.name()
     if not _on_host(event):
-        return _device_kind(event, name)
+        kind = _device_kind(event, name)
+        return kernel_kind(name) if kind == "device compute" else kind
     if name.startswith(_MARK):
         return _MARKS.get(name.removeprefix(_MARK))
     if name.startswith(("gloo:", "nccl:")):

@@ -28,6 +28,7 @@ FIGURES = (
     "efficiency_own",
     "efficiency_single",
     "mfu",
+    "matmul_utilization",
     "energy_joules_per_sample",
     "parity_max_loss_deviation",
     "parity_max_update_deviation",

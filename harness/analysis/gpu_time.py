@@ -1,0 +1,74 @@
+"""Where a GPU's step goes, and how long its arithmetic would take at the card's own rate."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.record.profile import GPU_PARTS, ProfileRecord
+
+AT_RATE, BELOW_RATE = "matmul_at_measured_rate", "matmul_below_measured_rate"
+PARTS = {
+    AT_RATE: "arithmetic at the measured rate",
+    BELOW_RATE: "slower matrix products",
+    "matmul": "matrix products",
+    "attention": "attention",
+    "kernels": "other kernels",
+    "optimizer": "optimizer",
+    "communication": "exposed communication",
+    "copy": "copies between host and device",
+    "idle": "idle, waiting for the host",
+}
+"""Names of the parts, and what they are called. `matmul` is the one part where the measured rate is
+unknown, else the first two are."""
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Parts of a step of one cell, mean of the ranks."""
+
+    step_seconds: float
+    """Without what the profiler adds."""
+    seconds: Mapping[str, float]
+    """By name of the part; they sum to the step."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the step, as fractions."""
+        return {name: seconds / self.step_seconds for name, seconds in self.seconds.items()}
+
+    @property
+    def sentence(self) -> str:
+        """What the step consists of, the gap's largest part first."""
+        shares = self.shares
+        first = AT_RATE if AT_RATE in shares else "matmul"
+        gap = sorted((name for name in shares if name != first), key=lambda name: -shares[name])
+        told = [f"{shares[n] * 100:.0f} % {PARTS[n]}" for n in gap if shares[n] >= _LEAST_SHARE]
+        start = f"{shares[first] * 100:.0f} % of the step is {PARTS[first]}"
+        return f"{start}; the rest: {', '.join(told)}" if told else start
+
+
+def gpu_time(
+    profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
+) -> GpuTime | None:
+    """The parts of a profiled step; None if no GPU was profiled.
+
+    The profiler delays the host: what its step is longer than a plain one is taken out of the idle
+    time, as far as there is any. `flops_per_device`: of the model, per step; `matmul_rate`: FLOP/s
+    that the device reached. The model's FLOPs include those of attention, so attention's kernels
+    are part of the gap, and slower matrix products are what goes beyond the time of all FLOPs.
+    """
+    by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
+    if not all(by_part.values()):
+        return None
+    seconds = {part: statistics.fmean(ranks) for part, ranks in by_part.items()}
+    if profile.plain_step_seconds and profile.profiled_step_seconds:
+        added = max(0.0, profile.profiled_step_seconds - profile.plain_step_seconds)
+        seconds["idle"] -= min(added, seconds["idle"])
+    if flops_per_device and matmul_rate:
+        matmul = seconds.pop("matmul")
+        ideal = min(flops_per_device / matmul_rate, matmul)
+        seconds = {AT_RATE: ideal, BELOW_RATE: matmul - ideal, **seconds}
+    return GpuTime(sum(seconds.values()), seconds)
