@@ -13,6 +13,7 @@
     hosts:                         # the first rule that fits the host adds to the above
       - device: cuda
         memory_at_least: 60GiB
+        devices_at_most: 1         # GPUs, or CPU cores
         workloads: {main: llama-1b}
         defaults: {batch: 32}
         trials: 2                  # in place of the matrix's
@@ -86,15 +87,16 @@ class Rule(Sizes):
 
     device: Literal["cpu", "cuda"] | None = None
     memory_at_least: str = "0B"
+    devices_at_most: int | None = Field(default=None, ge=1)
     trials: int | None = Field(default=None, ge=1)
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     cells: list[Axes] = Field(default_factory=list)
     parity: Sizes | None = None
 
     def fits(self, host: Host) -> bool:
-        return self.device in (None, host.device) and host.memory_bytes >= parse_bytes(
-            self.memory_at_least
-        )
+        few_enough = self.devices_at_most is None or host.num_devices <= self.devices_at_most
+        large_enough = host.memory_bytes >= parse_bytes(self.memory_at_least)
+        return self.device in (None, host.device) and few_enough and large_enough
 
 
 class Matrix(Sizes):

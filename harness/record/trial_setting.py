@@ -126,7 +126,8 @@ class TrialSetting(Record):
     """what blocks compute again during backward: none, selective (all but matrix products and
     attention), full"""
     compile: str = since(10, "none")
-    """what torch.compile compiles: none, block (each block by itself)"""
+    """what torch.compile compiles: none, block (each block by itself), block_cudagraphs (its
+    kernels are replayed as CUDA graphs, too)"""
     optimizer: str
     seed: Int64
     launcher: str

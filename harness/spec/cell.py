@@ -97,8 +97,9 @@ class Cell(BaseModel):
     recompute: Literal["none", "selective", "full"] = "none"
     """What each block computes again during backward instead of keeping it: nothing, all but
     matrix products and attention, or everything."""
-    compile: Literal["none", "block"] = "none"
-    """What torch.compile compiles before the timed steps: nothing, or each block by itself."""
+    compile: Literal["none", "block", "block_cudagraphs"] = "none"
+    """What torch.compile compiles before the timed steps: nothing, or each block by itself, whose
+    kernels are with `block_cudagraphs` also replayed as CUDA graphs (mode `reduce-overhead`)."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )

@@ -21,7 +21,7 @@ class Ddp(Strategy):
     On CPUs PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
     """
 
-    compiles = True
+    compiles = ("block", "block_cudagraphs")
     further_optimizers = ("adamw_8bit", "muon")
 
     bucket_cap_mb: float | None = None

@@ -20,7 +20,7 @@ class Fsdp2(Strategy):
     """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are
     needed."""
 
-    compiles = True
+    compiles = ("block",)
     further_optimizers = ("muon",)
 
     reshard_after_forward: bool = True

@@ -12,7 +12,7 @@ class Single(Strategy):
 
     process_group = False
     max_devices = 1
-    compiles = True
+    compiles = ("block", "block_cudagraphs")
     further_optimizers = ("adamw_8bit", "muon")
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:

@@ -15,7 +15,7 @@ class TensorParallel(Strategy):
     row."""
 
     precisions = ("fp32", "bf16")
-    compiles = True
+    compiles = ("block",)
 
     sequence_parallel: bool = False
     """Also split the sequence over the ranks, where each token is treated alone (norms, residuals).

@@ -65,8 +65,8 @@ class Strategy(BaseModel, ABC):
     recomputes_whole_blocks: ClassVar[bool] = False
     """Whether its library computes blocks again to their end, where torch's checkpoint stops at the
     last tensor that backward needs."""
-    compiles: ClassVar[bool] = False
-    """Whether it trains the same with each block compiled by torch.compile."""
+    compiles: ClassVar[tuple[str, ...]] = ()
+    """Values of the cell's compile axis with which it trains the same."""
     further_optimizers: ClassVar[tuple[str, ...]] = ()
     """Optimizers that it can use beside AdamW and SGD, see harness/strategy/optimizers.py."""
     fixed_steps: ClassVar[bool] = False

@@ -23,6 +23,13 @@ from harness.spec.training import Batch, Layout, Retained
 from harness.strategy.optimizers import optimizer_class, optimizer_of
 from harness.workloads.recompute import recompute_blocks
 
+COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
+"""Mode of torch.compile by value of a cell's compile axis.
+
+No GPU has run `block_cudagraphs` yet. A strategy may use it if a block's weights stay at their
+addresses from step to step, and if its collectives are no part of a block: FSDP2 gathers weights
+anew, tensor parallelism communicates within the block.
+"""
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
 """(model, its blocks, `selective` or `full`): changes the blocks in place."""
 Wire = Literal["gloo", "ring"]
@@ -154,7 +161,7 @@ class Job:
         if self.cell.compile != "none":
             # Compiled when they are first called: by then they are wrapped, split or sharded.
             for block in self.workload.blocks_of(model):
-                block.compile()
+                block.compile(mode=COMPILE_MODES[self.cell.compile])
             self.compiles = True
         return model
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 ENTRY_POINTS = "parallelism_bench.strategies"
+GRAPH_WARMUP = 3
+"""Steps: one that runs as usual, one that is recorded, one that is replayed."""
 HOME = "harness.strategies"
 """The package in which each file is one strategy."""
 
@@ -207,15 +209,36 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     return strategy, layout
 
 
+def _admit_cuda_graphs(cell: Cell) -> None:
+    """Raises Refused where blocks cannot be replayed as CUDA graphs.
+
+    A graph writes its results and gradients to the same memory each time: a further micro-batch, or
+    a block that runs again in backward, would overwrite what the step still needs.
+    """
+    if cell.device != "cuda":
+        raise Refused("CUDA graphs are of GPUs; use compile block on CPUs")
+    if cell.micro_batches > 1 or cell.recompute != "none":
+        raise Refused(
+            "a CUDA graph overwrites its earlier results when a block runs twice in a step; use"
+            " micro_batches 1 and recompute none, or compile block"
+        )
+    if cell.warmup_steps < GRAPH_WARMUP:
+        raise Refused(
+            f"CUDA graphs are recorded in the second step; use {GRAPH_WARMUP} warmup_steps or more"
+        )
+
+
 def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
     """Raises Refused where the blocks cannot be compiled one by one, Unavailable where there is no
     compiler."""
-    if not strategy.compiles:
-        able = [name for name, cls in strategies().items() if cls.compiles]
+    if cell.compile not in strategy.compiles:
+        able = [name for name, cls in strategies().items() if cell.compile in cls.compiles]
         raise Refused(
-            f"{cell.strategy} is not known to train the same with compiled blocks; use"
+            f"{cell.strategy} is not known to train the same with compile {cell.compile}; use"
             f" {', '.join(able)}, or compile none"
         )
+    if cell.compile == "block_cudagraphs":
+        _admit_cuda_graphs(cell)
     if not workload.block_path:
         raise Refused(
             f"{workload.name} does not say which modules its blocks are, and they are compiled one"

@@ -32,10 +32,19 @@ def compile_seconds() -> float:
     return calculate_time_spent()["total_wall_time"]
 
 
+def skipped_graphs() -> int:
+    """Graphs that torch compiled in this process without making CUDA graphs of them, by its own
+    count."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
     """The same at a trial's end; None where the cell compiles nothing.
 
-    Raises RuntimeError where nothing was compiled, or something in the timed steps.
+    Raises RuntimeError where nothing was compiled, something in the timed steps, or what should
+    replay CUDA graphs launches kernels one by one.
     `before_timed_steps`: what `compile_seconds` gave before the first of these.
     """
     if cell.compile == "none":
@@ -49,5 +58,10 @@ def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | No
         raise RuntimeError(
             f"torch.compile compiled again for {seconds - before_timed_steps:.1f} s in the timed"
             f" steps; give more than {cell.warmup_steps} warmup_steps"
+        )
+    if cell.compile == "block_cudagraphs" and (skipped := skipped_graphs()):
+        raise RuntimeError(
+            f"the cell asks for CUDA graphs, and torch.compile made none of {skipped} that it"
+            " compiled; TORCH_LOGS=cudagraphs says why"
         )
     return seconds

@@ -169,6 +169,24 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
     assert over == {}
 
 
+@pytest.mark.parametrize("matrix", ["full", "compile", "tune"])
+@pytest.mark.parametrize("number", [1, 8])
+def test_compiled_cells_stand_next_to_plain_ones(matrix: str, number: int) -> None:
+    """In the setting of the same strategy that compiles nothing, and timed."""
+    found = planned(matrix, number, "H100 80GB HBM3")
+    timed = [cell for cell in found.cells if cell.id not in found.once]
+    plain = {cell.model_copy(update={"system": ""}).id for cell in timed}
+    compiled = [cell for cell in timed if cell.compile != "none"]
+    expected = set() if (matrix, number) == ("full", 8) else {"ddp", "fsdp2"}
+    assert expected <= {cell.strategy for cell in compiled if cell.devices == number}
+    assert bool(compiled) == bool(expected), "eight GPUs have no time for more in full"
+    graphs = {cell.strategy for cell in compiled if cell.compile == "block_cudagraphs"}
+    assert graphs == {"full": set(), "compile": {"single", "ddp"}, "tune": {"ddp"}}[matrix]
+    alike = {"compile": "none", "recompute": "none", "system": "", "micro_batches": 1}
+    lonely = {c.name for c in compiled if c.model_copy(update=alike).id not in plain}
+    assert {name for name in lonely if not name.startswith("tensor")} == set()
+
+
 def test_smaller_gpus_have_sizes_of_their_own() -> None:
     for gibibytes in (8, 11.9, 15):
         found = expand(

@@ -4,15 +4,48 @@ step."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
 
 from harness.host.cache import cache_folder
 from harness.spec.cell import Cell
+from harness.strategy.job import Job
+from harness.strategy.registry import validate
 from harness.worker import compilation
 from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
+from harness.workloads import make_workload
 
 COMPILED = Cell(strategy="single", compile="block", warmup_steps=3)
+GRAPHS = COMPILED.model_copy(update={"compile": "block_cudagraphs", "device": "cuda"})
+
+
+@pytest.mark.parametrize(("cell", "mode"), [(COMPILED, None), (GRAPHS, "reduce-overhead")])
+def test_each_block_is_compiled_in_the_cells_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cell: Cell, mode: str | None
+) -> None:
+    modes: list[str | None] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, mode=None: modes.append(mode))
+    cell = cell.model_copy(update={"workload": "llama-nano"})
+    strategy, layout = validate(cell, make_workload(cell.workload), here=False)
+    assert cell.compile in strategy.compiles
+    workload = make_workload(cell.workload)
+    job = Job(cell, workload, layout, torch.device("cpu"), 0, tmp_path)
+    assert modes == [mode] * len(workload.blocks_of(job.model()))
+
+
+def test_what_should_replay_graphs_and_does_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then launches kernels one by one and says so in a log only."""
+    monkeypatch.setattr(compilation, "compile_seconds", lambda: 4.0)
+    monkeypatch.setitem(counters["inductor"], "cudagraph_skips", 2)
+    assert checked_compile_seconds(COMPILED, 4.0) == 4.0
+    with pytest.raises(RuntimeError, match="none of 2"):
+        checked_compile_seconds(GRAPHS, 4.0)
+    monkeypatch.setitem(counters["inductor"], "cudagraph_skips", 0)
+    assert checked_compile_seconds(GRAPHS, 4.0) == 4.0
 
 
 def test_compiling_in_a_timed_step_fails_and_asks_for_more_warm_up(

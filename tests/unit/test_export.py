@@ -129,15 +129,19 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
     )
 
 
-def test_the_script_compiles_blocks_where_the_cell_does() -> None:
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [("block", "block.compile()"), ("block_cudagraphs", 'block.compile(mode="reduce-overhead")')],
+)
+def test_the_script_compiles_blocks_where_the_cell_does(kind: str, call: str) -> None:
     plain, compiled = (
-        export_files(small("ddp", compile=kind), "torchrun")[0]["train.py"]
-        for kind in ("none", "block")
+        export_files(small("ddp", compile=value, device="cuda"), "torchrun")[0]["train.py"]
+        for value in ("none", kind)
     )
     added = [line for line in compiled.splitlines() if line not in plain.splitlines()]
     assert [line.strip() for line in added if not line.startswith('"""')] == [
         'for block in model.get_submodule("model.layers"):',
-        "block.compile()",
+        call,
     ]
     ast.parse(compiled)
 

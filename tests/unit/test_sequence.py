@@ -71,6 +71,9 @@ def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
     torch.testing.assert_close(even, whole)
 
 
+GRAPHS = {"compile": "block_cudagraphs", "device": "cuda"}
+
+
 @pytest.mark.parametrize(
     ("axes", "kind", "reason"),
     [
@@ -98,6 +101,11 @@ def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
             "use sequence_parallel=false",
         ),
         ({"strategy": "ddp", "compile": "block", "workload": "resnet-micro"}, Refused, "blocks"),
+        ({"strategy": "ddp", **GRAPHS, "device": "cpu"}, Refused, "use compile block on CPUs"),
+        ({"strategy": "fsdp2", **GRAPHS}, Refused, "compile block_cudagraphs; use ddp, single"),
+        ({"strategy": "ddp", **GRAPHS, "micro_batches": 2}, Refused, "use micro_batches 1"),
+        ({"strategy": "ddp", **GRAPHS, "recompute": "full"}, Refused, "recompute none"),
+        ({"strategy": "ddp", **GRAPHS, "warmup_steps": 2}, Refused, "3 warmup_steps or more"),
         ({"strategy": "ddp", "compile": "block", "workload": "llama-nano+lora"}, Refused, "known"),
     ],
     ids=str,
