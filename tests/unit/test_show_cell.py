@@ -161,6 +161,7 @@ def test_parts_of_a_step_where_it_was_explained() -> None:
         "profiled_step_seconds": 1.0,
         "plain_step_seconds": 1.0,
         "straggler_rank": None,
+        "gpu_seconds": None,
     }
     assert "exposed communication" in ask(Store(EXPLAINED), "ddp")
 
