@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from harness.measure.device_speed import measure_device_speed, median_seconds
+from harness.measure.device_speed import measure_apart, measure_device_speed, median_seconds
+from harness.record.device_speed import SpeedMeasurement
 
 CPU = torch.device("cpu")
 
@@ -34,3 +35,16 @@ def test_repeats_are_bounded() -> None:
     calls = []
     assert median_seconds(lambda: calls.append(1), CPU, 1.0) > 0
     assert len(calls) == 52
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "succeeds"),
+    [("cpu", 90.0, True), ("cuda:99", 90.0, False), ("cpu", 0.01, False)],
+)
+def test_a_process_of_its_own_measures_or_says_why_not(
+    device: str, limit: float, succeeds: bool
+) -> None:
+    """A device that is not there, and a measurement that hangs, are a reason."""
+    measured = measure_apart(device, limit)
+    assert (measured.speed is not None, measured.reason == "") == (succeeds, succeeds)
+    assert SpeedMeasurement.read(measured.as_json) == measured

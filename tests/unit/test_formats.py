@@ -126,6 +126,8 @@ def test_names_carry_their_unit() -> None:
         "over_baseline",
         "efficiency_own",
         "efficiency_single",
+        "peak_flops_per_second",
+        "matmul_flops_per_second",
         "peak_memory_bytes_low",
     }
     own |= {
