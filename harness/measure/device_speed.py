@@ -72,7 +72,9 @@ def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> 
     command = [sys.executable, "-c", _APART, device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return SpeedMeasurement(None, f"not over after {limit:.0f} s")
+    except OSError as error:
         return SpeedMeasurement(None, str(error))
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
