@@ -12,14 +12,14 @@ from pathlib import Path
 
 from bench.exchange import divided, engine_of, messages, optimizer_flops, sent_bytes
 from harness.analysis.cell_result import CellResult
-from harness.analysis.setting import SERIES
+from harness.analysis.setting import SERIES, Setting
 from harness.analysis.summary import cell_results
 from harness.planner.here.facts import CellFacts, Measured
 from harness.planner.here.plan import Variant
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.spec.link import Link, over
+from harness.spec.link import Link
 from harness.spec.training import EXACT
 from harness.strategy.formulas import model_states
 from harness.strategy.registry import (
@@ -163,7 +163,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
     link = here.link_of(cell.links) if cell.nodes > 1 and cell.links else None
     return CellFacts(
         workload=cell.workload,
-        setting=setting_of(cell).words,
+        setting=Setting.of(cell).text,
         links=cell.links,
         label=cell.label,
         precision=precision,
@@ -203,45 +203,26 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
     )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is asked: a training, and the ranks that it may use."""
+def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
+    """Returns the cell of a strategy in a setting; `more` are further fields of the cell.
 
-    workload: str
-    devices: int
-    global_batch: int
-    sequence_length: int
-    precision: str
-    nodes: int = 1
-    links: str = ""
-
-    @property
-    def words(self) -> str:
-        """`gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens a step`."""
-        ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
-        on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
-        return (
-            f"{self.workload} in {self.precision} on {ranks}{on}, {self.global_batch} samples of"
-            f" {self.sequence_length} tokens a step"
-        )
-
-    def cell(self, strategy: str, **more: object) -> Cell:
-        """A cell of this setting; raises UsageError for a strategy or option that is not known."""
-        kind = make_workload(self.workload).kind
-        fields = dataclasses.asdict(self) | {"data": "images" if kind == "image" else "stdlib"}
-        return with_defaults(Cell.model_validate({**fields, **more, "strategy": strategy}))
-
-
-def setting_of(cell: Cell) -> Setting:
-    """The setting that a cell was measured in."""
-    return Setting(
-        **{field.name: getattr(cell, field.name) for field in dataclasses.fields(Setting)}
-    )
+    Raises UsageError for an unknown strategy or option.
+    """
+    fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
+    return with_defaults(Cell.model_validate(fields))
 
 
 def usual_setting(cells: Iterable[MeasuredCell]) -> Setting:
     """The setting that most cells were measured in."""
-    return Counter(setting_of(cell.cell) for cell in cells).most_common(1)[0][0]
+    return Counter(Setting.of(cell.cell) for cell in cells).most_common(1)[0][0]
+
+
+def data_for(workload: str, setting: Setting) -> str:
+    """Returns the setting's data for its own workload, else the default data of the workload's
+    kind."""
+    if workload == setting.workload:
+        return setting.data
+    return "images" if make_workload(workload).kind == "image" else "stdlib"
 
 
 def variants_of(
@@ -255,11 +236,11 @@ def variants_of(
     asked: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
     measured = {
-        (setting_of(known.cell), _series(known.cell)): known.measured for known in here.cells
+        (Setting.of(known.cell), _series(known.cell)): known.measured for known in here.cells
     }
     for strategy, more in _series_known(here):
         try:
-            cell = setting.cell(strategy, **more)
+            cell = cell_in(setting, strategy, **more)
             if not more and make_strategy(cell).layout(setting.devices).pipeline > 1:
                 cell = cell.model_copy(update={"micro_batches": PIPELINE_MICRO_BATCHES})
             validate(cell, make_workload(cell.workload))
@@ -294,10 +275,9 @@ def _series_known(here: Here) -> list[tuple[str, dict[str, object]]]:
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Which strategy trains a cell and how; of equal cells it is equal, whether options were left
-    at their defaults or written out. Records that are older than the defaults in them have those
-    of today."""
+    """Returns which strategy trains a cell and how, with its options written out: cells that leave
+    an option at its default are equal to those that give it. Options that an older record lacks
+    are today's defaults."""
     known = cell if cell.defaults is not None else with_defaults(cell)
-    options = {**(known.defaults or {}), **cell.options}
-    text = json.dumps(options, sort_keys=True)
-    return cell.strategy, text, cell.micro_batches, cell.recompute, cell.launcher
+    options = json.dumps({**(known.defaults or {}), **cell.options}, sort_keys=True)
+    return tuple(options if name == "options" else getattr(cell, name) for name in SERIES)

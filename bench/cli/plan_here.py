@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, get_args
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bench.here import Here, Setting
+    from bench.here import Here
+    from harness.analysis.setting import Setting
     from harness.planner.here.calibrate import CpuCalibration
     from harness.planner.here.plan import CpuCandidate, CpuPlan, Variant
 
@@ -157,13 +158,15 @@ def checked(asked: Asked, options: Options) -> str:
 
 def setting_asked(asked: Asked, links: str, here: Here) -> Setting:
     """The setting that is asked for; what is not given is as it was measured most."""
-    from bench.here import usual_setting
+    from bench.here import data_for, usual_setting
 
     usual = usual_setting(here.cells)
     devices = asked.devices or RANKS
+    workload = asked.workload or usual.workload
     return dataclasses.replace(
         usual,
-        workload=asked.workload or usual.workload,
+        workload=workload,
+        data=data_for(workload, usual),
         devices=devices,
         global_batch=asked.batch or usual.global_batch,
         sequence_length=asked.sequence_length or usual.sequence_length,
@@ -202,7 +205,7 @@ def plan_of(
     goal: Goal = next(goal for goal in get_args(Goal) if goal == options.goal)
     able, refused = variants
     return plan_here(
-        setting.words, able, calibration, setting.global_batch, here.memory_bytes, goal, refused
+        setting.text, able, calibration, setting.global_batch, here.memory_bytes, goal, refused
     )
 
 
@@ -211,7 +214,7 @@ def _swept(
 ) -> dict[str, dict[int, CpuPlan | str]]:
     """The plans of the measured workloads, and of the one that is asked about, on each number of
     ranks that this machine has a core for; the reason where nothing can run."""
-    from bench.here import variants_of
+    from bench.here import data_for, variants_of
     from harness.spec.errors import UsageError
 
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= here.cores)})
@@ -222,6 +225,7 @@ def _swept(
             asked = dataclasses.replace(
                 setting,
                 workload=workload,
+                data=data_for(workload, setting),
                 devices=devices,
                 links=links,
                 nodes=devices if links else 1,

@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
+
+from harness.spec.link import over
 
 if TYPE_CHECKING:
     from harness.analysis.cell_result import CellResult
+    from harness.spec.cell import Cell
 
-SETTING = (
-    "workload",
-    "data",
-    "sequence_length",
-    "device",
-    "devices",
-    "nodes",
-    "links",
-    "precision",
-    "global_batch",
-    "optimizer",
-    "threads_per_device",
-)
-"""Fields of a cell: what is trained, and on what."""
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and on what: two throughputs compare only if all of this is equal."""
+
+    workload: str
+    data: str
+    sequence_length: int
+    device: str
+    devices: int
+    nodes: int
+    links: str
+    precision: str
+    global_batch: int
+    optimizer: str
+    threads_per_device: int
+
+    @classmethod
+    def of(cls, cell: Cell | CellResult) -> Setting:
+        """Returns the setting of a planned or measured cell."""
+        return cls(*(getattr(cell, name) for name in SETTING))
+
+    @property
+    def text(self) -> str:
+        """`gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens a step`."""
+        ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
+        on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
+        threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
+        optimizer = f" with {self.optimizer}" if self.optimizer != "adamw" else ""
+        data = f" of {self.data}" if self.data not in ("stdlib", "images") else ""
+        return (
+            f"{self.workload} in {self.precision}{optimizer} on {ranks}{threads}{on},"
+            f" {self.global_batch} samples of {self.sequence_length} tokens{data} a step"
+        )
+
+
+SETTING = tuple(field.name for field in fields(Setting))
+"""Names of a setting's fields."""
 SCALED = ("devices", "nodes", "links", "global_batch")
 """Those of them that scaling changes.
 

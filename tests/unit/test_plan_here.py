@@ -17,7 +17,8 @@ from bench.cli.plan import plan as command
 from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
-from bench.here import Here, facts_of
+from bench.here import Here, facts_of, read_here, variants_of
+from harness.analysis.setting import Setting
 from harness.planner.here.calibrate import (
     CpuCalibration,
     calibrate_cells,
@@ -299,6 +300,35 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     widths = [points[n]["high"] / points[n]["low"] for n in (2, 4, 64)]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
+
+
+@pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
+def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: Path) -> None:
+    """Three cells of one strategy: the plan of each setting shows its own, whichever was last."""
+    plain = with_defaults(Cell(strategy="ddp", devices=2, workload="llama-nano"))
+    speeds = [
+        (plain, 100.0),
+        (plain.model_copy(update={"compile": "block"}), 200.0),
+        (plain.model_copy(update={"optimizer": "sgd"}), 400.0),
+    ]
+    others = [
+        with_defaults(Cell(strategy=name, devices=devices, workload="llama-nano"))
+        for name, devices in SPEEDS
+        if (name, devices) not in (("ddp", 2), ("pipeline", 2))
+    ]
+    rows = [row for cell in others for row in trial_rows(cell, [90.0, 91.0])]
+    for cell, speed in speeds:
+        rows += trial_rows(cell, [speed, speed])
+    stored(tmp_path, rows)
+    here = read_here([tmp_path])
+    for cell, speed in speeds:
+        variants, _ = variants_of(Setting.of(cell), here)
+        seconds = {v.cell.label: v.measured.seconds for v in variants if v.measured}
+        assert seconds[cell.label] == pytest.approx(cell.global_batch / speed)
+    answer = json.loads(told(command, "--here", "--results", str(tmp_path), "--json"))
+    by_label = {row["label"]: row["samples_per_second"] for row in answer["candidates"]}
+    assert by_label["ddp"] == pytest.approx(100.0)
+    assert by_label["ddp(compile=block)"] == pytest.approx(200.0)
 
 
 @pytest.mark.parametrize(
