@@ -12,7 +12,7 @@ from reports.predicted import Predicted, PredictedLine, predicted
 from reports.text import number
 
 if TYPE_CHECKING:
-    from harness.planner.here.scaling import Curve
+    from harness.planner.local.scaling_curves import Curve
 
 NOT_MEASURED = (
     "Every line, band and figure here is a prediction unless it is marked as measured. Nothing was"

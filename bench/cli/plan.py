@@ -20,7 +20,7 @@ MOST_PRICE = 1e9
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.plan import Candidate, Plan
+    from harness.planner.cluster.cluster_plan import Candidate, Plan
 
 
 def plan(
@@ -147,12 +147,12 @@ def plan(
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.planner.calibration import DEFAULT, load
-    from harness.planner.cluster import cluster_of
-    from harness.planner.plan import plan as predicted
-    from harness.planner.question import Question
-    from harness.planner.shape import parse_shape
-    from harness.planner.words import explanation
+    from harness.planner.cluster.calibration import DEFAULT, load
+    from harness.planner.cluster.cluster_plan import plan as predicted
+    from harness.planner.cluster.explanation import explanation
+    from harness.planner.cluster.hardware import cluster_of
+    from harness.planner.cluster.model_shape import parse_shape
+    from harness.planner.cluster.question import Question
 
     if price is not None and not 0 < price <= MOST_PRICE:
         raise UsageError(f"--price {price:g}: give a price above 0, of at most {MOST_PRICE:g}")
@@ -167,15 +167,15 @@ def plan(
     sentences = explanation(answer)
     written = _matrix_written(answer, model, matrix) if matrix else []
     if export:
-        from bench.settle import cells_of_layouts, export_first
+        from harness.planner.follow_up import cells_of_layouts, export_first
 
         every = predicted(question, constants, goal, MOST_EXPORTED).candidates
         ranked = ((candidate.layout, candidate.seconds) for candidate in every)
         written.append(export_first(cells_of_layouts(question, model, ranked), export))
     if html:
-        from bench.plan_pages import cluster_page
-        from harness.planner.sweep import sweep
+        from harness.planner.cluster.sweep import sweep
         from reports import write_whole
+        from reports.plan_pages import cluster_page
 
         squares = sweep(question, constants, goal)
         write_whole(cluster_page(answer, sentences, constants.source, squares), html, "--html")
@@ -205,7 +205,7 @@ def _matrix_written(answer: Plan, model: str, file: Path) -> list[str]:
     """Writes the cells of the first layout and of those that are not told apart from it; returns
     what was written, in sentences."""
     from bench.cli.settled import matrix_written
-    from bench.settle import cells_of_layout
+    from harness.planner.follow_up import cells_of_layout
 
     first = answer.candidates[0]
     open_layouts = [

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, get_args
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bench.here import Here
     from harness.analysis.setting import Setting
-    from harness.planner.here.calibrate import CpuCalibration
-    from harness.planner.here.plan import CpuCandidate, CpuPlan, Variant
+    from harness.planner.local.local_calibration import CpuCalibration
+    from harness.planner.local.local_plan import CpuCandidate, CpuPlan, Variant
+    from harness.planner.local.measurements import Here
 
 
 MOST_REASONS = 6
@@ -60,8 +60,8 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
-    from bench.here import read_here, variants_of
-    from harness.planner.here.words import explanation
+    from harness.planner.local.local_explanation import explanation
+    from harness.planner.local.measurements import read_here, variants_of
 
     links = checked(asked, options)
     here = read_here(options.folders, asked.workload)
@@ -72,8 +72,8 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
     sentences = explanation(plan)
     written = _written(plan, variants, options)
     if options.html:
-        from bench.plan_pages import here_page
         from reports import write_whole
+        from reports.plan_pages import here_page
 
         swept = _swept(setting, here, options, calibration)
         write_whole(here_page(plan, sentences, here.machine, swept), options.html, "--html")
@@ -101,8 +101,8 @@ def answer(asked: Asked, options: Options, json_output: bool) -> None:
 def _written(plan: CpuPlan, variants: Sequence[Variant], options: Options) -> list[str]:
     """Writes the files that are asked for; returns what was written, in sentences."""
     from bench.cli.settled import matrix_written
-    from bench.settle import export_first
-    from harness.planner.here.plan import open_questions
+    from harness.planner.follow_up import export_first
+    from harness.planner.local.local_plan import open_questions
 
     written = []
     candidates = plan.candidates or plan.inexact
@@ -122,7 +122,7 @@ def checked(asked: Asked, options: Options) -> str:
 
     Raises UsageError for a value that means nothing, before anything is read.
     """
-    from harness.planner.here.plan import Goal
+    from harness.planner.local.local_plan import Goal
     from harness.spec.errors import UsageError
     from harness.spec.link import link_text
     from harness.workloads import make_workload
@@ -158,7 +158,7 @@ def checked(asked: Asked, options: Options) -> str:
 
 def setting_asked(asked: Asked, links: str, here: Here) -> Setting:
     """The setting that is asked for; what is not given is as it was measured most."""
-    from bench.here import data_for, usual_setting
+    from harness.planner.local.measurements import data_for, usual_setting
 
     usual = usual_setting(here.cells)
     devices = asked.devices or RANKS
@@ -181,7 +181,12 @@ def calibrated(here: Here, unseen: str = "") -> CpuCalibration:
 
     Raises UsageError where too little was measured.
     """
-    from harness.planner.here.calibrate import base_of, calibrate_cells, leave_out, with_spreads
+    from harness.planner.local.local_calibration import (
+        base_of,
+        calibrate_cells,
+        leave_out,
+        with_spreads,
+    )
 
     measured = [
         cell.measured
@@ -200,7 +205,7 @@ def plan_of(
 ) -> CpuPlan:
     """The plan of a setting, whose `variants` can run or were refused for some reason; raises
     UsageError where nothing can run."""
-    from harness.planner.here.plan import Goal, plan_here
+    from harness.planner.local.local_plan import Goal, plan_here
 
     goal: Goal = next(goal for goal in get_args(Goal) if goal == options.goal)
     able, refused = variants
@@ -214,7 +219,7 @@ def _swept(
 ) -> dict[str, dict[int, CpuPlan | str]]:
     """The plans of the measured workloads, and of the one that is asked about, on each number of
     ranks that this machine has a core for; the reason where nothing can run."""
-    from bench.here import data_for, variants_of
+    from harness.planner.local.measurements import data_for, variants_of
     from harness.spec.errors import UsageError
 
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= here.cores)})

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.rehearsal.measured import AllocatedMemory
+    from harness.planner.rehearsal.allocator import AllocatedMemory
     from harness.planner.rehearsal.rehearse import Rehearsal
     from harness.spec.cell import Cell
 
@@ -73,7 +73,7 @@ def rehearse(
     64[/bold]
     """
     from harness.planner.rehearsal import rehearse as planner
-    from harness.planner.rehearsal.measured import measure
+    from harness.planner.rehearsal.allocator import measure
     from harness.planner.rehearsal.world import quiet
     from harness.spec.errors import Refused, Unavailable, UsageError
 

@@ -15,7 +15,7 @@ def matrix_written(cells: Sequence[Cell], file: Path) -> str:
 
     Raises UsageError where there is nothing to write, or it cannot be written.
     """
-    from bench.settle import write_matrix
+    from harness.planner.follow_up import write_matrix
     from harness.spec.errors import UsageError
 
     if not cells:

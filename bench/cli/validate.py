@@ -16,7 +16,7 @@ from bench.cli.options import JsonObject, MeasuredHere
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.scores import PartErrors, Scores
+    from harness.planner.cluster.cluster_scores import PartErrors, Scores
 
 _DATA = typer.Option(
     "--data",
@@ -74,10 +74,10 @@ def validate(
         validate_here.validate(tuple(results or (Path("results"),)), json_output)
         return
     from bench.cli import terminal
-    from harness.planner import scores
-    from harness.planner.calibration import DEFAULT, load
-    from harness.planner.cluster import cluster_of
-    from harness.planner.runs import read_runs
+    from harness.planner.cluster import cluster_scores as scores
+    from harness.planner.cluster.calibration import DEFAULT, load
+    from harness.planner.cluster.hardware import cluster_of
+    from harness.planner.cluster.measured_runs import read_runs
     from harness.spec.errors import UsageError
 
     if results:
@@ -139,9 +139,9 @@ def calibrate(
 
     Example: [bold]python -m bench calibrate --data RUNS.csv --out MY.yaml[/bold]
     """
-    from harness.planner.calibrate import calibrate as fit
-    from harness.planner.cluster import cluster_of
-    from harness.planner.runs import read_runs
+    from harness.planner.cluster.calibrate import calibrate as fit
+    from harness.planner.cluster.hardware import cluster_of
+    from harness.planner.cluster.measured_runs import read_runs
     from harness.spec.errors import UsageError
 
     runs = read_runs(data, _shapes(model), seq)
@@ -156,7 +156,7 @@ def calibrate(
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
     """The shapes of the models in a file by their names."""
-    from harness.planner.runs import MODELS
+    from harness.planner.cluster.measured_runs import MODELS
     from harness.spec.errors import UsageError
 
     shapes = dict(MODELS)

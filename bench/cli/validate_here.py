@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bench.here import Here
-    from harness.planner.here.facts import CellFacts, Measured
-    from harness.planner.here.scores import CpuScores, FirstChoice
+    from harness.planner.local.cell_facts import CellFacts, Measured
+    from harness.planner.local.local_scores import CpuScores, FirstChoice
+    from harness.planner.local.measurements import Here
 
 
 def validate(folders: Sequence[Path], json_output: bool) -> None:
@@ -23,9 +23,9 @@ def validate(folders: Sequence[Path], json_output: bool) -> None:
     Raises UsageError where there are too few cells.
     """
     from bench.cli import terminal
-    from bench.here import read_here
-    from harness.planner.here.calibrate import base_of, leave_out
-    from harness.planner.here.scores import first_choices, score
+    from harness.planner.local.local_calibration import base_of, leave_out
+    from harness.planner.local.local_scores import first_choices, score
+    from harness.planner.local.measurements import read_here
     from harness.spec.errors import UsageError
 
     here = read_here(folders)

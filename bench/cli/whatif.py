@@ -14,8 +14,8 @@ from bench.cli.options import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bench.whatif import Growth
-    from harness.planner.here.scaling import Curve
+    from harness.planner.local.growth import Growth
+    from harness.planner.local.scaling_curves import Curve
     from harness.spec.link import Link
 
 
@@ -61,9 +61,9 @@ def whatif(
     Example: [bold]python -m bench whatif ddp fsdp2 --devices 1024 --link 10gbit[/bold]
     """
     from bench.cli import terminal
-    from bench.here import read_here
-    from bench.whatif import Growth, cells_to_grow, grown
-    from harness.planner.here.calibrate import calibrate_cells, leave_out, with_spreads
+    from harness.planner.local.growth import Growth, cells_to_grow, grown
+    from harness.planner.local.local_calibration import calibrate_cells, leave_out, with_spreads
+    from harness.planner.local.measurements import read_here
 
     here = read_here(tuple(results or (Path("results"),)))
     growth = Growth(devices, regime == "weak", _link(link))

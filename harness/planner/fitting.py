@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 from scipy.optimize import least_squares
 
-from harness.planner.constants import bounds_of
-from harness.planner.layouts import Floats, Ints
+from harness.planner.cluster.constants import bounds_of
+from harness.planner.cluster.layouts import Floats, Ints
 
 SCALE = 0.05
 """Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""

@@ -26,11 +26,11 @@ from bench.expand import expand
 from bench.host import Host, host_of
 from bench.matrix import parse_changes, read_matrix
 from harness.nodes.messages import ProtocolError, decoded, encoded
-from harness.planner.calibration import DEFAULT
-from harness.planner.calibration import load as load_constants
-from harness.planner.cluster import cluster_of
-from harness.planner.question import Question
-from harness.planner.shape import parse_shape
+from harness.planner.cluster.calibration import DEFAULT
+from harness.planner.cluster.calibration import load as load_constants
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.model_shape import parse_shape
+from harness.planner.cluster.question import Question
 from harness.record.files import DamagedFile, NewerSchema, read_file
 from harness.record.plan import Plan
 from harness.record.run import RunRecord

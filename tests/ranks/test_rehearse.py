@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.planner.rehearsal.measured import measure
+from harness.planner.rehearsal.allocator import measure
 from harness.planner.rehearsal.rehearse import rehearse
 from tests.ranks.conftest import cell
 

@@ -17,20 +17,20 @@ from bench.cli.plan import plan as command
 from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
-from bench.here import Here, facts_of, read_here, variants_of
 from harness.analysis.setting import Setting
-from harness.planner.here.calibrate import (
+from harness.planner.local.cell_facts import CellFacts, Measured
+from harness.planner.local.cpu_constants import CpuMemory, CpuTime
+from harness.planner.local.cpu_prediction import Columns, peak_bytes, step_seconds
+from harness.planner.local.local_calibration import (
     CpuCalibration,
     calibrate_cells,
     leave_out,
     with_spreads,
 )
-from harness.planner.here.constants import CpuMemory, CpuTime
-from harness.planner.here.facts import CellFacts, Measured
-from harness.planner.here.plan import Variant, open_questions, plan_here
-from harness.planner.here.predict import Columns, peak_bytes, step_seconds
-from harness.planner.here.scores import first_choices, score
-from harness.planner.here.words import explanation
+from harness.planner.local.local_explanation import explanation
+from harness.planner.local.local_plan import Variant, open_questions, plan_here
+from harness.planner.local.local_scores import first_choices, score
+from harness.planner.local.measurements import Here, facts_of, read_here, variants_of
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.formulas import BESIDE_BACKWARD

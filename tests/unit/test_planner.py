@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cli import main
-from harness.planner.calibration import DEFAULT, load
-from harness.planner.candidates import enumerate_layouts
-from harness.planner.cluster import Cluster, Curve, cluster_of, curve_of
-from harness.planner.constants import bounds_of
-from harness.planner.layouts import joined
-from harness.planner.memory import capped, model_states
-from harness.planner.plan import plan
-from harness.planner.question import Question
-from harness.planner.schedule import one_forward_one_backward
-from harness.planner.shape import ModelShape, named_shapes, parse_shape
-from harness.planner.stages import empty_stages, numbered_stages
-from harness.planner.words import explanation
+from harness.planner.cluster.calibration import DEFAULT, load
+from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.cluster_plan import plan
+from harness.planner.cluster.constants import bounds_of
+from harness.planner.cluster.explanation import explanation
+from harness.planner.cluster.hardware import Cluster, Curve, cluster_of, curve_of
+from harness.planner.cluster.layout_memory import capped, model_states
+from harness.planner.cluster.layouts import joined
+from harness.planner.cluster.model_shape import ModelShape, named_shapes, parse_shape
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.schedule import one_forward_one_backward
+from harness.planner.cluster.stages import empty_stages, numbered_stages
 from harness.spec.errors import UsageError
 
 ZERO_TABLE = """

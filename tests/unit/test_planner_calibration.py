@@ -13,15 +13,10 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
-from harness.planner.calibrate import calibrate, predicted
-from harness.planner.calibration import load
-from harness.planner.candidates import enumerate_layouts
-from harness.planner.cluster import cluster_of
-from harness.planner.constants import bounds_of
-from harness.planner.layouts import Layout, Layouts, joined
-from harness.planner.question import Question
-from harness.planner.runs import COLUMNS, MEMORY_UNIT, Runs, read_runs
-from harness.planner.scores import (
+from harness.planner.cluster.calibrate import calibrate, predicted
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.cluster_scores import (
     Held,
     hold_out,
     noise_of_twins,
@@ -29,7 +24,12 @@ from harness.planner.scores import (
     parts_by_nodes,
     score,
 )
-from harness.planner.shape import ModelShape, named_shapes
+from harness.planner.cluster.constants import bounds_of
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.layouts import Layout, Layouts, joined
+from harness.planner.cluster.measured_runs import COLUMNS, MEMORY_UNIT, Runs, read_runs
+from harness.planner.cluster.model_shape import ModelShape, named_shapes
+from harness.planner.cluster.question import Question
 from harness.spec.errors import UsageError
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.planner import links, steptime
-from harness.planner import memory as memory_formulas
-from harness.planner.candidates import enumerate_layouts
-from harness.planner.cluster import Curve, curve_of
-from harness.planner.energy import energy
-from harness.planner.layouts import Layout, Layouts
-from harness.planner.memory import model_states
-from harness.planner.plan import plan
-from harness.planner.prediction import predict
-from harness.planner.schedule import one_forward_one_backward
-from harness.planner.shape import ModelShape
+from harness.planner.cluster import axis_links, step_time
+from harness.planner.cluster import layout_memory as memory_formulas
+from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.cluster_plan import plan
+from harness.planner.cluster.device_power import energy
+from harness.planner.cluster.hardware import Curve, curve_of
+from harness.planner.cluster.layout_memory import model_states
+from harness.planner.cluster.layouts import Layout, Layouts
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.prediction import predict
+from harness.planner.cluster.schedule import one_forward_one_backward
 from tests.unit.test_planner import CALIBRATION, often, question
 
 DATA_AXES = st.sampled_from([2, 4, 8, 16])
@@ -226,14 +226,14 @@ UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|Micro-batches|operations"
         memory_formulas._layer_activations,
         memory_formulas.memory,
         memory_formulas.capped,
-        steptime._Layer.occupied,
-        steptime.product,
-        steptime._layer,
-        steptime.step_time,
-        steptime.stage_seconds,
-        links.Links.between_stages,
-        links.Links.layer_communication,
-        links.Links.data_axis,
+        step_time._Layer.occupied,
+        step_time.product,
+        step_time._layer,
+        step_time.step_time,
+        step_time.stage_seconds,
+        axis_links.Links.between_stages,
+        axis_links.Links.layer_communication,
+        axis_links.Links.data_axis,
         curve_of,
         energy,
         one_forward_one_backward,

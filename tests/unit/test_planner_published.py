@@ -8,12 +8,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from harness.planner.calibration import load
-from harness.planner.cluster import cluster_of
-from harness.planner.layouts import Layout, Layouts
-from harness.planner.prediction import predict
-from harness.planner.question import Question
-from harness.planner.shape import ModelShape, parse_shape
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.layouts import Layout, Layouts
+from harness.planner.cluster.model_shape import ModelShape, parse_shape
+from harness.planner.cluster.prediction import predict
+from harness.planner.cluster.question import Question
 
 CALIBRATION = load()
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.planner.calibration import load
-from harness.planner.cluster import cluster_of
-from harness.planner.layouts import Floats, Layout, Layouts
-from harness.planner.memory import memory
-from harness.planner.plan import plan
-from harness.planner.prediction import predict
-from harness.planner.question import Question
-from harness.planner.ranking import TRIED, ranked
-from harness.planner.shape import parse_shape
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.cluster_plan import plan
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.layout_memory import memory
+from harness.planner.cluster.layout_ranking import TRIED, ranked
+from harness.planner.cluster.layouts import Floats, Layout, Layouts
+from harness.planner.cluster.model_shape import parse_shape
+from harness.planner.cluster.prediction import predict
+from harness.planner.cluster.question import Question
 
 CALIBRATION = load()
 often = settings(max_examples=60)

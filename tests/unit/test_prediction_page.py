@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 from bench.cli.plan import plan as command
-from harness.planner.calibration import load
-from harness.planner.cluster import cluster_of
-from harness.planner.here.scaling import Curve, Point, straggling
-from harness.planner.question import Question
-from harness.planner.shape import named_shapes
-from harness.planner.sweep import device_counts, neighbours, sweep
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.model_shape import named_shapes
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.sweep import device_counts, neighbours, sweep
+from harness.planner.local.scaling_curves import Curve, Point, straggling
 from reports.prediction_page import scaling_page
 from tests.commands import told
 

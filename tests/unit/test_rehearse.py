@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from harness.planner.rehearsal.depth import DEPTHS, at_depth, with_blocks
-from harness.planner.rehearsal.memory import KINDS, Ledger, Place
+from harness.planner.rehearsal.ledger import KINDS, Ledger, Place
 from harness.planner.rehearsal.rank import RankPeaks, Where
 from harness.planner.rehearsal.rehearse import default_ranks, rehearse
 from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from bench.expand import cells_of
-from bench.settle import cells_of_layout, cells_of_layouts, export_first, write_matrix
-from harness.planner.cluster import cluster_of
-from harness.planner.layouts import Layout
-from harness.planner.question import Question
-from harness.planner.shape import ModelShape
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.layouts import Layout
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.question import Question
+from harness.planner.follow_up import cells_of_layout, cells_of_layouts, export_first, write_matrix
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from harness.planner.rehearsal.memory import KINDS, Kind
+from harness.planner.rehearsal.ledger import KINDS, Kind
 from harness.planner.rehearsal.rank import RankPeaks, Where
 from harness.workloads import Workload
 

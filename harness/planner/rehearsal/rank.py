@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from harness.planner.rehearsal.memory import Kind, Ledger, Phase, Place
+from harness.planner.rehearsal.ledger import Kind, Ledger, Phase, Place
 from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.spec.training import Layout

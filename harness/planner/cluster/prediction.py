@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.calibration import Calibration
-from harness.planner.layouts import Bools, Floats, Layouts
-from harness.planner.memory import Memory, memory, offload_fits
-from harness.planner.question import Question
-from harness.planner.stages import empty_stages
-from harness.planner.steptime import StepTime, step_time
+from harness.planner.cluster.calibration import Calibration
+from harness.planner.cluster.layout_memory import Memory, memory, offload_fits
+from harness.planner.cluster.layouts import Bools, Floats, Layouts
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.stages import empty_stages
+from harness.planner.cluster.step_time import StepTime, step_time
 
 PENDING_DONE = 0.5
 """Share of pending activations that the device is done with when the allocator has to wait for it.

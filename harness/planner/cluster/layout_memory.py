@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster import Cluster
-from harness.planner.constants import MemoryConstants
-from harness.planner.layouts import Bools, Floats, Ints, Layouts
-from harness.planner.shape import ModelShape
-from harness.planner.stages import Stage, stages
+from harness.planner.cluster.constants import MemoryConstants
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.layouts import Bools, Floats, Ints, Layouts
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.stages import Stage, stages
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
 """Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two

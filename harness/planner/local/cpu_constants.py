@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.planner.constants import _constant as constant
+from harness.planner.cluster.constants import _constant as constant
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.planner.calibration import Calibration
-from harness.planner.plan import Candidate, plan
-from harness.planner.question import Question
-from harness.planner.shape import ModelShape, named_shapes
+from harness.planner.cluster.calibration import Calibration
+from harness.planner.cluster.cluster_plan import Candidate, plan
+from harness.planner.cluster.model_shape import ModelShape, named_shapes
+from harness.planner.cluster.question import Question
 from harness.spec.errors import UsageError
 
 MOST_SIZES = 5

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.calibration import Calibration
-from harness.planner.candidates import enumerate_layouts
-from harness.planner.energy import Energy, energy
-from harness.planner.layouts import AXES, Floats, Ints, Layout, Layouts
-from harness.planner.prediction import Predictions, predict
-from harness.planner.question import Question
-from harness.planner.ranking import ranked
-from harness.planner.schedule import one_forward_one_backward
-from harness.planner.steptime import stage_seconds
+from harness.planner.cluster.calibration import Calibration
+from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.device_power import Energy, energy
+from harness.planner.cluster.layout_ranking import ranked
+from harness.planner.cluster.layouts import AXES, Floats, Ints, Layout, Layouts
+from harness.planner.cluster.prediction import Predictions, predict
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.schedule import one_forward_one_backward
+from harness.planner.cluster.step_time import stage_seconds
 from harness.spec.errors import UsageError
 
 GOALS = ("throughput", "memory", "cost", "energy")

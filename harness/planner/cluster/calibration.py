@@ -10,12 +10,12 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
-from harness.planner.constants import MemoryConstants, TimeConstants, bounds_of
-from harness.planner.layouts import Floats, Ints
+from harness.planner.cluster.constants import MemoryConstants, TimeConstants, bounds_of
+from harness.planner.cluster.layouts import Floats, Ints
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
-DEFAULT = Path(__file__).with_name("calibration.yaml")
+DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 
 
 @dataclass(frozen=True)

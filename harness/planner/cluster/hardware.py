@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.host.gpu_models import GpuModel, gpu_models
-from harness.planner.layouts import Floats, Ints
+from harness.planner.cluster.layouts import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
@@ -100,7 +100,7 @@ class MeasuredLinks:
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
     """The measured clusters by name, from hardware.yaml."""
-    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}
 
@@ -108,7 +108,7 @@ def measured_links() -> dict[str, MeasuredLinks]:
 @functools.cache
 def _reached() -> dict[str, float]:
     """TFLOP/s of each device's best matrix product, from hardware.yaml."""
-    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     table = TypeAdapter(dict[str, float])
     return table.validate_python(yaml.safe_load(text)["best_products"])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from harness.planner.layouts import Bools, Floats, Ints, Layouts
-from harness.planner.shape import ModelShape, parse_shape
+from harness.planner.cluster.layouts import Bools, Floats, Ints, Layouts
+from harness.planner.cluster.model_shape import ModelShape, parse_shape
 from harness.spec.errors import UsageError
 
 COLUMNS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.planner.here.plan import CpuCandidate, CpuPlan, open_questions
+from harness.planner.local.local_plan import CpuCandidate, CpuPlan, open_questions
 
 PART_WORDS = {
     "compute": "the model's own arithmetic",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.planner.here.plan import CpuCandidate, CpuPlan
-from harness.planner.plan import Candidate, Plan
-from harness.planner.sweep import Square
+from harness.planner.cluster.cluster_plan import Candidate, Plan
+from harness.planner.cluster.sweep import Square
+from harness.planner.local.local_plan import CpuCandidate, CpuPlan
 from reports.prediction_page import PlanPage, PlanRow, WonRow, WonSquare, plan_page
 
 MOST_ROWS = 20

@@ -10,8 +10,8 @@ import yaml
 
 from bench.matrix import read_matrix
 from harness.export import TARGETS, export_files, plan_of, write_files
-from harness.planner.layouts import RECOMPUTE, Layout
-from harness.planner.question import Question
+from harness.planner.cluster.layouts import RECOMPUTE, Layout
+from harness.planner.cluster.question import Question
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Strategy

@@ -139,7 +139,7 @@ def padded_head(size: int) -> int:
 @functools.cache
 def named_shapes() -> dict[str, ModelShape]:
     """The models that are known by name, from models.yaml."""
-    text = Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)["models"]
     return {row["name"]: ModelShape(**row) for row in rows}
 

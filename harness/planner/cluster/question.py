@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.planner.cluster import Cluster
-from harness.planner.shape import ModelShape
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.model_shape import ModelShape
 from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}

@@ -10,9 +10,9 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from harness.planner.layouts import Floats
-from harness.planner.question import Question
-from harness.planner.steptime import StepTime
+from harness.planner.cluster.layouts import Floats
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.step_time import StepTime
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
@@ -35,7 +35,7 @@ class Energy:
 @functools.cache
 def watts() -> dict[str, float]:
     """The maximum power of each device by its name, from power.yaml."""
-    text = Path(__file__).with_name("power.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, float]).validate_python(yaml.safe_load(text)["watts"])
 
 

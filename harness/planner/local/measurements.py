@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.exchange import divided, engine_of, messages, optimizer_flops, sent_bytes
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SERIES, Setting
 from harness.analysis.summary import cell_results
-from harness.planner.here.facts import CellFacts, Measured
-from harness.planner.here.plan import Variant
+from harness.planner.local.cell_facts import CellFacts, Measured
+from harness.planner.local.exchange import divided, engine_of, messages, optimizer_flops, sent_bytes
+from harness.planner.local.local_plan import Variant
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster import Cluster
-from harness.planner.constants import TimeConstants
-from harness.planner.layouts import Floats, Ints, Layouts
-from harness.planner.memory import ACCUMULATED_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES
-from harness.planner.question import Question
+from harness.planner.cluster.constants import TimeConstants
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.layout_memory import (
+    ACCUMULATED_BYTES,
+    OPTIMIZER_BYTES,
+    PARAMETER_BYTES,
+)
+from harness.planner.cluster.layouts import Floats, Ints, Layouts
+from harness.planner.cluster.question import Question
 
 ELEMENT_BYTES = 2.0
 """Of an activation in bf16."""

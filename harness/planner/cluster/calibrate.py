@@ -9,16 +9,16 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import ndtr
 
-from harness.planner.calibration import Calibration, Limit, Range, Spread
-from harness.planner.cluster import Cluster
-from harness.planner.constants import MemoryConstants, TimeConstants
+from harness.planner.cluster.calibration import Calibration, Limit, Range, Spread
+from harness.planner.cluster.constants import MemoryConstants, TimeConstants
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.layout_memory import memory
+from harness.planner.cluster.layouts import Bools, Floats
+from harness.planner.cluster.measured_runs import Runs
+from harness.planner.cluster.prediction import Predictions, predict
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.step_time import step_time
 from harness.planner.fitting import fit
-from harness.planner.layouts import Bools, Floats
-from harness.planner.memory import memory
-from harness.planner.prediction import Predictions, predict
-from harness.planner.question import Question
-from harness.planner.runs import Runs
-from harness.planner.steptime import step_time
 from harness.spec.errors import UsageError
 
 LEVEL = 0.8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from harness.planner.layouts import Floats, Ints
+from harness.planner.cluster.layouts import Floats, Ints
 
 TIE = 0.01
 """Logarithm of speeds that no measurement of single steps tells apart: of these layouts the one

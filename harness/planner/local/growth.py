@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.here import Here, MeasuredCell, facts_of
 from bench.select import matches
-from harness.planner.here.calibrate import CpuCalibration
-from harness.planner.here.scaling import Curve, Place, curve
+from harness.planner.local.local_calibration import CpuCalibration
+from harness.planner.local.measurements import Here, MeasuredCell, facts_of
+from harness.planner.local.scaling_curves import Curve, Place, curve
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import spearmanr
 
-from harness.planner.calibrate import calibrate, groups, predicted
-from harness.planner.calibration import Calibration
-from harness.planner.cluster import Cluster
-from harness.planner.layouts import Bools, Floats, Ints, Layout
-from harness.planner.prediction import REFUSED_BELOW
-from harness.planner.ranking import ranked
-from harness.planner.runs import Runs
+from harness.planner.cluster.calibrate import calibrate, groups, predicted
+from harness.planner.cluster.calibration import Calibration
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.layout_ranking import ranked
+from harness.planner.cluster.layouts import Bools, Floats, Ints, Layout
+from harness.planner.cluster.measured_runs import Runs
+from harness.planner.cluster.prediction import REFUSED_BELOW
 
 FEW = 20
 """Groups of fewer consistent rows have no rank correlation."""

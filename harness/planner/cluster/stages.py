@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from harness.planner.shape import ModelShape
+from harness.planner.cluster.model_shape import ModelShape
 
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. Above 1 in nanotron's source; measured

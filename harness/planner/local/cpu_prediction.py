@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.here.constants import CpuMemory, CpuTime
-from harness.planner.here.facts import CellFacts
-from harness.planner.layouts import Floats
+from harness.planner.cluster.layouts import Floats
+from harness.planner.local.cell_facts import CellFacts
+from harness.planner.local.cpu_constants import CpuMemory, CpuTime
 
 GIGA, MEGA = 1e9, 1e6
 WORKING_SET = 32e6

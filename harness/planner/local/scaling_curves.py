@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.here.calibrate import CpuCalibration
-from harness.planner.here.facts import CellFacts
+from harness.planner.local.cell_facts import CellFacts
+from harness.planner.local.local_calibration import CpuCalibration
 
 OUTSIDE = 0.05
 """By how much the half-width of an interval grows with each doubling of the devices beyond those

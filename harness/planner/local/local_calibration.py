@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.planner.calibrate import LEVEL
+from harness.planner.cluster.calibrate import LEVEL
+from harness.planner.cluster.layouts import Floats, Ints
 from harness.planner.fitting import fit
-from harness.planner.here.constants import CpuMemory, CpuTime
-from harness.planner.here.facts import CellFacts, Measured
-from harness.planner.here.predict import Columns, peak_bytes, step_seconds
-from harness.planner.layouts import Floats, Ints
+from harness.planner.local.cell_facts import CellFacts, Measured
+from harness.planner.local.cpu_constants import CpuMemory, CpuTime
+from harness.planner.local.cpu_prediction import Columns, peak_bytes, step_seconds
 from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster import Cluster
-from harness.planner.constants import TimeConstants
-from harness.planner.layouts import Floats, Ints, Layouts
-from harness.planner.links import Links
-from harness.planner.memory import owned_parameters, stage_parameters
-from harness.planner.question import Question
-from harness.planner.shape import padded_head
-from harness.planner.stages import Stage, numbered_stages, stages
+from harness.planner.cluster.axis_links import Links
+from harness.planner.cluster.constants import TimeConstants
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.layout_memory import owned_parameters, stage_parameters
+from harness.planner.cluster.layouts import Floats, Ints, Layouts
+from harness.planner.cluster.model_shape import padded_head
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.stages import Stage, numbered_stages, stages
 
 UNGATED = 0.4
 """Reads and writes of the feed-forward size by an activation alone, as a share of those by a gated

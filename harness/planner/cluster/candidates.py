@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 
-from harness.planner.layouts import Layouts
-from harness.planner.question import Question
-from harness.planner.stages import empty_stages
+from harness.planner.cluster.layouts import Layouts
+from harness.planner.cluster.question import Question
+from harness.planner.cluster.stages import empty_stages
 from harness.spec.errors import UsageError
 
 MOST_TENSOR_NODES = 4

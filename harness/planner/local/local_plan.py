@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr
 
-from harness.planner.here.calibrate import CpuCalibration
-from harness.planner.here.facts import CellFacts, Measured
-from harness.planner.here.predict import Columns, step_seconds
+from harness.planner.local.cell_facts import CellFacts, Measured
+from harness.planner.local.cpu_prediction import Columns, step_seconds
+from harness.planner.local.local_calibration import CpuCalibration
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 

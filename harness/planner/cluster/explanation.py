@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.planner.energy import COMPUTING, WAITING
-from harness.planner.memory import model_states
-from harness.planner.plan import Candidate, Plan
+from harness.planner.cluster.cluster_plan import Candidate, Plan
+from harness.planner.cluster.device_power import COMPUTING, WAITING
+from harness.planner.cluster.layout_memory import model_states
 
 PART_WORDS = {
     "compute": "computing",

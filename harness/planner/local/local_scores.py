@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.here.calibrate import LeftOut
-from harness.planner.here.facts import Measured
+from harness.planner.local.cell_facts import Measured
+from harness.planner.local.local_calibration import LeftOut
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.planner.layouts import Floats
+from harness.planner.cluster.layouts import Floats
 
 
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
