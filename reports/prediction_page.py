@@ -6,23 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
+from harness.planner.local.local_plan import LocalCandidate, LocalPlan
 from reports.page import fill
 from reports.panels import Panel, Panels
 from reports.predicted import Predicted, PredictedLine, predicted
 from reports.text import number
 
 if TYPE_CHECKING:
-    from harness.planner.local.scaling_curves import Curve
+    from harness.planner.local.scaling_curves import ScalingCurve
 
 NOT_MEASURED = (
     "Every line, band and figure here is a prediction unless it is marked as measured. Nothing was"
     " launched for this page."
 )
 
+MOST_ROWS = 20
+
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of the table of layouts; texts as they are shown."""
+    """One row of the table of layouts, as texts."""
 
     name: str
     step: str
@@ -33,13 +37,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class WonSquare:
-    """What is best for one model on one number of devices."""
+    """The best choice for one model on one number of devices."""
 
     devices: int
     winner: str
-    """Empty where nothing can run."""
+    """Empty if nothing can run."""
     speed: float
-    """This and the following are 0 where nothing can run."""
+    """This and the numbers below are 0 if nothing can run."""
     speed_low: float
     speed_high: float
     memory_bytes: float
@@ -50,7 +54,7 @@ class WonSquare:
 
 @dataclass(frozen=True)
 class WonRow:
-    """A model over numbers of devices."""
+    """The best choices for one model over numbers of devices."""
 
     model: str
     squares: tuple[WonSquare, ...]
@@ -58,7 +62,7 @@ class WonRow:
 
 @dataclass(frozen=True)
 class PlanPage:
-    """All that the page of a plan shows."""
+    """Contents of the page of a plan."""
 
     title: str
     facts: tuple[str, ...]
@@ -69,7 +73,7 @@ class PlanPage:
 
 
 def plan_page(page: PlanPage) -> str:
-    """One HTML page of a plan that loads nothing and runs nothing but its own script."""
+    """Returns one self-contained HTML page of a plan."""
     panels = Panels()
     charts = [
         chart
@@ -97,7 +101,7 @@ def plan_page(page: PlanPage) -> str:
 def _chart(
     rows: Sequence[WonRow], name: str, title: str, unit: str, panels: Panels
 ) -> Panel | None:
-    """Throughput or memory of the best over the devices, a line for each model."""
+    """Returns a chart of the best throughput or memory over devices, a line for each model."""
     lines = []
     for row in rows:
         ran = [square for square in row.squares if square.winner]
@@ -126,8 +130,8 @@ def _chart(
     return panels.drawn(data, predicted)
 
 
-def scaling_page(title: str, curves: Sequence[Curve], machine: str) -> str:
-    """One HTML page of scaling curves that loads nothing and runs nothing but its own script."""
+def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> str:
+    """Returns one self-contained HTML page of scaling curves."""
     lines = [
         PredictedLine(
             curve.label,
@@ -167,4 +171,120 @@ def scaling_page(title: str, curves: Sequence[Curve], machine: str) -> str:
         curves=curves,
         winners=[],
         note=NOT_MEASURED,
+    )
+
+
+def cluster_page(
+    plan: ClusterPlan, sentences: Sequence[str], source: str, squares: list[SweepSquare]
+) -> str:
+    """Returns the page of a plan for devices that are not rented yet."""
+    question = plan.question
+    models = list(dict.fromkeys(square.model for square in squares))
+    return plan_page(
+        PlanPage(
+            f"{question.shape.name} on {question.devices} x {question.cluster.device}",
+            (
+                f"{question.global_batch} sequences of {question.sequence_length} tokens a step",
+                f"{plan.considered} layouts",
+                f"constants: {source}",
+            ),
+            (_choice(plan.candidates[0]), *sentences),
+            tuple(_row(candidate) for candidate in plan.candidates[:MOST_ROWS]),
+            "tokens/s",
+            tuple(
+                WonRow(model, tuple(_square(one) for one in squares if one.model == model))
+                for model in models
+            ),
+        )
+    )
+
+
+def _choice(best: ClusterCandidate) -> str:
+    return (
+        f"Use {best.strategy}: {best.layout.text}. A step takes {best.seconds:.3g} s, which is"
+        f" {best.tokens_per_second:,.0f} tokens/s."
+    )
+
+
+def _row(candidate: ClusterCandidate) -> PlanRow:
+    return PlanRow(
+        f"{candidate.strategy}: {candidate.layout.text}",
+        f"{candidate.seconds:.3g} s ({candidate.seconds_low:.3g} to {candidate.seconds_high:.3g})",
+        f"{candidate.tokens_per_second:,.0f}",
+        f"{candidate.reserved_bytes / 1e9:.1f} GB ({candidate.reserved_low / 1e9:.0f} to"
+        f" {candidate.reserved_high / 1e9:.0f})",
+        "prediction",
+    )
+
+
+def _square(square: SweepSquare) -> WonSquare:
+    return WonSquare(
+        square.devices,
+        square.winner,
+        square.tokens_per_second,
+        square.tokens_low,
+        square.tokens_high,
+        square.memory_bytes,
+        square.memory_low,
+        square.memory_high,
+        square.reason,
+    )
+
+
+def local_page(
+    plan: LocalPlan,
+    sentences: Sequence[str],
+    machine: str,
+    swept: dict[str, dict[int, LocalPlan | str]],
+) -> str:
+    """Returns the page of a plan for this machine.
+
+    `swept`: by workload and number of ranks, the plan or the reason why nothing can run.
+    """
+    candidates = (*plan.candidates, *plan.inexact)
+    return plan_page(
+        PlanPage(
+            plan.setting,
+            (machine, f"from {plan.calibrated_on} measured cells"),
+            tuple(sentences),
+            tuple(_local_row(candidate) for candidate in candidates[:MOST_ROWS]),
+            "samples/s",
+            tuple(
+                WonRow(
+                    workload,
+                    tuple(_local_square(devices, answer) for devices, answer in of_one.items()),
+                )
+                for workload, of_one in swept.items()
+            ),
+        )
+    )
+
+
+def _local_row(candidate: LocalCandidate) -> PlanRow:
+    low, high = candidate.seconds_low * 1e3, candidate.seconds_high * 1e3
+    return PlanRow(
+        candidate.label if candidate.exact else f"{candidate.label} (another training)",
+        f"{candidate.seconds * 1e3:.0f} ms ({low:.0f} to {high:.0f})",
+        f"{candidate.samples_per_second:.1f}",
+        f"{candidate.peak_bytes / 1e6:.0f} MB ({candidate.peak_low / 1e6:.0f} to"
+        f" {candidate.peak_high / 1e6:.0f})",
+        "measurement" if candidate.measured else "prediction",
+    )
+
+
+def _local_square(devices: int, answer: LocalPlan | str) -> WonSquare:
+    if isinstance(answer, str) or not answer.candidates:
+        reason = answer if isinstance(answer, str) else "nothing trains exactly the same"
+        return WonSquare(devices, "", 0, 0, 0, 0, 0, 0, reason)
+    best = answer.candidates[0]
+    batch = best.samples_per_second * best.seconds
+    return WonSquare(
+        devices,
+        best.label,
+        best.samples_per_second,
+        batch / best.seconds_high,
+        batch / best.seconds_low,
+        best.peak_bytes,
+        best.peak_low,
+        best.peak_high,
     )

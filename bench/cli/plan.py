@@ -1,4 +1,4 @@
-"""bench plan: which strategy to train a model with, before any device is rented."""
+"""bench plan: predicts which strategy to train a model with, before any device is rented."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import typer
 from bench.cli.options import JsonObject, MeasuredHere
 
 Value = TypeVar("Value")
-MOST_EXPORTED = 1000
-"""Layouts, best first, among which one with an export is looked for."""
-MOST_PRICE = 1e9
-"""Of a device for an hour, in any currency."""
+MAX_EXPORTED = 1000
+"""Number of layouts, best first, that are searched for one with an export."""
+MAX_PRICE = 1e9
+"""Highest price of a device for an hour, in any currency."""
+TRIED_MATRIX = "full"
+"""Matrix whose options of each strategy are tried for a layout."""
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.cluster.cluster_plan import Candidate, Plan
+    from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
+    from harness.planner.follow_up import StrategyOptions
 
 
 def plan(
@@ -28,52 +31,57 @@ def plan(
         str | None,
         typer.Option(
             "--model",
-            help="A known model such as llama-8b, hf:PATH of a config.json, or sizes such as"
-            " layers=32,hidden=4096,heads=32. With --here a workload of the suite; by default that"
-            " which was measured most.",
+            help="Model: a known name such as llama-8b, hf:PATH of a config.json, or sizes such as"
+            " layers=32,hidden=4096,heads=32. With --here, a workload of the suite; by default the"
+            " most-measured one.",
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", help="How many devices; 8, with --here 2.")
+        int | None,
+        typer.Option("--devices", help="Devices; by default 8, with --here 2."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="A device of the table in docs/hosts.md; h100-80gb."),
+        typer.Option("--device", help="Device of docs/hosts.md; by default h100-80gb."),
     ] = None,
     per_node: Annotated[
-        int | None, typer.Option("--per-node", help="Devices of each node; 8, with --here 1.")
+        int | None,
+        typer.Option("--per-node", help="Devices per node; by default 8, with --here 1."),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             "--link",
-            help="The link inside a node and the rate of each device to other nodes, such as"
-            " nvlink,400gbit, which is the default; or a measured cluster, playbook-h100. With"
-            " --here an emulated link between nodes, such as 1gbit; none by default.",
+            help="Link inside a node and rate of each device to other nodes, by default"
+            " nvlink,400gbit; or a measured cluster, playbook-h100. With --here, an emulated link"
+            " between nodes such as 1gbit; by default none.",
         ),
     ] = None,
     seq: Annotated[
         int | None,
-        typer.Option("--seq", help="Tokens of a sequence; 4096, with --here as was measured most."),
+        typer.Option(
+            "--seq",
+            help="Sequence length in tokens; by default 4096, with --here the most-measured one.",
+        ),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
             "--batch",
-            help="Sequences of a step, all devices together; 256, with --here as was measured"
-            " most.",
+            help="Global batch in sequences; by default 256, with --here the most-measured one.",
         ),
     ] = None,
     here: Annotated[
         bool,
         typer.Option(
             "--here",
-            help="This machine's CPU cores, predicted from cells that were measured on it.",
+            help="Predict this machine's CPU cores from cells measured on it.",
         ),
     ] = False,
     results: MeasuredHere = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="With --here: fp32, bf16 or fp16; fp32.")
+        str | None,
+        typer.Option("--precision", help="With --here: fp32 (default), bf16 or fp16."),
     ] = None,
     unseen: Annotated[
         bool,
@@ -86,37 +94,38 @@ def plan(
         str, typer.Option("--goal", help="What to rank by: throughput, memory, cost or energy.")
     ] = "throughput",
     price: Annotated[
-        float | None, typer.Option("--price", help="Price of one device for an hour.")
+        float | None, typer.Option("--price", help="Price of one device per hour.")
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Layouts to show.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of layouts to show.")] = 10,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", help="Constants that bench calibrate has written."),
+        typer.Option("--calibration", help="Constants written by bench calibrate."),
     ] = None,
     matrix: Annotated[
         Path | None,
         typer.Option(
             "--matrix",
-            help="New file: a matrix of the cells that would settle which is best, for bench run.",
+            help="Write a matrix of the cells that would settle which is best, for bench run.",
         ),
     ] = None,
     export: Annotated[
         Path | None,
         typer.Option(
             "--export",
-            help="New folder: the choice as scripts and configs for torchrun, SLURM, Accelerate or"
-            " DeepSpeed.",
+            help="Write the choice to a new folder, as scripts and configs for torchrun, SLURM,"
+            " Accelerate or DeepSpeed.",
         ),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", help="File for a page: the answer, and what wins for other sizes and devices."
+            "--html",
+            help="Write an HTML page: the answer, and what wins at other sizes.",
         ),
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Predicts step time and memory of every layout of a training, and says which to choose.
+    """Predict step time and memory of every layout of a training, and say which to choose.
 
     Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
@@ -124,6 +133,7 @@ def plan(
 
     if here:
         from bench.cli import plan_here
+        from harness.planner.local.plan_request import PlanRequest
 
         for name, value in (
             ("--device", device),
@@ -131,19 +141,19 @@ def plan(
             ("--calibration", calibration),
         ):
             if value is not None:
-                raise UsageError(f"{name} says nothing of this machine; leave it out with --here")
-        asked = plan_here.Asked(model, devices, per_node, link, seq, batch, precision)
-        options = plan_here.Options(
-            tuple(results or (Path("results"),)), goal, top, unseen, matrix, export, html
+                raise UsageError(f"{name} does not apply to this machine; leave it out with --here")
+        request = PlanRequest(model, devices, per_node, link, seq, batch, precision, goal, unseen)
+        options = plan_here.PlanOptions(
+            tuple(results or (Path("results"),)), top, matrix, export, html
         )
-        plan_here.answer(asked, options, json_output)
+        plan_here.answer(request, options, json_output)
         return
     only_here = {"--results": bool(results), "--precision": bool(precision), "--unseen": unseen}
     for option, given in only_here.items():
         if given:
-            raise UsageError(f"{option} goes with --here only")
+            raise UsageError(f"{option} needs --here")
     if model is None:
-        raise UsageError("--model is missing; name one such as llama-8b, or ask for --here")
+        raise UsageError("--model is missing; name one such as llama-8b, or add --here")
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -152,14 +162,14 @@ def plan(
     from harness.planner.cluster.explanation import explanation
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.model_shape import parse_shape
-    from harness.planner.cluster.question import Question
+    from harness.planner.cluster.question import ClusterQuestion
 
-    if price is not None and not 0 < price <= MOST_PRICE:
-        raise UsageError(f"--price {price:g}: give a price above 0, of at most {MOST_PRICE:g}")
+    if price is not None and not 0 < price <= MAX_PRICE:
+        raise UsageError(f"--price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
     cluster = cluster_of(
         device or "h100-80gb", default(per_node, 8), default(link, "nvlink,400gbit")
     )
-    question = Question(
+    question = ClusterQuestion(
         parse_shape(model), cluster, default(seq, 4096), default(batch, 256), default(devices, 8)
     )
     constants = load(calibration or DEFAULT)
@@ -169,13 +179,14 @@ def plan(
     if export:
         from harness.planner.follow_up import cells_of_layouts, export_first
 
-        every = predicted(question, constants, goal, MOST_EXPORTED).candidates
+        every = predicted(question, constants, goal, MAX_EXPORTED).candidates
         ranked = ((candidate.layout, candidate.seconds) for candidate in every)
-        written.append(export_first(cells_of_layouts(question, model, ranked), export))
+        cells = cells_of_layouts(question, model, ranked, tried_options())
+        written.append(export_first(cells, export))
     if html:
-        from harness.planner.cluster.sweep import sweep
+        from harness.planner.cluster.cluster_plan import sweep
         from reports import write_whole
-        from reports.plan_pages import cluster_page
+        from reports.prediction_page import cluster_page
 
         squares = sweep(question, constants, goal)
         write_whole(cluster_page(answer, sentences, constants.source, squares), html, "--html")
@@ -194,18 +205,17 @@ def plan(
         console.print(escape(sentence))
     dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
-        f"{answer.considered} layouts, left out as they would not run: {dropped or 'none'}"
+        f"{answer.considered} layouts, left out because they would not run: {dropped or 'none'}"
     )
     console.print(escape(f"constants: {constants.source}"))
     for sentence in written:
         console.print(escape(sentence))
 
 
-def _matrix_written(answer: Plan, model: str, file: Path) -> list[str]:
-    """Writes the cells of the first layout and of those that are not told apart from it; returns
-    what was written, in sentences."""
-    from bench.cli.settled import matrix_written
-    from harness.planner.follow_up import cells_of_layout
+def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
+    """Writes the cells of the first layout and of those tied with it; returns sentences that say
+    so."""
+    from harness.planner.follow_up import cells_of_layout, write_matrix
 
     first = answer.candidates[0]
     open_layouts = [
@@ -213,23 +223,39 @@ def _matrix_written(answer: Plan, model: str, file: Path) -> list[str]:
         for candidate in answer.candidates[1:]
         if candidate.seconds_low <= first.seconds_high
     ]
+    tried = tried_options()
     by_layout = {
-        layout: cells_of_layout(answer.question, model, layout)
+        layout: cells_of_layout(answer.question, model, layout, tried)
         for layout in (first.layout, *open_layouts)
     }
-    sentences = [matrix_written([cell for cells in by_layout.values() for cell in cells], file)]
+    cells = [cell for cells in by_layout.values() for cell in cells]
+    sentences = [write_matrix(file, cells, "Cells that a prediction ties.")]
     if missing := [layout.text for layout, cells in by_layout.items() if not cells]:
         sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")
     return sentences
 
 
+def tried_options() -> list[StrategyOptions]:
+    """Returns the strategies of TRIED_MATRIX with their options."""
+    from bench.matrix import read_matrix
+    from harness.planner.follow_up import StrategyOptions
+
+    tried = []
+    for axes in read_matrix(TRIED_MATRIX).cells:
+        names, options = axes["strategy"], axes.get("options", {})
+        for name in names if isinstance(names, list) else [names]:
+            for values in options if isinstance(options, list) else [options]:
+                tried.append(StrategyOptions(name, dict(values)))
+    return tried
+
+
 def default(given: Value | None, otherwise: Value) -> Value:
-    """What was given, 0 and empty texts included; else the other value."""
+    """Returns the value that was given, 0 and empty texts included, or else the other one."""
     return otherwise if given is None else given
 
 
-def _table(answer: Plan) -> Table:
-    """The layouts, best first."""
+def _table(answer: ClusterPlan) -> Table:
+    """Returns the layouts, best first."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -262,5 +288,5 @@ def _table(answer: Plan) -> Table:
     return table
 
 
-def _joules(row: Candidate) -> str:
+def _joules(row: ClusterCandidate) -> str:
     return f"{row.joules_per_token:.3g}\n({row.joules_low:.2g} to {row.joules_high:.2g})"

@@ -16,7 +16,7 @@ from bench.cli.options import JsonObject, MeasuredHere
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.cluster.cluster_scores import PartErrors, Scores
+    from harness.planner.cluster.cluster_scores import ClusterScores, PartErrors
 
 _DATA = typer.Option(
     "--data",
@@ -177,7 +177,7 @@ def _without_nan(value: object) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _scores(name: str, scores: Scores) -> Table:
+def _scores(name: str, scores: ClusterScores) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{name}: {scores.rows} measured rows", title_justify="left")

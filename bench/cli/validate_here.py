@@ -1,4 +1,4 @@
-"""bench validate --here: predictions of this machine's cells beside their measurements."""
+"""bench validate --here: scores predictions of this machine's cells against measurements."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.local.cell_facts import CellFacts, Measured
-    from harness.planner.local.local_scores import CpuScores, FirstChoice
-    from harness.planner.local.measurements import Here
+    from harness.planner.local.cpu_prediction import CellFacts, Observation
+    from harness.planner.local.local_calibration import CpuScores, FirstChoice
+    from harness.planner.local.measurements import LocalMeasurements
 
 
 def validate(folders: Sequence[Path], json_output: bool) -> None:
-    """Prints the scores of each workload, and each emulated link, predicted from all others.
+    """Prints the scores of each workload, and of each emulated link, predicted from all others.
 
-    Raises UsageError where there are too few cells.
+    Raises UsageError if there are too few cells.
     """
     from bench.cli import terminal
-    from harness.planner.local.local_calibration import base_of, leave_out
-    from harness.planner.local.local_scores import first_choices, score
-    from harness.planner.local.measurements import read_here
+    from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score
+    from harness.planner.local.measurements import read_measurements
     from harness.spec.errors import UsageError
 
-    here = read_here(folders)
-    measured = [cell.measured for cell in here.cells]
+    measured = read_measurements(folders)
+    observations = [cell.observation for cell in measured.cells]
     held = {
-        "each workload predicted from all others": leave_out(measured, base_of),
-        "each emulated link predicted from all else": leave_out(measured, _link),
+        "each workload predicted from all others": leave_out(observations, base_of),
+        "each emulated link predicted from all else": leave_out(observations, _link),
     }
     held = {name: rows for name, rows in held.items() if rows}
     if not held:
         raise UsageError(
-            "these results have too few cells, or all of one workload, which nothing can predict"
+            "these results have too few cells, or only one workload, so that none can be predicted"
             " from others; measure a second workload"
         )
     scores = {name: score(rows) for name, rows in held.items()}
-    choices = {name: first_choices(rows, partial(_tied, here)) for name, rows in held.items()}
+    choices = {name: first_choices(rows, partial(_tied, measured)) for name, rows in held.items()}
     if json_output:
         document = {
             name: {
@@ -50,7 +49,7 @@ def validate(folders: Sequence[Path], json_output: bool) -> None:
             }
             for name in held
         }
-        print(json.dumps(document | {"machine": here.machine}))
+        print(json.dumps(document | {"machine": measured.machine}))
         return
     console = terminal.console()
     for name in held:
@@ -62,14 +61,14 @@ def _link(facts: CellFacts) -> str:
     return facts.links
 
 
-def _tied(here: Here, own: Sequence[Measured]) -> list[Measured]:
-    """Those of some cells that a run cannot tell from their fastest."""
+def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
+    """Returns the cells among these that are tied with their fastest one."""
     from harness.analysis.answer import may_be_fastest
 
-    results = [cell for cell in here.cells if any(cell.measured is one for one in own)]
-    results.sort(key=lambda cell: cell.measured.seconds)
-    tied = may_be_fastest([cell.result for cell in results])
-    return [cell.measured for cell in results if any(cell.result is one for one in tied)]
+    cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]
+    cells.sort(key=lambda cell: cell.observation.seconds)
+    tied = may_be_fastest([cell.result for cell in cells])
+    return [cell.observation for cell in cells if any(cell.result is one for one in tied)]
 
 
 def _scores(name: str, scores: Sequence[CpuScores]) -> Table:
@@ -105,7 +104,7 @@ def _choices(choices: Sequence[FirstChoice]) -> Table:
     for column in ("setting", "of", "predicted to be fastest", "measured fastest", "slower", ""):
         table.add_column(column, overflow="fold")
     for choice in choices:
-        same = "" if choice.told_apart else "not told apart"
+        same = "" if choice.told_apart else "tied"
         table.add_row(
             escape(choice.setting),
             str(choice.compared),

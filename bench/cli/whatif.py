@@ -1,9 +1,10 @@
-"""bench whatif: what measured cells would reach on more devices than there are here."""
+"""bench whatif: predicts measured cells on more devices than this machine has."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,8 +15,9 @@ from bench.cli.options import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.local.growth import Growth
-    from harness.planner.local.scaling_curves import Curve
+    from harness.planner.local.growth import ScalingRequest
+    from harness.planner.local.measurements import LocalCell
+    from harness.planner.local.scaling_curves import ScalingCurve
     from harness.spec.link import Link
 
 
@@ -25,60 +27,58 @@ def whatif(
         typer.Argument(
             metavar="[CELL]...",
             help="Strategies, or patterns over labels or names of measured cells; by default the"
-            " fastest.",
+            " fastest ones.",
         ),
     ] = None,
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--results", help="Folder of results measured on this machine; may be repeated."
-        ),
+        typer.Option("--results", help="Results folder measured on this machine; may be repeated."),
     ] = None,
     devices: Annotated[
-        int, typer.Option("--devices", min=2, help="The most devices, a power of two.")
+        int, typer.Option("--devices", min=2, help="Largest number of devices, a power of two.")
     ] = 4096,
     regime: Annotated[
         Literal["weak", "strong"],
         typer.Option(
-            "--regime", help="weak: the batch grows with the devices; strong: it does not."
+            "--regime", help="weak: the batch grows with the devices; strong: it stays the same."
         ),
     ] = "weak",
     link: Annotated[
         str,
         typer.Option(
             "--link",
-            help="Each device is a node of its own behind such a link, as 10gbit or 1gbit 1ms; by"
-            " default all are on one machine with a core for each.",
+            help="Link between devices, each a node of its own, such as 10gbit or 1gbit 1ms; by"
+            " default all devices are on one machine with a core each.",
         ),
     ] = "",
     html: Annotated[
-        Path | None, typer.Option("--html", help="File for a page with the curves.")
+        Path | None, typer.Option("--html", help="Write an HTML page with the curves.")
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Carries measured cells on to thousands of devices: predictions, beside what was measured.
+    """Extend measured cells to thousands of devices: predictions next to measurements.
 
     Example: [bold]python -m bench whatif ddp fsdp2 --devices 1024 --link 10gbit[/bold]
     """
     from bench.cli import terminal
-    from harness.planner.local.growth import Growth, cells_to_grow, grown
-    from harness.planner.local.local_calibration import calibrate_cells, leave_out, with_spreads
-    from harness.planner.local.measurements import read_here
+    from harness.planner.local.growth import ScalingRequest, fastest_cells, scalable_cells, scaled
+    from harness.planner.local.measurements import read_measurements
+    from harness.planner.local.plan_request import calibrated
 
-    here = read_here(tuple(results or (Path("results"),)))
-    growth = Growth(devices, regime == "weak", _link(link))
-    chosen = cells_to_grow(here, patterns or [])
-    measured = [cell.measured for cell in here.cells]
-    calibration = with_spreads(calibrate_cells(measured), leave_out(measured))
-    curves = [grown(cell, here, calibration, growth) for cell in chosen]
-    title = _title(chosen[0].cell.workload, growth, link)
+    measured = read_measurements(tuple(results or (Path("results"),)))
+    request = ScalingRequest(devices, regime == "weak", _link(link))
+    cells = scalable_cells(measured)
+    chosen = _named(cells, patterns) if patterns else fastest_cells(cells)
+    calibration = calibrated(measured)
+    curves = [scaled(cell, measured, calibration, request) for cell in chosen]
+    title = _title(chosen[0].cell.workload, request, link)
     if html:
         from reports import write_whole
         from reports.prediction_page import scaling_page
 
-        write_whole(scaling_page(title, curves, here.machine), html, "--html")
+        write_whole(scaling_page(title, curves, measured.machine), html, "--html")
     if json_output:
-        document = {"title": title, "machine": here.machine}
+        document = {"title": title, "machine": measured.machine}
         print(json.dumps(document | {"curves": [dataclasses.asdict(curve) for curve in curves]}))
         return
     console = terminal.console()
@@ -87,9 +87,24 @@ def whatif(
         if curve.end:
             console.print(f"  ends there: {curve.end}")
     console.print(f"{title}. Rates are predictions with 80 % intervals unless marked as measured.")
-    console.print(f"measured on: {here.machine}")
+    console.print(f"measured on: {measured.machine}")
     if html:
         console.print(f"page: {html}")
+
+
+def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCell]:
+    """Returns the cells that match a pattern; raises UsageError for a pattern without match."""
+    from bench.select import matches
+    from harness.spec.errors import UsageError
+
+    for pattern in patterns:
+        if not any(matches(cell.cell, pattern) for cell in cells):
+            labels = ", ".join(dict.fromkeys(cell.cell.label for cell in cells))
+            raise UsageError(
+                f"{pattern!r} matches no measured cell on several devices with a core each; there"
+                f" are {labels}"
+            )
+    return [cell for cell in cells if any(matches(cell.cell, pattern) for pattern in patterns)]
 
 
 def _link(text: str) -> Link | None:
@@ -104,21 +119,21 @@ def _link(text: str) -> Link | None:
         raise UsageError(f"--link {text!r}: {error}") from None
 
 
-def _title(workload: str, growth: Growth, link: str) -> str:
-    kind = "weak" if growth.weak else "strong"
+def _title(workload: str, request: ScalingRequest, link: str) -> str:
+    kind = "weak" if request.weak else "strong"
     where = f"nodes of one device behind {link}" if link else "one machine with a core for each"
     return f"{workload}, {kind} scaling on {where}"
 
 
-def _table(title: str, curve: Curve) -> Table:
+def _table(title: str, curve: ScalingCurve) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(title), title_justify="left")
     for column in ("devices", "samples/s", "of ideal", "measured here", ""):
         table.add_column(column, justify="right")
-    first = curve.points[0]
     for point in curve.points:
+        first = curve.points[0]
         ideal = first.predicted * point.devices / first.devices
         beyond = point.doublings_beyond
         table.add_row(
@@ -126,6 +141,6 @@ def _table(title: str, curve: Curve) -> Table:
             f"{point.predicted:,.1f} ({point.low:,.0f} to {point.high:,.0f})",
             f"{point.predicted / ideal:.0%}",
             "" if point.measured is None else f"{point.measured:,.1f}",
-            f"outside of what was measured by {beyond:.0f} doublings" if beyond else "",
+            f"{beyond:.0f} doublings beyond measurements" if beyond else "",
         )
     return table

@@ -1,1 +1,2 @@
-"""Predicts step time and memory of parallel layouts before anything runs: pure arithmetic."""
+"""Predicts step time and memory before anything runs: `cluster` by closed forms for layouts on many
+devices, `local` from this machine's own measurements, `rehearsal` by running a strategy's code."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from harness.planner.cluster.constants import bounds_of
-from harness.planner.cluster.layouts import Floats, Ints
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
+LEVEL = 0.8
+"""Share of the calibration's own consistent rows that the 80 % intervals cover."""
 SCALE = 0.05
 """Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
@@ -24,6 +30,35 @@ STEP = 1e-5
 
 Constants = TypeVar("Constants")
 """A frozen dataclass whose fields are declared with their bounds (see constants.py)."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a constant may be, from physics and not from any measurement of a whole step."""
+
+    low: float
+    high: float
+    prior: float
+    """The value that is believed without data."""
+    spread: float
+    """Standard deviation of that belief."""
+    unit: str
+    meaning: str
+    source: str
+    """Of prior and bounds."""
+
+
+def constant(
+    prior: float, low: float, high: float, spread: float, unit: str, meaning: str, source: str
+) -> float:
+    bounds = Bounds(low, high, prior, spread, unit, meaning, source)
+    value: float = field(default=prior, metadata={"bounds": bounds})
+    return value
+
+
+def bounds_of(kind: type) -> dict[str, Bounds]:
+    """The bounds of each constant of a dataclass of constants, by its name."""
+    return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}
 
 
 def fit(

@@ -1,17 +1,18 @@
-"""Cells that would settle what a prediction leaves open: as a matrix, and as files that run without
-the suite."""
+"""Writes the cells that would settle what a prediction leaves open: as a matrix, and as files that
+run without the suite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from bench.matrix import read_matrix
 from harness.export import TARGETS, export_files, plan_of, write_files
-from harness.planner.cluster.layouts import RECOMPUTE, Layout
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.layouts import RECOMPUTE, PlannedLayout
+from harness.planner.cluster.question import ClusterQuestion
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Strategy
@@ -19,13 +20,27 @@ from harness.strategy.registry import make_strategy, strategies, validate, with_
 from harness.workloads import make_workload
 
 TRIALS = 5
-"""Launches of each cell: enough for an interval, and `until it is answered` adds to them."""
-SOURCE = "full"
-"""Matrix whose options of each strategy are tried."""
+"""Launches of each cell in a written matrix: enough for an interval."""
 
 
-def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> None:
-    """A matrix of these cells; raises UsageError where the file is there or cannot be written."""
+@dataclass(frozen=True)
+class StrategyOptions:
+    """A strategy and the options to try it with."""
+
+    strategy: str
+    options: dict[str, Any]
+
+
+def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
+    """Writes a matrix of these cells, best first; returns a sentence that says so.
+
+    Raises UsageError if there are no cells, or the file exists or cannot be written.
+    """
+    if not cells:
+        raise UsageError(
+            "no strategy of the suite trains with one of the best layouts, so there is nothing to"
+            " measure; ask for fewer devices or another goal"
+        )
     axes = []
     for cell in cells:
         fields = cell.model_dump(mode="json", exclude_defaults=True, exclude={"defaults"})
@@ -45,16 +60,21 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> None:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
     except FileExistsError:
-        raise UsageError(f"file {str(file)!r} is there already; give another one") from None
+        raise UsageError(f"file {str(file)!r} exists already; name another one") from None
     except OSError as error:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
+    return (
+        f"wrote {len(cells)} cells to {file}; measure them with: python -m bench run --matrix"
+        f" {file}"
+    )
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Writes the first of some cells, best first, that has an export, each target in a folder of
-    its own below `folder`; returns what was written, in a sentence.
+    """Writes the best cell that has an export, one folder below `folder` for each target; returns a
+    sentence that says so.
 
-    `ranked`: cells with their seconds of a step. Raises UsageError where none has an export.
+    `ranked`: cells with their step times in seconds, best first. Raises UsageError if no cell has
+    an export.
     """
     fastest: float | None = None
     for cell, seconds in ranked:
@@ -65,17 +85,17 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
         for target, files in written:
             write_files(files, folder / target)
         slower = seconds / fastest - 1
-        kept = f", the best that has an export, {slower:.0%} slower than the best"
+        compared = f", the best that has an export, {slower:.0%} slower than the best"
         targets = ", ".join(target for target, _ in written)
-        return f"wrote {cell.label}{kept if slower > 0 else ''} to {folder} for {targets}"
+        return f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for {targets}"
     raise UsageError(
-        "none of the layouts has an export: several kinds of model parallelism together run inside"
-        " of the suite only"
+        "none of the layouts has an export: combinations of several kinds of model parallelism run"
+        " only inside the suite"
     )
 
 
 def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
-    """The files of each target that the cell's strategy has."""
+    """Yields each target that the cell's strategy can be exported to, with its files."""
     strategy = make_strategy(cell)
     for target in TARGETS:
         if plan_of(strategy, cell, target):
@@ -84,30 +104,36 @@ def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def workload_of(model: str) -> str:
-    """The workload of the suite that a model of the planner is.
+    """Returns the name of the suite's workload for a model of the planner.
 
-    Raises UsageError for a model that the suite cannot build.
+    Raises UsageError if the suite cannot build the model.
     """
     try:
         return make_workload(model).name
     except UsageError:
         raise UsageError(
-            f"model {model!r} is known to the planner by its sizes only; give hf:PATH of its"
-            " config.json, or a workload of the suite such as llama-7b, to have its cells written"
+            f"the planner knows only the sizes of model {model!r}; give hf:PATH of its config.json,"
+            " or a workload of the suite such as llama-7b, to have its cells written"
         ) from None
 
 
-def cells_of_layout(question: Question, model: str, layout: Layout) -> list[Cell]:
-    """The cells that train with a layout: of the strategies whose ranks and sharding are the
-    layout's those that need the fewest packages and, of these, can be exported where any can.
+def cells_of_layout(
+    question: ClusterQuestion,
+    model: str,
+    layout: PlannedLayout,
+    tried: Sequence[StrategyOptions],
+) -> list[Cell]:
+    """Returns the cells that train with a layout; empty if no strategy of the suite does.
 
-    Empty where no strategy of the suite does.
+    They use the strategies with the layout's ranks and sharding that need the fewest packages;
+    among these, those with an export if any has one. `tried`: strategies with options to consider
+    besides the defaults of each strategy.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
     fitting = [
         (cell, strategy)
-        for cell, strategy in _of_question(question, workload_of(model), layout)
+        for cell, strategy in _matching(question, workload_of(model), layout, tried)
         if layout.data == 1 or strategy.zero_stage == layout.zero
     ]
     fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
@@ -119,16 +145,22 @@ def cells_of_layout(question: Question, model: str, layout: Layout) -> list[Cell
 
 
 def cells_of_layouts(
-    question: Question, model: str, layouts: Iterable[tuple[Layout, float]]
+    question: ClusterQuestion,
+    model: str,
+    layouts: Iterable[tuple[PlannedLayout, float]],
+    tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """The cells of many layouts, each with the number that its layout came with. Once no strategy
-    divides the devices as a layout does, others that divide them alike are passed over."""
+    """Yields the cells of many layouts, each with the number that came with its layout.
+
+    If no strategy with an export divides the devices as a layout does, later layouts that divide
+    them equally are skipped.
+    """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:
         key = (layout.data, layout.pipeline, layout.tensor, layout.zero)
         if key in without:
             continue
-        cells = cells_of_layout(question, model, layout)
+        cells = cells_of_layout(question, model, layout, tried)
         if not any(_has_export(cell) for cell in cells):
             without.add(key)
         yield from ((cell, value) for cell in cells)
@@ -139,19 +171,22 @@ def _has_export(cell: Cell) -> bool:
     return any(plan_of(strategy, cell, target) for target in TARGETS)
 
 
-def _of_question(
-    question: Question, workload: str, layout: Layout
+def _matching(
+    question: ClusterQuestion,
+    workload: str,
+    layout: PlannedLayout,
+    tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, Strategy]]:
-    """The cells whose strategy divides the devices as the layout does, and can run."""
+    """Yields the cells that can run and whose strategy divides the devices as the layout does."""
     axes = (layout.data, layout.pipeline, layout.tensor)
-    for name, options in _known_options():
-        fields = strategies()[name].model_fields
-        own = {axis: size for axis, size in vars(layout).items() if axis in fields}
+    for choice in _choices(tried):
+        fields = strategies()[choice.strategy].model_fields
+        sizes = {axis: size for axis, size in vars(layout).items() if axis in fields}
         try:
             cell = with_defaults(
                 Cell(
-                    strategy=name,
-                    options=options | own,
+                    strategy=choice.strategy,
+                    options=choice.options | sizes,
                     workload=workload,
                     device="cuda",
                     devices=question.devices,
@@ -167,21 +202,17 @@ def _of_question(
             strategy, ranks = validate(cell, make_workload(workload), here=False)
         except (Refused, Unavailable, UsageError):
             continue
-        alike = (ranks.data, ranks.pipeline, ranks.tensor) == axes
-        if alike and ranks.devices == layout.devices and ranks.devices_per_process == 1:
+        same_axes = (ranks.data, ranks.pipeline, ranks.tensor) == axes
+        if same_axes and ranks.devices == layout.devices and ranks.devices_per_process == 1:
             yield cell, strategy
 
 
-def _known_options() -> list[tuple[str, dict[str, object]]]:
-    """Strategies with options that are worth trying: the defaults of each, and what the matrix of
-    all strategies has."""
-    known: dict[str, tuple[str, dict[str, object]]] = {}
+def _choices(tried: Sequence[StrategyOptions]) -> list[StrategyOptions]:
+    """Returns each strategy with its defaults, then `tried`, each pair once."""
+    choices: dict[str, StrategyOptions] = {}
     for name, kind in strategies().items():
         if not any(field.is_required() for field in kind.model_fields.values()):
-            known[f"{name} {{}}"] = name, {}
-    for axes in read_matrix(SOURCE).cells:
-        names, options = axes["strategy"], axes.get("options", {})
-        for name in names if isinstance(names, list) else [names]:
-            for one in options if isinstance(options, list) else [options]:
-                known.setdefault(f"{name} {one}", (name, dict(one)))
-    return list(known.values())
+            choices[f"{name} {{}}"] = StrategyOptions(name, {})
+    for choice in tried:
+        choices.setdefault(f"{choice.strategy} {choice.options}", choice)
+    return list(choices.values())

@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
-from harness.planner.local.scaling_curves import Curve
+from harness.planner.local.scaling_curves import ScalingCurve
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
 from reports.prediction_page import (
@@ -41,7 +41,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
     found["compare"] = comparison.page(compare_sides(first, last))
-    found["curves"] = scaling_page("made", [Curve("ddp", points(), "8 devices: no")], "machine")
+    found["curves"] = scaling_page(
+        "made", [ScalingCurve("ddp", points(), "8 devices: no")], "machine"
+    )
     square = WonSquare(8, "ZeRO-1 + pipeline", 5e4, 4e4, 6e4, 6e10, 5e10, 7e10)
     later = WonSquare(16, "", 0, 0, 0, 0, 0, 0, "nothing fits")
     rows = (PlanRow("data 8 x tensor 2", "1 s", "50,000", "60 GB", "prediction"),)

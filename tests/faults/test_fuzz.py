@@ -30,9 +30,9 @@ from harness.planner.cluster.calibration import DEFAULT
 from harness.planner.cluster.calibration import load as load_constants
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import parse_shape
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.question import ClusterQuestion
 from harness.record.files import DamagedFile, NewerSchema, read_file
-from harness.record.plan import Plan
+from harness.record.plan import ClusterPlan
 from harness.record.run import RunRecord
 from harness.record.store import Store
 from harness.spec.cell import Cell
@@ -215,7 +215,7 @@ def test_arguments_of_plan(
         with contextlib.suppress(UsageError):
             cluster = cluster_of(device, number % 9, link)
             for shape in shapes:
-                assert Question(shape, cluster, number, number % 999, number % 65).nodes > 0
+                assert ClusterQuestion(shape, cluster, number, number % 999, number % 65).nodes > 0
     file = tmp_path_factory.getbasetemp() / "constants.yaml"
     for written in mutated(CONSTANTS, seed, 2):
         file.write_bytes(written)
@@ -249,7 +249,7 @@ def test_a_plan(plan: Any, text: str, seed: int) -> None:
     random_ones = (other.decode("utf-8", "replace") for other in mutated(PLAN.encode(), seed, 7))
     for written in (json.dumps(plan), json.dumps(changed), text, *random_ones):
         with contextlib.suppress(UsageError):
-            Plan.from_row({"run_id": "run-1", "matrix": "m", "plan": written})
+            ClusterPlan.from_row({"run_id": "run-1", "matrix": "m", "plan": written})
 
 
 SPEC = TrialSpec(

@@ -24,7 +24,7 @@ from torch.distributed import rpc
 
 from harness.planner.rehearsal.substitutes import (
     CompletedWork,
-    KeptMode,
+    CopyableFakeMode,
     Patch,
     Substitution,
     put,
@@ -38,7 +38,7 @@ from harness.strategy.job import Job
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
-__all__ = ["DEVICE", "KeptMode", "fake_batch", "one_rank", "swap_if_changed"]
+__all__ = ["DEVICE", "CopyableFakeMode", "fake_batch", "one_rank", "swap_if_changed"]
 
 DEVICE = os.environ.get("BENCH_FAKE_DEVICE", "cpu")
 

@@ -150,11 +150,11 @@ def test_random_numbers_come_from_the_gpu(keeps_on: str) -> None:
     """Finding 3, on fake CUDA tensors: whatever device the model is then kept on."""
     if os.environ.get("BENCH_FAKE_DEVICE") != "cuda":
         pytest.skip("needs torch's CUDA build: python -m tests.gpu.fake_cuda")
-    from tests.gpu.fake_world import KeptMode, swap_if_changed
+    from tests.gpu.fake_world import CopyableFakeMode, swap_if_changed
 
     workload, gpu = make_workload("llama-nano"), torch.device("cuda", 1)
     home = gpu if keeps_on == "cuda" else torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch, KeptMode(), Watch() as watch:
+    with pytest.MonkeyPatch.context() as patch, CopyableFakeMode(), Watch() as watch:
         patch.setattr(torch.utils, "swap_tensors", swap_if_changed)
         model = workload.build(0, home, drawn_on=gpu)
     assert watch.devices == {"cuda"}

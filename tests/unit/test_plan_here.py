@@ -18,19 +18,35 @@ from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
 from harness.analysis.setting import Setting
-from harness.planner.local.cell_facts import CellFacts, Measured
-from harness.planner.local.cpu_constants import CpuMemory, CpuTime
-from harness.planner.local.cpu_prediction import Columns, peak_bytes, step_seconds
+from harness.planner.local.cpu_prediction import (
+    CellColumns,
+    CellFacts,
+    CpuMemoryConstants,
+    CpuTimeConstants,
+    Observation,
+    peak_bytes,
+    step_seconds,
+)
 from harness.planner.local.local_calibration import (
     CpuCalibration,
     calibrate_cells,
+    first_choices,
     leave_out,
+    score,
     with_spreads,
 )
-from harness.planner.local.local_explanation import explanation
-from harness.planner.local.local_plan import Variant, open_questions, plan_here
-from harness.planner.local.local_scores import first_choices, score
-from harness.planner.local.measurements import Here, facts_of, read_here, variants_of
+from harness.planner.local.local_plan import (
+    LocalVariant,
+    explanation,
+    open_questions,
+    rank_variants,
+)
+from harness.planner.local.measurements import (
+    LocalMeasurements,
+    facts_of,
+    read_measurements,
+    variants_of,
+)
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.formulas import BESIDE_BACKWARD
@@ -39,8 +55,8 @@ from tests.commands import ask, told
 from tests.unit.made_results import stored, trial_rows
 
 MEGA = 1e6
-TRUE_TIME = CpuTime(fp32_rate=60.0, memory_rate=18.0, operator=8e-6, local_rate=0.4)
-TRUE_MEMORY = CpuMemory(overhead=12.0, activations=1.4)
+TRUE_TIME = CpuTimeConstants(fp32_rate=60.0, memory_rate=18.0, operator=8e-6, local_rate=0.4)
+TRUE_MEMORY = CpuMemoryConstants(overhead=12.0, activations=1.4)
 LIBRARIES = {"plain": 0.0, "averaged": 0.1, "sharded": 0.7, "staged": -0.2}
 """What each library adds in the made measurements, as a logarithm."""
 
@@ -79,27 +95,27 @@ def facts(size: float = 1.0, strategy: str = "plain", **more: object) -> CellFac
     return CellFacts(**(values | more))  # type: ignore[arg-type]
 
 
-def measured(cells: Sequence[CellFacts], noise: float = 0.0) -> list[Measured]:
+def measured(cells: Sequence[CellFacts], noise: float = 0.0) -> list[Observation]:
     """What the true constants give for them, with so much noise."""
     effects = np.array([LIBRARIES[cell.label] for cell in cells])
-    columns, draw = Columns(cells), np.random.default_rng(0)
+    columns, draw = CellColumns(cells), np.random.default_rng(0)
     seconds = step_seconds(columns, TRUE_TIME, effects).total
     peaks = peak_bytes(columns, TRUE_MEMORY, effects / 10)
     seconds = seconds * np.exp(noise * draw.standard_normal(len(cells)))
     return [
-        Measured(cell, float(second), float(peak), float(second) * 0.98, float(second) * 1.02)
+        Observation(cell, float(second), float(peak), float(second) * 0.98, float(second) * 1.02)
         for cell, second, peak in zip(cells, seconds, peaks, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
-def many() -> list[Measured]:
+def many() -> list[Observation]:
     sizes = (0.3, 0.6, 1.0, 2.0, 4.0)
     return measured([facts(size, strategy) for size in sizes for strategy in LIBRARIES], 0.02)
 
 
 @pytest.fixture(scope="module")
-def calibration(many: list[Measured]) -> CpuCalibration:
+def calibration(many: list[Observation]) -> CpuCalibration:
     return with_spreads(calibrate_cells(many), leave_out(many))
 
 
@@ -112,7 +128,7 @@ def test_a_workload_that_was_not_measured_is_predicted(calibration: CpuCalibrati
     assert calibration.peak_bytes(other) == pytest.approx(peaks, rel=0.04)
 
 
-def test_scores_of_left_out_workloads_and_first_choices(many: list[Measured]) -> None:
+def test_scores_of_left_out_workloads_and_first_choices(many: list[Observation]) -> None:
     rows = leave_out(many)
     assert {row.part for row in rows} == {cell.facts.workload for cell in many}
     assert all(row.known for row in rows)
@@ -124,7 +140,7 @@ def test_scores_of_left_out_workloads_and_first_choices(many: list[Measured]) ->
     assert total.median_time_error < 0.06
     assert total.median_memory_error < 0.04
 
-    def only_the_fastest(own: Sequence[Measured]) -> list[Measured]:
+    def only_the_fastest(own: Sequence[Observation]) -> list[Observation]:
         return [min(own, key=lambda cell: cell.seconds)]
 
     choices = first_choices(rows, only_the_fastest)
@@ -145,7 +161,7 @@ def test_slower_links_and_fewer_cores_never_speed_up(
 ) -> None:
     def seconds(**more: object) -> float:
         cell = facts(size, strategy, **more)
-        return float(step_seconds(Columns([cell]), TRUE_TIME, np.zeros(1)).total[0])
+        return float(step_seconds(CellColumns([cell]), TRUE_TIME, np.zeros(1)).total[0])
 
     fast = seconds(link_bytes_per_second=1e9, link_seconds=1e-4, cores=cores)
     assert fast <= seconds(link_bytes_per_second=1e9 / slower, link_seconds=1e-4, cores=cores)
@@ -158,11 +174,13 @@ def test_what_a_cell_exchanges_and_does_beside_it_costs_time() -> None:
 
     def seconds(**more: object) -> float:
         cell = facts(1.0, "averaged", **more)
-        return float(step_seconds(Columns([cell]), CpuTime(), np.zeros(1)).total[0])
+        return float(step_seconds(CellColumns([cell]), CpuTimeConstants(), np.zeros(1)).total[0])
 
     plain = seconds()
-    assert seconds(messages=2.0) == pytest.approx(plain + CpuTime().message)
-    assert seconds(sharded=True) == pytest.approx(plain + CpuTime().unit - CpuTime().message)
+    assert seconds(messages=2.0) == pytest.approx(plain + CpuTimeConstants().message)
+    assert seconds(sharded=True) == pytest.approx(
+        plain + CpuTimeConstants().unit - CpuTimeConstants().message
+    )
     assert seconds(disk_bytes=1.5e9) == pytest.approx(plain + 1.0)
     assert seconds(in_memory=True) < plain
     for more in ({"coded_elements": 1e6}, {"optimizer_flops": 1e9}, {"convolutions": 30}):
@@ -172,7 +190,7 @@ def test_what_a_cell_exchanges_and_does_beside_it_costs_time() -> None:
 
 def test_collectives_are_counted_as_libraries_call_them() -> None:
     """llama-micro: 39 parameters, 4 blocks, each with 5 layers split by column and 2 by row."""
-    here = Here("", 2, 10**9, (), {})
+    here = LocalMeasurements("", 2, 10**9, (), {})
 
     def messages(strategy: str, **options: object) -> float:
         return facts_of(
@@ -188,19 +206,21 @@ def test_collectives_are_counted_as_libraries_call_them() -> None:
     assert messages("ddp", bucket_cap_mb=1) == pytest.approx(1 + 3 * BESIDE_BACKWARD)
 
 
-def variants(cells: Sequence[CellFacts], known: dict[str, Measured]) -> list[Variant]:
-    return [Variant(Cell(strategy=cell.label), cell, known.get(cell.label)) for cell in cells]
+def variants(cells: Sequence[CellFacts], known: dict[str, Observation]) -> list[LocalVariant]:
+    return [LocalVariant(Cell(strategy=cell.label), cell, known.get(cell.label)) for cell in cells]
 
 
 def test_measured_cells_answer_and_others_are_predicted(
-    many: list[Measured], calibration: CpuCalibration
+    many: list[Observation], calibration: CpuCalibration
 ) -> None:
     own = {cell.facts.label: cell for cell in many if cell.facts.workload == "model-1"}
     faster = facts(
         1.0, "averaged", exact=False, flops=1e8, moved_bytes=1e6, label="averaged(rarely)"
     )
     cells = [*(facts(1.0, name) for name in LIBRARIES), faster]
-    plan = plan_here("model-1", variants(cells, {"plain": own["plain"]}), calibration, 8, 2 * 10**9)
+    plan = rank_variants(
+        "model-1", variants(cells, {"plain": own["plain"]}), calibration, 8, 2 * 10**9
+    )
     by_label = {candidate.label: candidate for candidate in plan.candidates}
     assert by_label["plain"].measured
     assert by_label["plain"].seconds == own["plain"].seconds
@@ -219,19 +239,19 @@ def test_measured_cells_answer_and_others_are_predicted(
 
 def test_memory_decides_where_it_is_the_goal_or_short(calibration: CpuCalibration) -> None:
     cells = [facts(1.0, name) for name in LIBRARIES]
-    least = plan_here("s", variants(cells, {}), calibration, 8, 2 * 10**9, "memory").candidates
+    least = rank_variants("s", variants(cells, {}), calibration, 8, 2 * 10**9, "memory").candidates
     peaks = [candidate.peak_bytes for candidate in least]
     assert peaks == sorted(peaks)
-    short = plan_here("s", variants(cells, {}), calibration, 8, int(1.3 * peaks[0])).candidates
+    short = rank_variants("s", variants(cells, {}), calibration, 8, int(1.3 * peaks[0])).candidates
     assert [candidate.fits for candidate in short] != [1.0] * len(short)
 
 
-def test_too_little_gets_a_sentence(many: list[Measured], calibration: CpuCalibration) -> None:
+def test_too_little_gets_a_sentence(many: list[Observation], calibration: CpuCalibration) -> None:
     with pytest.raises(UsageError, match="4 measured cells on CPU cores are too few"):
         calibrate_cells(many[:4])
     reasons = Counter({"3 devices do not divide": 2})
     with pytest.raises(UsageError, match="no strategy can run s: 3 devices do not divide"):
-        plan_here("s", [], calibration, 8, 10**9, "throughput", reasons)
+        rank_variants("s", [], calibration, 8, 10**9, "throughput", reasons)
 
 
 SPEEDS = {
@@ -320,10 +340,10 @@ def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: P
     for cell, speed in speeds:
         rows += trial_rows(cell, [speed, speed])
     stored(tmp_path, rows)
-    here = read_here([tmp_path])
+    here = read_measurements([tmp_path])
     for cell, speed in speeds:
         variants, _ = variants_of(Setting.of(cell), here)
-        seconds = {v.cell.label: v.measured.seconds for v in variants if v.measured}
+        seconds = {v.cell.label: v.observation.seconds for v in variants if v.observation}
         assert seconds[cell.label] == pytest.approx(cell.global_batch / speed)
     answer = json.loads(told(command, "--here", "--results", str(tmp_path), "--json"))
     by_label = {row["label"]: row["samples_per_second"] for row in answer["candidates"]}
@@ -334,13 +354,13 @@ def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--here", "--device", "h100-80gb"), "--device says nothing of this machine"),
+        (("--here", "--device", "h100-80gb"), "--device does not apply"),
         (("--here", "--results", "/nowhere"), "no runs in results folder '/nowhere'"),
         (("--here", "--model", "nothing"), "unknown workload 'nothing'"),
         (("--here", "--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
-        (("--here", "--link", "1gbit", "--devices", "3", "--per-node", "2"), "that are filled"),
+        (("--here", "--link", "1gbit", "--devices", "3", "--per-node", "2"), "at least two nodes"),
         (("--here", "--goal", "fun"), "give throughput or memory"),
-        (("--model", "llama-8b", "--unseen"), "--unseen goes with --here only"),
+        (("--model", "llama-8b", "--unseen"), "--unseen needs --here"),
         ((), "--model is missing"),
     ],
 )

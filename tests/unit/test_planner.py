@@ -17,18 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cli import main
-from harness.planner.cluster.calibration import DEFAULT, load
-from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.calibration import DEFAULT, bounds_of, load
 from harness.planner.cluster.cluster_plan import plan
-from harness.planner.cluster.constants import bounds_of
 from harness.planner.cluster.explanation import explanation
-from harness.planner.cluster.hardware import Cluster, Curve, cluster_of, curve_of
+from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of, curve_of
 from harness.planner.cluster.layout_memory import capped, model_states
 from harness.planner.cluster.layouts import joined
-from harness.planner.cluster.model_shape import ModelShape, named_shapes, parse_shape
-from harness.planner.cluster.question import Question
-from harness.planner.cluster.schedule import one_forward_one_backward
-from harness.planner.cluster.stages import empty_stages, numbered_stages
+from harness.planner.cluster.model_shape import (
+    ModelShape,
+    empty_stages,
+    named_shapes,
+    numbered_stages,
+    parse_shape,
+)
+from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts
+from harness.planner.cluster.step_time import one_forward_one_backward
 from harness.spec.errors import UsageError
 
 ZERO_TABLE = """
@@ -52,8 +55,8 @@ def _cluster() -> Cluster:
     return cluster_of("h100-80gb", 8, "nvlink,400gbit")
 
 
-def question(model: str = "llama-8b", devices: int = 64, batch: int = 1024) -> Question:
-    return Question(parse_shape(model), _cluster(), 4096, batch, devices)
+def question(model: str = "llama-8b", devices: int = 64, batch: int = 1024) -> ClusterQuestion:
+    return ClusterQuestion(parse_shape(model), _cluster(), 4096, batch, devices)
 
 
 def test_model_states_are_those_of_the_zero_paper() -> None:
@@ -198,7 +201,7 @@ def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None
 def test_a_batch_too_small_for_every_pipeline_gets_one_that_is_enough() -> None:
     cluster = cluster_of("h100-80gb", 8, "playbook-h100")
     shape = parse_shape("layers=70,hidden=7168,heads=7,feed_forward=7919")
-    asked = Question(shape, cluster, 1001, 1, 16)
+    asked = ClusterQuestion(shape, cluster, 1001, 1, 16)
     calibration = dataclasses.replace(CALIBRATION, links="playbook-h100")
     with pytest.raises(UsageError, match=r"too few micro-batches; one of 15 gives enough"):
         plan(asked, calibration)
@@ -317,7 +320,7 @@ def test_the_network_is_as_fast_as_it_was_measured() -> None:
 
 
 def test_a_curve_goes_through_its_points_and_never_rises_beyond() -> None:
-    curve = Curve((1, 2, 8), (400.0, 200.0, 100.0))
+    curve = BandwidthCurve((1, 2, 8), (400.0, 200.0, 100.0))
     assert curve.at(np.array([1, 2, 8])).tolist() == pytest.approx([400, 200, 100])
     beyond = curve.at(np.array([8, 16, 512]))
     assert (np.diff(beyond) < 0).all()

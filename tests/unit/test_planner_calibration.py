@@ -14,22 +14,20 @@ import pytest
 
 from bench.cli import main
 from harness.planner.cluster.calibrate import calibrate, predicted
-from harness.planner.cluster.calibration import load
-from harness.planner.cluster.candidates import enumerate_layouts
+from harness.planner.cluster.calibration import bounds_of, load
 from harness.planner.cluster.cluster_scores import (
-    Held,
+    HeldOutRuns,
     hold_out,
     noise_of_twins,
     parts_by_model,
     parts_by_nodes,
     score,
 )
-from harness.planner.cluster.constants import bounds_of
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.layouts import Layout, Layouts, joined
-from harness.planner.cluster.measured_runs import COLUMNS, MEMORY_UNIT, Runs, read_runs
+from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts, joined
+from harness.planner.cluster.measured_runs import COLUMNS, MEMORY_UNIT, MeasuredRuns, read_runs
 from harness.planner.cluster.model_shape import ModelShape, named_shapes
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts
 from harness.spec.errors import UsageError
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))
@@ -37,13 +35,13 @@ CLUSTER = cluster_of("h100-80gb", 8, "playbook-h100")
 SHAPES = {name: named_shapes()[f"playbook-{name}"] for name in ("3b", "8b")}
 
 
-def made(noise: float = 0.02, outliers: int = 0) -> Runs:
+def made(noise: float = 0.02, outliers: int = 0) -> MeasuredRuns:
     """Runs of the default calibration's world, with noise; some take five times as long."""
     draw = np.random.default_rng(1)
     parts, models, nodes = [], [], []
     for name, shape in SHAPES.items():
         for count in (1, 4):
-            asked = Question(shape, CLUSTER, 4096, 256, 8 * count)
+            asked = ClusterQuestion(shape, CLUSTER, 4096, 256, 8 * count)
             some = enumerate_layouts(asked, offload=False)
             some = some.take((some.recompute == 0) & (some.chunks == 1) & (some.context == 1))
             some = some.take((some.zero <= 1) & (some.tensor <= 8))
@@ -52,7 +50,7 @@ def made(noise: float = 0.02, outliers: int = 0) -> Runs:
             nodes += [count] * len(some)
     layouts = joined(parts)
     empty = np.full(len(layouts), 1.0)
-    runs = Runs(tuple(models), SHAPES, np.array(nodes), layouts, 4096, empty, empty)
+    runs = MeasuredRuns(tuple(models), SHAPES, np.array(nodes), layouts, 4096, empty, empty)
     seconds, memory = np.zeros((2, len(runs)))
     for group, result in predicted(runs, CLUSTER, load()):
         seconds[group.rows] = np.where(result.fits > 0.5, result.seconds, np.nan)
@@ -121,13 +119,16 @@ def test_the_commands_calibrate_and_validate(
     assert "given constants: median errors" in capsys.readouterr().out
 
 
-def rows(seconds: list[float], **columns: list[int]) -> Runs:
+def rows(seconds: list[float], **columns: list[int]) -> MeasuredRuns:
     count = len(seconds)
-    layouts = Layouts.of(
-        [Layout(**{name: values[row] for name, values in columns.items()}) for row in range(count)]
+    layouts = PlannedLayouts.of(
+        [
+            PlannedLayout(**{name: values[row] for name, values in columns.items()})
+            for row in range(count)
+        ]
     )
     shape = ModelShape("x", 8, 1024, 8, 4096, 32000)
-    return Runs(
+    return MeasuredRuns(
         ("x",) * count,
         {"x": shape},
         np.ones(count, np.int64),
@@ -153,7 +154,7 @@ def test_a_failure_is_refuted_by_the_same_layout_that_ran() -> None:
 
 def test_scores_by_hand() -> None:
     runs = rows([1.0, 2.0, 4.0, np.nan], data=[8, 4, 2, 1], tensor=[1, 2, 4, 8])
-    held = Held(
+    held = HeldOutRuns(
         seconds=np.array([1.1, 1.0, 4.0, 0.5]),
         half_width=np.full(4, 0.2),
         upper=np.full(4, 0.2),

@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 
 from harness.planner.cluster import axis_links, step_time
 from harness.planner.cluster import layout_memory as memory_formulas
-from harness.planner.cluster.candidates import enumerate_layouts
 from harness.planner.cluster.cluster_plan import plan
-from harness.planner.cluster.device_power import energy
-from harness.planner.cluster.hardware import Curve, curve_of
+from harness.planner.cluster.hardware import BandwidthCurve, curve_of
 from harness.planner.cluster.layout_memory import model_states
-from harness.planner.cluster.layouts import Layout, Layouts
+from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.prediction import predict
-from harness.planner.cluster.schedule import one_forward_one_backward
+from harness.planner.cluster.prediction import energy, predict
+from harness.planner.cluster.question import enumerate_layouts
+from harness.planner.cluster.step_time import one_forward_one_backward
 from tests.unit.test_planner import CALIBRATION, often, question
 
 DATA_AXES = st.sampled_from([2, 4, 8, 16])
 layouts = st.builds(
-    Layout,
+    PlannedLayout,
     data=DATA_AXES,
     pipeline=st.sampled_from([1, 2, 4, 8]),
     tensor=st.sampled_from([1, 2, 4, 8, 16]),
@@ -40,16 +39,16 @@ layouts = st.builds(
 
 @often
 @given(layouts)
-def test_a_larger_data_axis_needs_no_more_memory(layout: Layout) -> None:
+def test_a_larger_data_axis_needs_no_more_memory(layout: PlannedLayout) -> None:
     """From two ranks on: from one to two, buckets of gradients come into being."""
     larger = dataclasses.replace(layout, data=2 * layout.data)
-    found = predict(question(), Layouts.of([layout, larger]), CALIBRATION)
+    found = predict(question(), PlannedLayouts.of([layout, larger]), CALIBRATION)
     small, large = found.memory.demand
     assert large <= small * (1 + 1e-9)
 
 
 every_axis = st.builds(
-    Layout,
+    PlannedLayout,
     data=st.sampled_from([1, 2, 8, 16]),
     pipeline=st.sampled_from([1, 2, 8]),
     tensor=st.sampled_from([1, 2, 16]),
@@ -68,22 +67,22 @@ shares = st.one_of(st.just(1.0), st.floats(0.01, 1.0))
 @settings(max_examples=150)
 @given(every_axis, shares, shares, st.sampled_from([0.0, 0.5]))
 def test_slower_links_never_speed_up(
-    layout: Layout, reduce: float, gather: float, overlap: float
+    layout: PlannedLayout, reduce: float, gather: float, overlap: float
 ) -> None:
     asked = question("mixtral-8x7b")
     # The fitted overlap of the data axis is nearly none; others may be fitted.
     constants = dataclasses.replace(CALIBRATION.time, data_overlap=overlap)
     calibration = dataclasses.replace(CALIBRATION, time=constants)
 
-    def slower(curve: Curve, factor: float) -> Curve:
-        return Curve(curve.nodes, tuple(factor * rate for rate in curve.bytes_per_second))
+    def slower(curve: BandwidthCurve, factor: float) -> BandwidthCurve:
+        return BandwidthCurve(curve.nodes, tuple(factor * rate for rate in curve.bytes_per_second))
 
     slow = dataclasses.replace(
         asked.cluster,
         reduce=slower(asked.cluster.reduce, reduce),
         gather=slower(asked.cluster.gather, gather),
     )
-    one = Layouts.of([layout])
+    one = PlannedLayouts.of([layout])
     before = predict(asked, one, calibration).seconds[0]
     after = predict(dataclasses.replace(asked, cluster=slow), one, calibration).seconds[0]
     assert after >= before * (1 - 1e-9)
@@ -98,7 +97,9 @@ def test_each_stage_of_zero_keeps_no_more(parameters: float, ranks: int) -> None
 
 def test_experts_are_sharded_among_the_ranks_that_hold_them() -> None:
     asked = question("mixtral-8x7b", 16, 16)
-    both = Layouts.of([Layout(data=16, zero=3), Layout(data=16, zero=3, expert=8)])
+    both = PlannedLayouts.of(
+        [PlannedLayout(data=16, zero=3), PlannedLayout(data=16, zero=3, expert=8)]
+    )
     states = predict(asked, both, CALIBRATION).memory.states
     parameters = asked.shape.parameters
     # ZeRO's gradients are accumulated in fp32: 2 + 4 + 12 bytes.
@@ -107,12 +108,12 @@ def test_experts_are_sharded_among_the_ranks_that_hold_them() -> None:
 
 @often
 @given(layouts, st.sampled_from([2, 4, 16]))
-def test_intervals_never_narrow_away_from_the_data(layout: Layout, factor: int) -> None:
+def test_intervals_never_narrow_away_from_the_data(layout: PlannedLayout, factor: int) -> None:
     farther = dataclasses.replace(layout, data=factor * layout.data)
-    found = predict(question(), Layouts.of([layout, farther]), CALIBRATION)
+    found = predict(question(), PlannedLayouts.of([layout, farther]), CALIBRATION)
     assert found.half_width[1] >= found.half_width[0]
     for model in ("llama-8b", "llama-70b", "llama-405b"):
-        wider = predict(question(model), Layouts.of([layout]), CALIBRATION)
+        wider = predict(question(model), PlannedLayouts.of([layout]), CALIBRATION)
         assert wider.half_width[0] >= found.half_width[0]
         assert wider.memory_half_width[0] >= found.memory_half_width[0]
 
@@ -205,8 +206,8 @@ def test_no_figure_of_an_answer_is_negative_or_missing(
 
 def test_a_single_layer_that_is_computed_again_needs_what_it_would_have_kept() -> None:
     asked = question("layers=1,hidden=4096,heads=32,vocabulary=8", 2, 2)
-    kinds = [Layout(data=2, recompute=recompute) for recompute in (0, 1, 2)]
-    needed = predict(asked, Layouts.of(kinds), CALIBRATION).memory.activations
+    kinds = [PlannedLayout(data=2, recompute=recompute) for recompute in (0, 1, 2)]
+    needed = predict(asked, PlannedLayouts.of(kinds), CALIBRATION).memory.activations
     inputs = 4096 * 2 * 4096
     assert needed.tolist() == pytest.approx([needed[0]] * 3, abs=inputs)
 
@@ -231,9 +232,9 @@ UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|Micro-batches|operations"
         step_time._layer,
         step_time.step_time,
         step_time.stage_seconds,
-        axis_links.Links.between_stages,
-        axis_links.Links.layer_communication,
-        axis_links.Links.data_axis,
+        axis_links.AxisBandwidths.between_stages,
+        axis_links.AxisBandwidths.layer_communication,
+        axis_links.AxisBandwidths.data_axis,
         curve_of,
         energy,
         one_forward_one_backward,

@@ -10,10 +10,10 @@ import pytest
 
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.layouts import Layout, Layouts
+from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts
 from harness.planner.cluster.model_shape import ModelShape, parse_shape
 from harness.planner.cluster.prediction import predict
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.question import ClusterQuestion
 
 CALIBRATION = load()
 
@@ -68,8 +68,8 @@ def test_megatron_is_predicted_roughly() -> None:
     for line in MEGATRON.strip().splitlines():
         model, *rest = line.split()
         pipeline, size, chunks, devices, batch = map(int, rest[:5])
-        asked = Question(parse_shape(model), cluster, 2048, batch, devices)
-        layout = Layout(
+        asked = ClusterQuestion(parse_shape(model), cluster, 2048, batch, devices)
+        layout = PlannedLayout(
             pipeline=pipeline,
             tensor=8,
             micro_batch=size,
@@ -77,7 +77,7 @@ def test_megatron_is_predicted_roughly() -> None:
             chunks=chunks,
         )
         both = [dataclasses.replace(layout, recompute=kind) for kind in (2, 1)]
-        seconds = predict(asked, Layouts.of(both), CALIBRATION).seconds
+        seconds = predict(asked, PlannedLayouts.of(both), CALIBRATION).seconds
         errors += (seconds / np.array([float(value) for value in rest[5:]]) - 1).tolist()
     assert np.median(np.abs(errors)) <= 0.15
     assert max(map(abs, errors)) <= 0.3
@@ -100,11 +100,11 @@ def test_full_sharding_is_predicted(
         devices, size, steps, recompute, measured = map(int, rest)
         layers, hidden, heads = MPT_SIZES[name]
         shape = ModelShape(name, layers, hidden, heads, 4 * hidden, 50368, gated=False, tied=True)
-        asked = Question(shape, cluster, 2048, devices * size * steps, devices)
-        layout = Layout(
+        asked = ClusterQuestion(shape, cluster, 2048, devices * size * steps, devices)
+        layout = PlannedLayout(
             data=devices, zero=3, micro_batch=size, accumulation=steps, recompute=recompute
         )
-        seconds = predict(asked, Layouts.of([layout]), CALIBRATION).seconds[0]
+        seconds = predict(asked, PlannedLayouts.of([layout]), CALIBRATION).seconds[0]
         errors.append(measured * seconds / (2048 * size * steps) - 1)
     assert np.median(np.abs(errors)) <= median
     assert max(map(abs, errors)) <= most
@@ -126,11 +126,11 @@ def test_thousands_of_devices_are_predicted_roughly() -> None:
     for line in LLAMA_405B.strip().splitlines():
         devices, data, context, sequence, measured = map(int, line.split())
         batch = 2**24 // sequence
-        asked = Question(shape, cluster, sequence, batch, devices)
-        layout = Layout(
+        asked = ClusterQuestion(shape, cluster, sequence, batch, devices)
+        layout = PlannedLayout(
             data=data, pipeline=16, tensor=8, context=context, zero=1, accumulation=batch // data
         )
-        both = Layouts.of([layout, dataclasses.replace(layout, chunks=8)])
+        both = PlannedLayouts.of([layout, dataclasses.replace(layout, chunks=8)])
         seconds = predict(asked, both, CALIBRATION).seconds
         done = shape.flops_per_token(sequence) * 2**24 / devices / 1e12
         assert seconds[1] < seconds[0]

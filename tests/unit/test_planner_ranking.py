@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.planner.cluster.calibration import load
-from harness.planner.cluster.cluster_plan import plan
+from harness.planner.cluster.cluster_plan import TRIED, plan, ranked
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.layout_memory import memory
-from harness.planner.cluster.layout_ranking import TRIED, ranked
-from harness.planner.cluster.layouts import Floats, Layout, Layouts
+from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts
 from harness.planner.cluster.model_shape import parse_shape
 from harness.planner.cluster.prediction import predict
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.fitting import Floats
 
 CALIBRATION = load()
 often = settings(max_examples=60)
@@ -82,11 +82,15 @@ def test_every_layout_has_one_place(rows: list[tuple[float, float]], half_width:
 
 
 def test_few_micro_batches_are_refused_where_the_measured_software_refuses_them() -> None:
-    short = Layouts.of([Layout(pipeline=8, accumulation=steps) for steps in (6, 7, 8)])
+    short = PlannedLayouts.of(
+        [PlannedLayout(pipeline=8, accumulation=steps) for steps in (6, 7, 8)]
+    )
     for links, refused in (("playbook-h100", [True, False, False]), ("nvlink", [False] * 3)):
-        asked = Question(parse_shape("llama-1b"), cluster_of("h100-80gb", 8, links), 4096, 8, 8)
+        asked = ClusterQuestion(
+            parse_shape("llama-1b"), cluster_of("h100-80gb", 8, links), 4096, 8, 8
+        )
         assert predict(asked, short, CALIBRATION).refused.tolist() == refused
-    asked = Question(
+    asked = ClusterQuestion(
         parse_shape("llama-1b"), cluster_of("h100-80gb", 8, "playbook-h100"), 4096, 8, 8
     )
     dropped = plan(asked, CALIBRATION).dropped
@@ -101,14 +105,14 @@ def test_activations_are_those_that_are_counted() -> None:
     counts = dataclasses.replace(
         CALIBRATION.memory, layer_hidden=16.0, layer_feed=8.0, logit=8.0, gathered=4.0
     )
-    alone = Layouts.of([Layout(data=8, zero=1, accumulation=32)])
+    alone = PlannedLayouts.of([PlannedLayout(data=8, zero=1, accumulation=32)])
     needed = memory(shape, 4096, cluster, alone, counts, np.array([1.0]))
     layer = 16 * 3072 + 8 * 8192
     assert needed.activations[0] == pytest.approx(
         4096 * (28 * layer + 2 * 3072 + 8 * 131072), rel=1e-9
     )
     assert needed.pending[0] == 0
-    split = Layouts.of([Layout(data=4, tensor=2, zero=1, accumulation=64)])
+    split = PlannedLayouts.of([PlannedLayout(data=4, tensor=2, zero=1, accumulation=64)])
     pending = [
         memory(shape, 4096, cluster, split, counts, np.array([ahead])).pending[0]
         for ahead in (0.0, 0.5)

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from bench.cli.plan import plan as command
 from harness.planner.cluster.calibration import load
+from harness.planner.cluster.cluster_plan import device_counts, neighbours, sweep
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import named_shapes
-from harness.planner.cluster.question import Question
-from harness.planner.cluster.sweep import device_counts, neighbours, sweep
-from harness.planner.local.scaling_curves import Curve, Point, straggling
+from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.local.scaling_curves import ScalingCurve, ScalingPoint, straggling
 from reports.prediction_page import scaling_page
 from tests.commands import told
 
-QUESTION = Question(named_shapes()["llama-8b"], cluster_of("h100-80gb", 8, "nvlink"), 2048, 64, 4)
+QUESTION = ClusterQuestion(
+    named_shapes()["llama-8b"], cluster_of("h100-80gb", 8, "nvlink"), 2048, 64, 4
+)
 
 
 def test_the_sweep_is_of_models_of_about_the_size_on_whole_nodes() -> None:
@@ -53,17 +55,25 @@ def test_the_page_of_a_plan(tmp_path: Path) -> None:
     assert len(re.findall(r'<th scope="row">', page)) >= 4 + 3
 
 
-def points() -> tuple[Point, ...]:
-    measured = [Point(1, 40.0, 36.0, 44.0, 41.0, 0.0), Point(2, 75.0, 68.0, 82.0, 74.0, 0.0)]
+def points() -> tuple[ScalingPoint, ...]:
+    measured = [
+        ScalingPoint(1, 40.0, 36.0, 44.0, 41.0, 0.0),
+        ScalingPoint(2, 75.0, 68.0, 82.0, 74.0, 0.0),
+    ]
     later = [
-        Point(2**k, 70.0 * 2 ** (k - 1), 60.0 * 2 ** (k - 1), 80.0 * 2 ** (k - 1), None, k - 1.0)
+        ScalingPoint(
+            2**k, 70.0 * 2 ** (k - 1), 60.0 * 2 ** (k - 1), 80.0 * 2 ** (k - 1), None, k - 1.0
+        )
         for k in range(2, 13)
     ]
     return (*measured, *later)
 
 
 def test_curves_are_marked_as_predictions_beside_what_was_measured() -> None:
-    curves = [Curve("ddp", points(), ""), Curve("pipeline", points()[:3], "8 devices: no blocks")]
+    curves = [
+        ScalingCurve("ddp", points(), ""),
+        ScalingCurve("pipeline", points()[:3], "8 devices: no blocks"),
+    ]
     page = scaling_page("llama-mini, weak scaling", curves, "a machine")
     assert page.count("<svg") == 1
     assert "outside by 11 doublings" in page

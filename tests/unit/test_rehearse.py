@@ -14,11 +14,17 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from bench.cli import app
-from harness.planner.rehearsal.depth import DEPTHS, at_depth, with_blocks
-from harness.planner.rehearsal.ledger import KINDS, Ledger, Place
-from harness.planner.rehearsal.rank import RankPeaks, Where
-from harness.planner.rehearsal.rehearse import default_ranks, rehearse
-from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode
+from harness.planner.rehearsal.ledger import KINDS, Ledger, StepRegion
+from harness.planner.rehearsal.rehearse import (
+    DEPTHS,
+    RankPeaks,
+    RelativeRegion,
+    at_depth,
+    default_ranks,
+    rehearse,
+    with_blocks,
+)
+from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, CopyableFakeMode
 from harness.planner.rehearsal.world import fake_rank
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Layout
@@ -36,7 +42,7 @@ quiet = pytest.mark.filterwarnings("ignore")
 
 def test_a_ledger_adds_up_what_is_made_freed_and_resized() -> None:
     ledger = Ledger()
-    with KeptMode(), ledger.recording():
+    with CopyableFakeMode(), ledger.recording():
         first = torch.zeros(100)
         view = first[:10].view(2, 5)
         assert ledger.total == 400, "a view has no memory of its own"
@@ -51,12 +57,12 @@ def test_a_ledger_adds_up_what_is_made_freed_and_resized() -> None:
         last.untyped_storage().resize_(200)
         assert ledger.total == 1000
         ledger.mark(first, "parameters")
-    peak = ledger.peaks[Place(0, "forward")]
+    peak = ledger.peaks[StepRegion(0, "forward")]
     assert peak.nbytes == 1600
     split = peak.split()
     assert (split["parameters"], split["activations"]) == (400, 1200)
     assert sum(split.values()) == peak.nbytes
-    assert ledger.peaks[Place(-1, "set-up")].nbytes == 400
+    assert ledger.peaks[StepRegion(-1, "set-up")].nbytes == 400
 
 
 def test_a_collective_counts_with_the_backends_own_buffer() -> None:
@@ -69,9 +75,9 @@ def test_a_collective_counts_with_the_backends_own_buffer() -> None:
         part, whole = torch.zeros(100), torch.zeros(400)
         ledger.begin_step(0)
         dist.all_reduce(whole)
-        assert ledger.peaks[Place(0, "forward")].nbytes == 2000, "an all-reduce works in place"
+        assert ledger.peaks[StepRegion(0, "forward")].nbytes == 2000, "an all-reduce works in place"
         dist.all_gather_single(whole, part)
-    peak = ledger.peaks[Place(0, "forward")]
+    peak = ledger.peaks[StepRegion(0, "forward")]
     assert peak.nbytes == 2000 + 1600
     assert peak.split()["buffers"] == 3600
     assert ledger.total == 2000
@@ -104,7 +110,7 @@ def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> N
 
 
 def test_an_uneven_growth_is_not_extrapolated() -> None:
-    where = Where(1, "backward", 0, "block -1")
+    where = RelativeRegion(1, "backward", 0, "block -1")
 
     def peaks(nbytes: int, depth: int) -> RankPeaks:
         return RankPeaks(

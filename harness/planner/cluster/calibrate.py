@@ -9,20 +9,23 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import ndtr
 
-from harness.planner.cluster.calibration import Calibration, Limit, Range, Spread
-from harness.planner.cluster.constants import MemoryConstants, TimeConstants
+from harness.planner.cluster.calibration import (
+    CalibratedRange,
+    ClusterCalibration,
+    ClusterSpread,
+    MemoryConstants,
+    MemoryLimit,
+    TimeConstants,
+)
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import memory
-from harness.planner.cluster.layouts import Bools, Floats
-from harness.planner.cluster.measured_runs import Runs
+from harness.planner.cluster.measured_runs import MeasuredRuns
 from harness.planner.cluster.prediction import Predictions, predict
-from harness.planner.cluster.question import Question
+from harness.planner.cluster.question import ClusterQuestion
 from harness.planner.cluster.step_time import step_time
-from harness.planner.fitting import fit
+from harness.planner.fitting import LEVEL, Bools, Floats, fit
 from harness.spec.errors import UsageError
 
-LEVEL = 0.8
-"""Share of the calibration's own consistent rows that the 80 % intervals cover."""
 LAPSE = 0.03
 """Share of runs that fail, or run, for reasons that have nothing to do with memory."""
 SHARPEST = 0.04
@@ -38,14 +41,14 @@ FEWEST = 20
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Rows of one model on one number of nodes: what one question asks for."""
 
     rows: Bools
-    question: Question
+    question: ClusterQuestion
 
 
-def groups(runs: Runs, cluster: Cluster) -> Iterator[Group]:
+def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
     """The rows of each model on each number of nodes."""
     for model in sorted(set(runs.models)):
         for nodes in np.unique(runs.nodes):
@@ -53,9 +56,9 @@ def groups(runs: Runs, cluster: Cluster) -> Iterator[Group]:
             if rows.any():
                 first = int(np.flatnonzero(rows)[0])
                 layout = runs.layouts[first]
-                yield Group(
+                yield RunGroup(
                     rows,
-                    Question(
+                    ClusterQuestion(
                         runs.shapes[model],
                         cluster,
                         runs.sequence_length,
@@ -66,14 +69,14 @@ def groups(runs: Runs, cluster: Cluster) -> Iterator[Group]:
 
 
 def predicted(
-    runs: Runs, cluster: Cluster, calibration: Calibration
-) -> Iterator[tuple[Group, Predictions]]:
+    runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
+) -> Iterator[tuple[RunGroup, Predictions]]:
     """Predictions of every group of rows, with rank 0's memory."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
 
-def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
+def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalibration:
     """The calibration that these runs give; raises UsageError where there are too few."""
     ran = runs.take(runs.ran)
     if len(ran) < FEWEST:
@@ -108,24 +111,24 @@ def calibrate(runs: Runs, cluster: Cluster, source: str) -> Calibration:
         ran.memory_bytes[measured],
     )
     sizes = [runs.shapes[name].parameters for name in set(runs.models)]
-    within = Range(
+    within = CalibratedRange(
         (float(min(sizes)), float(max(sizes))),
         (int(ran.nodes.min()), int(ran.nodes.max())),
         int(ran.layouts.tensor.max()),
         int(ran.layouts.pipeline.max()),
     )
-    first = Calibration(
+    first = ClusterCalibration(
         source,
         time,
         memory_constants,
-        Spread(0.1, 0.0, 0.1, Limit(1.0, 0.1), Limit(1.0, 0.1), *SLOW),
+        ClusterSpread(0.1, 0.0, 0.1, MemoryLimit(1.0, 0.1), MemoryLimit(1.0, 0.1), *SLOW),
         within,
         cluster.links,
     )
     return replace(first, spread=_spread(runs, cluster, first))
 
 
-def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
+def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration) -> ClusterSpread:
     """How measurements lie around the predictions of this calibration."""
     count = len(runs)
     seconds, reserved, demand, least = np.zeros((4, count))
@@ -158,7 +161,7 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     slow = runs.ran & ~consistent & (reserved >= NEAR_LIMIT * cluster.memory_bytes)
     times = np.log(runs.seconds[slow] / seconds[slow])
     mean, deviation = (times.mean(), times.std()) if len(times) >= FEW_SLOW else SLOW
-    return Spread(
+    return ClusterSpread(
         time=float(base),
         time_per_doubling=float(slope),
         memory=float(np.nanquantile(of_memory, LEVEL)),
@@ -169,7 +172,7 @@ def _spread(runs: Runs, cluster: Cluster, calibration: Calibration) -> Spread:
     )
 
 
-def _limit(shares: Floats, passed: Bools) -> Limit:
+def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
     """The limit under which these shares of memory passed or failed most likely."""
 
     def unlikely(x: Floats) -> float:
@@ -179,4 +182,4 @@ def _limit(shares: Floats, passed: Bools) -> Limit:
 
     found = minimize(unlikely, np.array([-0.1, np.log(0.1)]), method="Nelder-Mead")
     share, spread = np.exp(found.x)
-    return Limit(float(share), float(max(spread, SHARPEST)))
+    return MemoryLimit(float(share), float(max(spread, SHARPEST)))

@@ -1,4 +1,5 @@
-"""A calibration: fitted constants, how far to trust them, and what they were fitted to."""
+"""The constants that predictions rest on: their bounds, their fitted values and how far to trust
+them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
-from harness.planner.cluster.constants import MemoryConstants, TimeConstants, bounds_of
-from harness.planner.cluster.layouts import Floats, Ints
+from harness.planner.fitting import Floats, Ints, bounds_of, constant
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
@@ -19,7 +19,282 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 
 
 @dataclass(frozen=True)
-class Limit:
+class TimeConstants:
+    """Of the step time."""
+
+    matmul_efficiency: float = constant(
+        0.8,
+        0.5,
+        1.0,
+        0.08,
+        "1",
+        "share of what the device's best matrix product reaches that large products of a training"
+        " reach",
+        "searches for the best product choose its sizes; a training cannot (hardware.yaml)",
+    )
+    matmul_half_size: float = constant(
+        1.5,
+        0.3,
+        6.0,
+        0.7,
+        "1",
+        "a product of M x K by K x N takes 1 + this x ridge x (1/M + 1/N + 1/K) times as long as a"
+        " large one: operands are read, and tiles are unfilled; ridge is the device's operations"
+        " for each byte of its memory's bandwidth",
+        "roofline: 1 reads the operands once (Williams and others, CACM 2009)",
+    )
+    attention_efficiency: float = constant(
+        0.45,
+        0.15,
+        0.8,
+        0.1,
+        "1",
+        "share of the dense peak that fused attention reaches",
+        "FlashAttention-2, arXiv 2307.08691, figures 4 to 7; lower at short sequences",
+    )
+    elementwise_passes: float = constant(
+        30.0,
+        8.0,
+        90.0,
+        12.0,
+        "1",
+        "times that forward and backward of a layer read or write its activations of 2 bytes"
+        " (hidden + feed-forward size for each token) outside of matrix products",
+        "count of the reads and writes of unfused norms, rotations, activations, residuals",
+    )
+    logit_bytes: float = constant(
+        30.0,
+        4.0,
+        90.0,
+        12.0,
+        "bytes",
+        "read and written per logit by the head's cast and the loss",
+        "count: bf16 logits to fp32, softmax, loss and gradient",
+    )
+    launch_layer: float = constant(
+        2.0e-3,
+        0.3e-3,
+        6e-3,
+        1.5e-3,
+        "s",
+        "the processor's time to launch forward and backward of one layer",
+        "some 200 kernels of a layer at 5 to 15 microseconds each",
+    )
+    launch_tensor: float = constant(
+        1.0e-3,
+        0.0,
+        5e-3,
+        1.0e-3,
+        "s",
+        "additional time to launch a layer whose tensors are split over ranks",
+        "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
+    )
+    launch_sharpness: float = constant(
+        4.0,
+        1.5,
+        12.0,
+        1.5,
+        "1",
+        "exponent of the maximum of device and processor: 1 would add them, a large one takes the"
+        " longer; a layer has kernels that are longer and ones that are shorter than their launch",
+        "assumed; at equal times 4 gives a time 19 % longer than either",
+    )
+    pipeline_stall: float = constant(
+        1.0e-3,
+        0.0,
+        6e-3,
+        1.5e-3,
+        "s",
+        "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
+        " crosses nodes: collectives wait behind sends on the device's single launch queue",
+        "measured runs of nanotron; taken as zero on other clusters (Calibration.time_on)",
+    )
+    tensor_latency: float = constant(
+        0.1e-3,
+        0.005e-3,
+        1e-3,
+        0.2e-3,
+        "s",
+        "of a collective of tensor parallelism for each node beyond the first that it spans",
+        "latency of collectives between nodes, nccl-tests at small messages",
+    )
+    stall_growth: float = constant(
+        0.3,
+        0.0,
+        1.0,
+        0.2,
+        "1",
+        "share by which pipeline_stall grows with each doubling of the tensor axis's nodes",
+        "assumed",
+    )
+    tensor_exposed: float = constant(
+        0.8,
+        0.2,
+        1.0,
+        0.2,
+        "1",
+        "share of tensor-parallel communication that no compute hides",
+        "nothing to everything may be hidden; asynchronous products hide some",
+    )
+    network_bandwidth: float = constant(
+        0.9,
+        0.3,
+        1.3,
+        0.2,
+        "1",
+        "bandwidth between nodes for the data axis's large messages, as a share of the curve's",
+        "the curve is of an undisturbed network",
+    )
+    tensor_network: float = constant(
+        0.7,
+        0.1,
+        1.3,
+        0.3,
+        "1",
+        "bandwidth between nodes for the tensor axis, as a share of the curve's",
+        "its messages are some 30 MB: 32 MiB reach a quarter of the curve's over 4 nodes (as for"
+        " bucket_latency), several at once more",
+    )
+    data_overlap: float = constant(
+        0.5,
+        0.0,
+        1.0,
+        0.25,
+        "1",
+        "share of the last backward pass that hides the reduction of gradients",
+        "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
+    )
+    bucket_latency: float = constant(
+        0.3e-3,
+        0.0,
+        1e-3,
+        0.15e-3,
+        "s",
+        "of the reduction of one bucket of gradients between nodes, beyond what its bytes take",
+        "64 MiB over 4 nodes take 0.8 ms, 0.45 ms longer than their share of 4 GiB (Bekman, Machine"
+        " Learning Engineering, chapter on networks, 2026); DDP reduces buckets of 25 MB",
+    )
+    prefetch_overlap: float = constant(
+        0.9,
+        0.0,
+        1.0,
+        0.05,
+        "1",
+        "share of a micro-batch's compute that hides the gathers and scatters of sharded parameters"
+        " and gradients",
+        "layers are gathered one ahead of their use, on a stream of their own (PyTorch FSDP,"
+        " arXiv 2304.11277, section 3.3); communication takes some multiprocessors from compute",
+    )
+    update_passes: float = constant(
+        40.0,
+        20.0,
+        120.0,
+        12.0,
+        "bytes",
+        "read and written for each parameter that a rank updates",
+        "count: Adam reads 16 and writes 14 bytes; unfused kernels repeat some",
+    )
+    step_latency: float = constant(
+        0.03,
+        0.0,
+        0.2,
+        0.015,
+        "s",
+        "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
+        "assumed: tens of milliseconds for gradient norms, losses and waiting",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """Of the memory that the allocator takes from the device.
+
+    Where a prior is a count of what the software keeps, it is believed to within 1 to 3 %: what a
+    count leaves out is small (masks, statistics of norms). What the allocator does with it is not
+    known so well, and is for `fragmentation`, `overhead` and `knee`.
+    """
+
+    fragmentation: float = constant(
+        1.15,
+        1.0,
+        1.7,
+        0.15,
+        "1",
+        "bytes reserved for each byte of activations: blocks do not fit what is asked for next",
+        "1 is none; reserved over allocated memory of long runs is 1.1 to 1.4",
+    )
+    layer_hidden: float = constant(
+        16.0,
+        10.0,
+        24.0,
+        0.2,
+        "bytes",
+        "kept for the backward pass per token and element of the hidden size in each layer",
+        "count: inputs and outputs of both norms, queries, keys, values and the output of"
+        " attention, 2 bytes each (Korthikanti and others, arXiv 2205.05198, section 4.1, without"
+        " dropout and scores)",
+    )
+    layer_feed: float = constant(
+        8.0,
+        4.0,
+        14.0,
+        0.1,
+        "bytes",
+        "kept for the backward pass per token and element of the feed-forward size",
+        "count: both halves of the gated product, the activated half and the product, 2 bytes each",
+    )
+    gathered: float = constant(
+        4.0,
+        0.0,
+        16.0,
+        0.1,
+        "bytes",
+        "per token and element of the hidden size of each layer that tensor parallelism does not"
+        " split, while the device has yet to do what the processor has launched",
+        "count: what attention and feed-forward give before it is scattered, 2 bytes each; memory"
+        " that another stream reads is not used again before that is done (PyTorch,"
+        " Tensor.record_stream)",
+    )
+    logit: float = constant(
+        8.0,
+        2.0,
+        24.0,
+        0.2,
+        "bytes",
+        "kept per logit of the micro-batch in its head",
+        "count: logits and their softmax in fp32",
+    )
+    bucket: float = constant(
+        2.0,
+        0.0,
+        6.0,
+        0.05,
+        "bytes",
+        "a second copy of gradients in the buckets that are reduced, per parameter",
+        "2 for bf16 buckets, 4 for fp32 ones (DDP, arXiv 2006.15704)",
+    )
+    overhead: float = constant(
+        1.0,
+        0.0,
+        4.0,
+        0.5,
+        "GB",
+        "of workspaces that are always there",
+        "workspaces of matrix products and collectives",
+    )
+    knee: float = constant(
+        0.8,
+        0.5,
+        1.0,
+        0.1,
+        "1",
+        "share of the device's memory from which the allocator frees what it had reserved",
+        "assumed: below the limit of every device",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
     """A limit of memory that is not sharp."""
 
     share: float
@@ -34,7 +309,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ClusterSpread:
     """Of measurements around predictions."""
 
     time: float
@@ -43,10 +318,10 @@ class Spread:
     """By how much it grows with each doubling of the nodes."""
     memory: float
     """Half-width of the 80 % interval of the logarithm of peak memory."""
-    room: Limit
+    room: MemoryLimit
     """For what the allocator would reserve: beyond it, it frees and asks again in every
     micro-batch, which takes many times as long."""
-    end: Limit
+    end: MemoryLimit
     """For what is left when it has freed all it can: beyond it, the run fails."""
     slow: float
     """Logarithm of how many times as long as predicted a run beyond `room` takes."""
@@ -74,7 +349,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Range:
+class CalibratedRange:
     """What the calibration has seen."""
 
     parameters: tuple[float, float]
@@ -98,15 +373,15 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ClusterCalibration:
     """All that a prediction needs beyond the question."""
 
     source: str
     """What it was fitted to, and how."""
     time: TimeConstants
     memory: MemoryConstants
-    spread: Spread
-    range: Range
+    spread: ClusterSpread
+    range: CalibratedRange
     links: str
     """Of the cluster that was measured."""
 
@@ -117,19 +392,19 @@ class Calibration:
 
     def save(self, file: Path) -> None:
         text = yaml.safe_dump(
-            TypeAdapter(Calibration).dump_python(self, mode="json"), sort_keys=False
+            TypeAdapter(ClusterCalibration).dump_python(self, mode="json"), sort_keys=False
         )
         file.write_text(text, encoding="utf-8")
 
 
-def load(file: Path = DEFAULT) -> Calibration:
+def load(file: Path = DEFAULT) -> ClusterCalibration:
     """The calibration of a file.
 
     Raises UsageError where the file cannot be read, or a constant is outside of its bounds.
     """
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
-        calibration = TypeAdapter(Calibration).validate_python(values)
+        calibration = TypeAdapter(ClusterCalibration).validate_python(values)
     except OSError as error:
         raise UsageError(f"cannot read calibration {str(file)!r}: {error.strerror}") from None
     except ValidationError as error:

@@ -9,12 +9,13 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from harness.planner.cluster.calibrate import calibrate, groups, predicted
-from harness.planner.cluster.calibration import Calibration
+from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.cluster_plan import ranked
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.layout_ranking import ranked
-from harness.planner.cluster.layouts import Bools, Floats, Ints, Layout
-from harness.planner.cluster.measured_runs import Runs
+from harness.planner.cluster.layouts import PlannedLayout
+from harness.planner.cluster.measured_runs import MeasuredRuns
 from harness.planner.cluster.prediction import REFUSED_BELOW
+from harness.planner.fitting import Bools, Floats, Ints
 
 FEW = 20
 """Groups of fewer consistent rows have no rank correlation."""
@@ -23,7 +24,7 @@ NEAR = 0.5
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOutRuns:
     """Predictions of rows that the calibration has not seen (arrays of shape [rows])."""
 
     seconds: Floats
@@ -37,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ClusterScores:
     """Shares unless said otherwise; consistent rows are those that contradict no other."""
 
     rows: int
@@ -81,7 +82,9 @@ class PartErrors:
     memory: float
 
 
-def errors_by(runs: Runs, held: Held, parts: Mapping[str, Bools]) -> list[PartErrors]:
+def errors_by(
+    runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
+) -> list[PartErrors]:
     """The errors of each part of the rows."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     time = np.abs(held.seconds / runs.seconds - 1)
@@ -102,12 +105,12 @@ def errors_by(runs: Runs, held: Held, parts: Mapping[str, Bools]) -> list[PartEr
     ]
 
 
-def noise_of_twins(runs: Runs) -> dict[str, float]:
+def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Standard deviation of a row's log time by nodes, from twins that differ in ZeRO's stage (0 or
     1) alone, which hardly changes the time: their median distance over 0.954 (the median of the
     distance of two normal values of unit deviation). NaN with fewer than three twins."""
     kept = np.flatnonzero(runs.ran & runs.consistent())
-    seconds: dict[tuple[str, Layout], float] = {}
+    seconds: dict[tuple[str, PlannedLayout], float] = {}
     distances: dict[str, list[float]] = {}
     for row in kept:
         layout = runs.layouts[int(row)]
@@ -124,12 +127,14 @@ def noise_of_twins(runs: Runs) -> dict[str, float]:
     }
 
 
-def predict_with(runs: Runs, cluster: Cluster, calibration: Calibration) -> Held:
+def predict_with(
+    runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
+) -> HeldOutRuns:
     """Predicts all rows by a given calibration."""
     return _predicted(runs, cluster, [(np.ones(len(runs), bool), calibration)])
 
 
-def hold_out(runs: Runs, cluster: Cluster, parts: list[Bools]) -> Held:
+def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
     """Predicts each part of the rows by a calibration of all others."""
     return _predicted(
         runs,
@@ -138,8 +143,10 @@ def hold_out(runs: Runs, cluster: Cluster, parts: list[Bools]) -> Held:
     )
 
 
-def _predicted(runs: Runs, cluster: Cluster, parts: Iterable[tuple[Bools, Calibration]]) -> Held:
-    columns = {name: np.full(len(runs), np.nan) for name in Held.__dataclass_fields__}
+def _predicted(
+    runs: MeasuredRuns, cluster: Cluster, parts: Iterable[tuple[Bools, ClusterCalibration]]
+) -> HeldOutRuns:
+    columns = {name: np.full(len(runs), np.nan) for name in HeldOutRuns.__dataclass_fields__}
     for part, calibration in parts:
         inside, places = runs.take(part), np.flatnonzero(part)
         for group, result in predicted(inside, cluster, calibration):
@@ -151,20 +158,20 @@ def _predicted(runs: Runs, cluster: Cluster, parts: Iterable[tuple[Bools, Calibr
             columns["memory_half_width"][rows] = result.memory_half_width
             columns["fits"][rows] = result.fits
             columns["runs"][rows] = result.runs
-    return Held(**columns)
+    return HeldOutRuns(**columns)
 
 
-def parts_by_model(runs: Runs) -> dict[str, Bools]:
+def parts_by_model(runs: MeasuredRuns) -> dict[str, Bools]:
     """The rows of each model."""
     return {name: runs.model_column == name for name in sorted(set(runs.models))}
 
 
-def parts_by_nodes(runs: Runs) -> dict[str, Bools]:
+def parts_by_nodes(runs: MeasuredRuns) -> dict[str, Bools]:
     """The rows of each number of nodes."""
     return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
 
 
-def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
+def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterScores:
     """Scores the predictions of all rows."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     with np.errstate(invalid="ignore"):
@@ -188,7 +195,7 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
         triples.append(min(losses[:3]))
     inside = (-held.half_width <= logs) & (logs <= held.upper)
     said = held.runs < REFUSED_BELOW
-    return Scores(
+    return ClusterScores(
         rows=int(ran.sum()),
         consistent_rows=int(consistent.sum()),
         time_error=float(np.median(errors[consistent])),
@@ -207,11 +214,11 @@ def score(runs: Runs, cluster: Cluster, held: Held) -> Scores:
     )
 
 
-def _losses(runs: Runs, held: Held, rows: Ints) -> list[float]:
+def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
     """By how much each layout is slower than the best of these rows, best-predicted first; 1 for
     one that failed. A layout that was measured several times counts once, by its best run."""
     best = float(np.nanmin(runs.seconds[rows]))
-    losses: dict[Layout, float] = {}
+    losses: dict[PlannedLayout, float] = {}
     first: list[int] = []
     for row in rows.tolist():
         loss = 1 - best / runs.seconds[row] if runs.ran[row] else 1.0

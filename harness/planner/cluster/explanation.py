@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.planner.cluster.cluster_plan import Candidate, Plan
-from harness.planner.cluster.device_power import COMPUTING, WAITING
+from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
 from harness.planner.cluster.layout_memory import model_states
+from harness.planner.cluster.prediction import COMPUTING, WAITING
 
 PART_WORDS = {
     "compute": "computing",
@@ -22,7 +22,7 @@ RISKIER = 0.95
 """Of the best layout's probability to fit, below which the next one's is said."""
 
 
-def explanation(plan: Plan) -> list[str]:
+def explanation(plan: ClusterPlan) -> list[str]:
     """Sentences about the best layout, most important first."""
     best = plan.candidates[0]
     sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
@@ -46,7 +46,7 @@ def explanation(plan: Plan) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _place(plan: Plan) -> str:
+def _place(plan: ClusterPlan) -> str:
     question, layout = plan.question, plan.candidates[0].layout
     if question.devices == 1:
         return "One device: nothing is communicated; only memory decides."
@@ -67,7 +67,7 @@ def _place(plan: Plan) -> str:
     )
 
 
-def _why_not_whole(plan: Plan) -> str:
+def _why_not_whole(plan: ClusterPlan) -> str:
     """Whether the whole model, or a layer, fits a device."""
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
@@ -91,7 +91,7 @@ def _why_not_whole(plan: Plan) -> str:
     )
 
 
-def _time(best: Candidate) -> str:
+def _time(best: ClusterCandidate) -> str:
     parts = {name: getattr(best.parts, name) for name in PART_WORDS}
     shares = sorted(parts.items(), key=lambda item: -item[1])
     listed = [
@@ -102,7 +102,7 @@ def _time(best: Candidate) -> str:
     return f"Its step of {best.seconds:.3g} s is {', '.join(listed)}."
 
 
-def _memory(plan: Plan, best: Candidate) -> str:
+def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
     limit = plan.question.cluster.memory_bytes
     return (
         f"The fullest device reserves {best.reserved_bytes / 1e9:.1f} of {limit / 1e9:.1f} GB"
@@ -111,7 +111,7 @@ def _memory(plan: Plan, best: Candidate) -> str:
     )
 
 
-def _next(best: Candidate, other: Candidate) -> str:
+def _next(best: ClusterCandidate, other: ClusterCandidate) -> str:
     ratio = other.seconds / best.seconds
     apart = other.seconds_low > best.seconds_high
     verdict = "is slower" if apart else "cannot be told apart from it before it is measured"

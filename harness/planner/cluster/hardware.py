@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.host.gpu_models import GpuModel, gpu_models
-from harness.planner.cluster.layouts import Floats, Ints
+from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
@@ -34,7 +34,7 @@ SIZES = tuple(2**power for power in range(11))
 
 
 @dataclass(frozen=True)
-class Curve:
+class BandwidthCurve:
     """Bus bandwidth of a collective over all devices of some nodes.
 
     Bus bandwidth is NCCL's: bytes that cross the slowest link, whatever the number of ranks
@@ -67,9 +67,9 @@ class Cluster:
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
-    reduce: Curve
+    reduce: BandwidthCurve
     """All-reduce; its first point is inside a node."""
-    gather: Curve
+    gather: BandwidthCurve
     """All-gather and reduce-scatter."""
     links: str = ""
     """In words."""
@@ -149,7 +149,7 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     )
 
 
-def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
+def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, BandwidthCurve]:
     known = measured_links()
     if link in known:
         chosen = known[link]
@@ -171,7 +171,7 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[Curve, Curve]:
     )
 
 
-def curve_of(inside: float, rate: float | None, per_node: int) -> Curve:
+def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
     """The curve of a collective that has `inside` bytes per second of bus bandwidth in a node, over
     nodes with links of `rate` for each of their devices (None: a single node).
 
@@ -181,10 +181,10 @@ def curve_of(inside: float, rate: float | None, per_node: int) -> Curve:
     inside.
     """
     if rate is None:
-        return Curve((1,), (inside,))
+        return BandwidthCurve((1,), (inside,))
     wire = WIRE_SHARE * rate
     outside = [min(inside, wire * (k * per_node - 1) / (k - 1)) for k in SIZES[1:]]
-    return Curve(SIZES, (inside, *outside))
+    return BandwidthCurve(SIZES, (inside, *outside))
 
 
 def _rate(text: str, link: str) -> float:

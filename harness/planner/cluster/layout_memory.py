@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster.constants import MemoryConstants
+from harness.planner.cluster.calibration import MemoryConstants
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.layouts import Bools, Floats, Ints, Layouts
-from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.stages import Stage, stages
+from harness.planner.cluster.layouts import PlannedLayouts
+from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
+from harness.planner.fitting import Bools, Floats, Ints
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
 """Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two
@@ -25,7 +25,7 @@ GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class Memory:
+class LayoutMemory:
     """Bytes on the device by layout (shape [layouts]), of the stage that asks for most."""
 
     states: Floats
@@ -61,13 +61,13 @@ def model_states(
     )
 
 
-def stage_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
+def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Parameters on one rank of a stage before ZeRO shards them (shape [layouts]): the tensor axis
     splits them evenly (Megatron-LM, arXiv 1909.08053, section 3)."""
     return _parameters(shape, stage, layouts.expert) / layouts.tensor
 
 
-def owned_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Floats:
+def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Parameters that one rank of a stage updates (shape [layouts]).
 
     From ZeRO's stage 1 on the data axis shares them (ZeRO, arXiv 1910.02054, section 5.1). Experts
@@ -79,7 +79,7 @@ def owned_parameters(shape: ModelShape, layouts: Layouts, stage: Stage) -> Float
     return np.where(layouts.zero >= 1, whole / ranks, stage_parameters(shape, layouts, stage))
 
 
-def _parameters(shape: ModelShape, stage: Stage, expert_ranks: Ints) -> Floats:
+def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Floats:
     """Parameters of a stage with the experts of one of so many ranks."""
     experts = shape.experts * shape.expert_parameters
     layer = shape.layer_parameters - experts + experts / expert_ranks
@@ -87,7 +87,7 @@ def _parameters(shape: ModelShape, stage: Stage, expert_ranks: Ints) -> Floats:
     return np.asarray(stage.layers * layer + ends * shape.embedding_parameters)
 
 
-def _states(held: Floats, owned: Floats, layouts: Layouts) -> Floats:
+def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
     """Model states on the device, gradients accumulated in fp32, less what is offloaded (as
     `model_states`; with offloaded parameters their gradients leave, layer by layer: ZeRO-Infinity,
     arXiv 2104.07857)."""
@@ -98,7 +98,7 @@ def _states(held: Floats, owned: Floats, layouts: Layouts) -> Floats:
     return result
 
 
-def offload_fits(cluster: Cluster, layouts: Layouts, owned: Floats) -> Bools:
+def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bools:
     """Whether a node's memory, or its disks, hold what its devices offload (`owned`: parameters
     that a rank of the largest stage updates, shape [layouts])."""
     each = owned * np.where(
@@ -110,7 +110,7 @@ def offload_fits(cluster: Cluster, layouts: Layouts, owned: Floats) -> Bools:
     return result
 
 
-def in_flight(layouts: Layouts, stage: Stage) -> Floats:
+def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Micro-batches whose activations a stage holds at once under 1F1B: as many as stages follow,
     itself included (PipeDream-2BW, arXiv 2006.09503); interleaved chunks add to them (Megatron-LM,
     arXiv 2104.04473, section 2.2)."""
@@ -121,7 +121,7 @@ def in_flight(layouts: Layouts, stage: Stage) -> Floats:
 
 
 def _layer_activations(
-    shape: ModelShape, sequence: int, layouts: Layouts, c: MemoryConstants, ahead: Floats
+    shape: ModelShape, sequence: int, layouts: PlannedLayouts, c: MemoryConstants, ahead: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes that a layer keeps per micro-batch, that it needs while it is computed again, and,
     among the first, those that are only pending (shape [layouts]).
@@ -149,11 +149,11 @@ def memory(
     shape: ModelShape,
     sequence: int,
     cluster: Cluster,
-    layouts: Layouts,
+    layouts: PlannedLayouts,
     c: MemoryConstants,
     ahead: Floats,
     first_stage_only: bool = False,
-) -> Memory:
+) -> LayoutMemory:
     """The memory of each layout, in bytes.
 
     The stage that asks for most counts. Its states follow ZeRO (arXiv 1910.02054), its activations
@@ -203,7 +203,7 @@ def memory(
             ):
                 columns[name][rows] = np.where(most, value, columns[name][rows])
     demand = columns["demand"]
-    return Memory(
+    return LayoutMemory(
         columns["states"],
         columns["act"],
         columns["late"],

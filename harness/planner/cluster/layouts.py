@@ -7,11 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from harness.planner.fitting import Bools, Ints
 
 RECOMPUTE = ("none", "selective", "full")
 """What is computed again in the backward pass: nothing, the attention scores, whole layers."""
@@ -21,7 +18,7 @@ both on disk."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """One layout. The devices are data x pipeline x tensor x context; the pipeline is outermost
     (its stages are farthest apart), tensor innermost (its ranks share a node)."""
 
@@ -68,12 +65,12 @@ class Layout:
         return ", ".join(words)
 
 
-AXES = tuple(field.name for field in dataclasses.fields(Layout)[:5])
+AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
 """data, pipeline, ... : the fields that say over how many devices something is divided."""
 
 
 @dataclass(frozen=True)
-class Layouts:
+class PlannedLayouts:
     """Many layouts: each field holds the layouts' values, in the same order (shape [layouts])."""
 
     data: Ints
@@ -89,7 +86,7 @@ class Layouts:
     chunks: Ints
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> Layouts:
+    def of(cls, layouts: Sequence[PlannedLayout]) -> PlannedLayouts:
         return cls(
             **{
                 field.name: np.array([getattr(layout, field.name) for layout in layouts], np.int64)
@@ -100,14 +97,16 @@ class Layouts:
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, index: int) -> Layout:
-        return Layout(
+    def __getitem__(self, index: int) -> PlannedLayout:
+        return PlannedLayout(
             **{f.name: int(getattr(self, f.name)[index]) for f in dataclasses.fields(self)}
         )
 
-    def take(self, rows: Ints | Bools) -> Layouts:
+    def take(self, rows: Ints | Bools) -> PlannedLayouts:
         """The layouts of these row numbers, or where a mask is true."""
-        return Layouts(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
+        return PlannedLayouts(
+            **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
+        )
 
     @property
     def devices(self) -> Ints:
@@ -119,12 +118,12 @@ class Layouts:
         return self.data * self.micro_batch * self.accumulation
 
 
-def joined(parts: Iterable[Layouts]) -> Layouts:
+def joined(parts: Iterable[PlannedLayouts]) -> PlannedLayouts:
     """All layouts of the parts, in their order."""
     listed = list(parts)
-    return Layouts(
+    return PlannedLayouts(
         **{
             f.name: np.concatenate([getattr(part, f.name) for part in listed])
-            for f in dataclasses.fields(Layouts)
+            for f in dataclasses.fields(PlannedLayouts)
         }
     )

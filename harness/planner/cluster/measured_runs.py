@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from harness.planner.cluster.layouts import Bools, Floats, Ints, Layouts
+from harness.planner.cluster.layouts import PlannedLayouts
 from harness.planner.cluster.model_shape import ModelShape, parse_shape
+from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COLUMNS = (
@@ -24,14 +25,14 @@ MEMORY_UNIT = 2.0**30
 
 
 @dataclass(frozen=True)
-class Runs:
+class MeasuredRuns:
     """Rows of a table (arrays of shape [rows])."""
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
     """By the names in `models`."""
     nodes: Ints
-    layouts: Layouts
+    layouts: PlannedLayouts
     sequence_length: int
     seconds: Floats
     """Of a step; NaN where the run failed."""
@@ -57,9 +58,9 @@ class Runs:
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
 
-    def take(self, rows: Bools) -> Runs:
+    def take(self, rows: Bools) -> MeasuredRuns:
         """The rows where the mask is true."""
-        return Runs(
+        return MeasuredRuns(
             tuple(self.model_column[rows].tolist()),
             self.shapes,
             self.nodes[rows],
@@ -93,7 +94,9 @@ class Runs:
         return result
 
 
-def read_runs(file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096) -> Runs:
+def read_runs(
+    file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
+) -> MeasuredRuns:
     """The runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
 
     Rows whose data axis, micro-batch and accumulation do not multiply to the global batch are left
@@ -118,7 +121,7 @@ def read_runs(file: Path, models: Mapping[str, str] = MODELS, sequence_length: i
         return table[name].to_numpy(np.int64)
 
     one = np.ones(len(table), np.int64)
-    layouts = Layouts(
+    layouts = PlannedLayouts(
         data=ints("DP"),
         pipeline=ints("PP"),
         tensor=ints("TP"),
@@ -132,7 +135,7 @@ def read_runs(file: Path, models: Mapping[str, str] = MODELS, sequence_length: i
         chunks=one,
     )
     tokens = table.GBS.to_numpy(float) * sequence_length
-    return Runs(
+    return MeasuredRuns(
         models=names,
         shapes={name: parse_shape(models[name]) for name in set(names)},
         nodes=ints("Nodes"),

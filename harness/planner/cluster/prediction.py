@@ -1,17 +1,30 @@
-"""Predictions: step time, memory and the probability to fit, each with its 80 % interval."""
+"""Predicts step time, memory, energy and the probability to fit of layouts, with 80 % intervals."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
+from pydantic import TypeAdapter
 
-from harness.planner.cluster.calibration import Calibration
-from harness.planner.cluster.layout_memory import Memory, memory, offload_fits
-from harness.planner.cluster.layouts import Bools, Floats, Layouts
-from harness.planner.cluster.question import Question
-from harness.planner.cluster.stages import empty_stages
-from harness.planner.cluster.step_time import StepTime, step_time
+from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.layout_memory import LayoutMemory, memory, offload_fits
+from harness.planner.cluster.layouts import PlannedLayouts
+from harness.planner.cluster.model_shape import empty_stages
+from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.cluster.step_time import LayoutStepTime, step_time
+from harness.planner.fitting import Bools, Floats
+from harness.spec.errors import UsageError
+
+COMPUTING, WAITING = 0.85, 0.45
+"""Shares of its maximum power that a device takes while it computes, and while it communicates or
+waits. Assumed: idle devices take about 0.1, and kernels that wait for others keep clocks high."""
+SPREAD = 0.2
+"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: no measurement of
+energy is held against them."""
 
 PENDING_DONE = 0.5
 """Share of pending activations that the device is done with when the allocator has to wait for it.
@@ -23,12 +36,49 @@ contradict each other (docs/studies/planner-accuracy.md)."""
 
 
 @dataclass(frozen=True)
+class LayoutEnergy:
+    """Joules of all devices for each token (shape [layouts])."""
+
+    per_token: Floats
+    half_width: Floats
+    """Of the 80 % interval of its logarithm."""
+
+
+@functools.cache
+def watts() -> dict[str, float]:
+    """The maximum power of each device by its name, from power.yaml."""
+    text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
+    return TypeAdapter(dict[str, float]).validate_python(yaml.safe_load(text)["watts"])
+
+
+def energy(
+    question: ClusterQuestion, time: LayoutStepTime, seconds: Floats, half_width: Floats
+) -> LayoutEnergy:
+    """Joules per token: devices x power x seconds, over the tokens of a step. Maximum power is the
+    data sheets' (power.yaml); the shares of it are assumed.
+
+    `seconds` and `half_width` (shape [layouts]) are of the whole step. Hosts, networks and cooling
+    are not in it. Raises UsageError for a device whose power is not known.
+    """
+    device = question.cluster.device
+    if device not in watts():
+        raise UsageError(
+            f"the power of device {device!r} is not in the table; known are {', '.join(watts())}"
+        )
+    busy = np.minimum(seconds, time.compute + time.update)
+    joules = watts()[device] * (COMPUTING * busy + WAITING * (seconds - busy))
+    return LayoutEnergy(
+        question.devices * joules / question.tokens, np.sqrt(half_width**2 + SPREAD**2)
+    )
+
+
+@dataclass(frozen=True)
 class Predictions:
     """Of each layout (arrays of shape [layouts])."""
 
-    layouts: Layouts
-    time: StepTime
-    memory: Memory
+    layouts: PlannedLayouts
+    time: LayoutStepTime
+    memory: LayoutMemory
     seconds: Floats
     """Of a step."""
     half_width: Floats
@@ -66,9 +116,9 @@ class Predictions:
 
 
 def predict(
-    question: Question,
-    layouts: Layouts,
-    calibration: Calibration,
+    question: ClusterQuestion,
+    layouts: PlannedLayouts,
+    calibration: ClusterCalibration,
     first_stage_only: bool = False,
 ) -> Predictions:
     """Predicts every layout; `first_stage_only` gives the memory of rank 0 instead of the fullest

@@ -1,20 +1,30 @@
-"""What is asked: a model, its sequences and batch, and the cluster to train it on."""
+"""What is asked of the planner, and all layouts that could answer it."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.layouts import PlannedLayouts
+from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """The largest questions, far beyond what anybody has trained with: larger numbers are mistakes, and
 the arithmetic in 64 bits would not hold them."""
 
+MOST_TENSOR_NODES = 4
+"""Nodes that the tensor axis may span."""
+LEAST_TOKENS = 1024
+"""Tokens of a sequence that each device of the context axis keeps at least."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
 
 @dataclass(frozen=True)
-class Question:
+class ClusterQuestion:
     """A training whose layouts are compared."""
 
     shape: ModelShape
@@ -55,3 +65,90 @@ class Question:
     def tokens(self) -> int:
         """Of one step."""
         return self.global_batch * self.sequence_length
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in rising order."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
+    """Data, pipeline, tensor and context: products of the devices that the model allows."""
+    shape, devices = question.shape, question.devices
+    most = question.cluster.per_node * MOST_TENSOR_NODES
+    result = []
+    for tensor in divisors(devices):
+        if tensor > most or shape.heads % tensor or shape.feed_forward % tensor:
+            continue
+        if shape.kv_heads % tensor and tensor % shape.kv_heads:
+            continue
+        for pipeline in divisors(devices // tensor):
+            if pipeline > shape.layers + 1 or empty_stages(shape, pipeline):
+                continue
+            for context in divisors(devices // tensor // pipeline):
+                if question.sequence_length % context:
+                    continue
+                if context > 1 and question.sequence_length // context < LEAST_TOKENS:
+                    continue
+                data = devices // tensor // pipeline // context
+                result.append((data, pipeline, tensor, context))
+    return result
+
+
+def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
+    """Pairs of ZeRO's stage and offload that libraries offer: stages 2 and 3 shard gradients with
+    every micro-batch, which no pipeline allows (DeepSpeed refuses it); offloaded parameters need
+    stage 3, or a single device."""
+    shards = data * context
+    stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
+    pairs = [(zero, 0) for zero in stages]
+    if offload and pipeline == 1:
+        pairs += [(zero, 1) for zero in stages if zero or shards == 1]
+        pairs += [(zero, level) for zero in stages for level in (2, 3) if zero == 3 or shards == 1]
+    return pairs
+
+
+def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
+    """Every layout whose sizes divide (see `_axes`), with micro-batches of powers of two, each kind
+    of recomputation, ZeRO's stages, offload and interleaved chunks where they apply.
+
+    Raises UsageError with the nearest batch that divides where there is none.
+    """
+    shape = question.shape
+    columns: list[tuple[int, ...]] = []
+    axes = _axes(question)
+    for data, pipeline, tensor, context in axes:
+        if question.global_batch % data:
+            continue
+        per_rank = question.global_batch // data
+        sizes = [size for size in MICRO_BATCHES if per_rank % size == 0]
+        experts = [
+            expert for expert in divisors(data) if shape.experts > 1 and shape.experts % expert == 0
+        ] or [1]
+        chunks = [1]
+        if pipeline > 1:
+            chunks += [c for c in (2, 4) if shape.layers % (pipeline * c) == 0]
+        for expert, (zero, off), size, again, chunk in itertools.product(
+            experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
+        ):
+            steps = per_rank // size
+            # A sequence is only cut where a micro-batch of one sequence is not small enough.
+            if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
+                continue
+            columns.append(
+                (data, pipeline, tensor, context, expert, zero, size, steps, again, off, chunk)
+            )
+    if not columns:
+        raise UsageError(_nothing(question, min(data for data, *_ in axes)))
+    return PlannedLayouts(*np.array(columns, np.int64).T)
+
+
+def _nothing(question: ClusterQuestion, least: int) -> str:
+    """What would divide, where `least` is the smallest data axis that the model allows."""
+    batch = question.global_batch
+    nearest = max(least, round(batch / least) * least)
+    return (
+        f"a batch of {batch} sequences does not divide over {question.devices} devices in any"
+        f" layout of {question.shape.name}; the nearest that does is {nearest}"
+    )

@@ -1,1 +1,1 @@
-"""Predicts the suite's own cells on CPU cores of this machine, from cells measured on it."""
+"""Predicts the suite's cells on this machine's CPU cores, from cells that were measured on it."""

@@ -1,4 +1,4 @@
-"""Measured cells carried on to more devices than there are here."""
+"""Extends measured cells to more devices than this machine has."""
 
 from __future__ import annotations
 
@@ -8,115 +8,116 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.select import matches
 from harness.planner.local.local_calibration import CpuCalibration
-from harness.planner.local.measurements import Here, MeasuredCell, facts_of
-from harness.planner.local.scaling_curves import Curve, Place, curve
+from harness.planner.local.measurements import LocalCell, LocalMeasurements, facts_of
+from harness.planner.local.scaling_curves import ScalingCurve, ScalingInput, curve
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
-MOST_CURVES = 6
+MAX_CURVES = 6
 NORMAL_95 = 1.645
-"""The 95th percentile of a normal distribution in standard deviations."""
+"""The 95th percentile of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
-class Growth:
-    """How a cell is carried on."""
+class ScalingRequest:
+    """How far to extend a cell, and over which link."""
 
-    most_devices: int
+    max_devices: int
     weak: bool
-    """Whether the batch grows with the devices; it stays the same otherwise."""
+    """Whether the batch grows with the devices (weak scaling); otherwise it stays the same."""
     link: Link | None
-    """Between devices, each of which is a node of its own; None: all are on one machine, which has
-    a core for each."""
+    """Link between devices, each a node of its own; None if all are on one machine with a core for
+    each."""
 
 
-def cells_to_grow(here: Here, patterns: Sequence[str]) -> list[MeasuredCell]:
-    """The measured cells on the most devices that had a core each, of the strategies or patterns
-    that are named; without names the fastest ones that train exactly the same.
+def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
+    """Returns the measured cells whose several devices had a core each and no emulated link.
 
-    Raises UsageError where nothing matches.
+    Raises UsageError if there are none.
     """
-    fair = [
-        known
-        for known in here.cells
-        if known.cell.devices > 1
-        and not known.cell.links
-        and not known.result.oversubscribed
-        and known.result.stand_in is None
+    cells = [
+        cell
+        for cell in measured.cells
+        if cell.cell.devices > 1
+        and not cell.cell.links
+        and not cell.result.oversubscribed
+        and cell.result.stand_in is None
     ]
-    for pattern in patterns:
-        if not any(matches(known.cell, pattern) for known in fair):
-            labels = ", ".join(dict.fromkeys(known.cell.label for known in fair)) or "none"
-            raise UsageError(
-                f"{pattern!r} matches no measured cell on several devices with a core each; there"
-                f" are {labels}"
-            )
-    if patterns:
-        return [k for k in fair if any(matches(k.cell, pattern) for pattern in patterns)]
-    if not fair:
+    if not cells:
         raise UsageError(
-            "no cell on several devices with a core each was measured here, so that nothing says"
-            " what exchanging costs"
+            "no cell on several devices with a core each was measured here, so the cost of"
+            " exchanging data is unknown; run some, such as those of matrix smoke"
         )
-    exact = [known for known in fair if known.measured.facts.exact] or fair
-    usual = statistics.mode(known.cell.workload for known in exact)
-    own = [known for known in exact if known.cell.workload == usual]
-    own = [known for known in own if known.cell.precision == own[0].cell.precision]
-    return sorted(own, key=lambda known: known.measured.seconds / known.cell.global_batch)[
-        :MOST_CURVES
+    return cells
+
+
+def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
+    """Returns the fastest MAX_CURVES cells of the most-measured workload, in one precision; only
+    those that train exactly as one process does, if there are any."""
+    exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
+    workload = statistics.mode(cell.cell.workload for cell in exact)
+    same = [cell for cell in exact if cell.cell.workload == workload]
+    same = [cell for cell in same if cell.cell.precision == same[0].cell.precision]
+    return sorted(same, key=lambda cell: cell.observation.seconds / cell.cell.global_batch)[
+        :MAX_CURVES
     ]
 
 
-def step_spread(here: Here) -> float:
-    """Standard deviation of the logarithm of a step, of the typical measured cell."""
+def step_spread(measured: LocalMeasurements) -> float:
+    """Returns the standard deviation of the logarithm of a step time, for the median cell."""
     ratios = [
         math.log(result.step_seconds_p95 / result.step_seconds_p50) / NORMAL_95
-        for known in here.cells
-        if (result := known.result).step_seconds_p50 and result.step_seconds_p95
+        for cell in measured.cells
+        if (result := cell.result).step_seconds_p50 and result.step_seconds_p95
     ]
     return max(0.0, statistics.median(ratios)) if ratios else 0.0
 
 
-def grown(known: MeasuredCell, here: Here, calibration: CpuCalibration, growth: Growth) -> Curve:
-    """The curve of one measured cell over 1, 2, 4, ... devices."""
-    places: list[Place] = []
+def scaled(
+    start: LocalCell,
+    measured: LocalMeasurements,
+    calibration: CpuCalibration,
+    request: ScalingRequest,
+) -> ScalingCurve:
+    """Returns the curve of one measured cell over 1, 2, 4, ... devices."""
+    inputs: list[ScalingInput] = []
     end = ""
-    per_device = max(1, known.cell.global_batch // known.cell.devices)
+    per_device = max(1, start.cell.global_batch // start.cell.devices)
     devices = 1
-    while devices <= growth.most_devices:
-        batch = per_device * devices if growth.weak else known.cell.global_batch
-        cell = known.cell.model_copy(update={"devices": devices, "global_batch": batch})
+    while devices <= request.max_devices:
+        batch = per_device * devices if request.weak else start.cell.global_batch
+        cell = start.cell.model_copy(update={"devices": devices, "global_batch": batch})
         try:
             validate(cell, make_workload(cell.workload))
         except (Refused, Unavailable, UsageError) as error:
-            if places:
-                end = f"{devices} devices: {error}"
+            end = f"{devices} devices: {error}"
+            if inputs:
                 break
         else:
-            places.append(_place(cell, here, growth))
+            inputs.append(_input(cell, measured, request))
+            end = ""
         devices *= 2
-    most = max(k.cell.devices for k in here.cells if not k.result.oversubscribed)
-    return curve(known.cell.label, places, calibration, most, step_spread(here), end)
+    most = max(cell.cell.devices for cell in measured.cells if not cell.result.oversubscribed)
+    return curve(start.cell.label, inputs, calibration, most, step_spread(measured), end)
 
 
-def _place(cell: Cell, here: Here, growth: Growth) -> Place:
-    facts = dataclasses.replace(facts_of(cell, here), cores=cell.devices)
-    if growth.link and growth.link.bits_per_second and cell.devices > 1:
+def _input(cell: Cell, measured: LocalMeasurements, request: ScalingRequest) -> ScalingInput:
+    facts = dataclasses.replace(facts_of(cell, measured), cores=cell.devices)
+    if request.link and request.link.bits_per_second and cell.devices > 1:
         facts = dataclasses.replace(
             facts,
-            link_bytes_per_second=growth.link.bits_per_second / 8,
-            link_seconds=growth.link.delay_seconds,
+            link_bytes_per_second=request.link.bits_per_second / 8,
+            link_seconds=request.link.delay_seconds,
         )
     same = [
-        k.result.samples_per_second
-        for k in here.cells
-        if not k.result.oversubscribed
-        and k.measured.facts.setting == facts.setting
-        and k.measured.facts.label == facts.label
+        other.result.samples_per_second
+        for other in measured.cells
+        if not other.result.oversubscribed
+        and other.observation.facts.setting == facts.setting
+        and other.observation.facts.label == facts.label
     ]
-    return Place(cell.devices, cell.global_batch, facts, same[0] if same else None)
+    return ScalingInput(cell.devices, cell.global_batch, facts, same[0] if same else None)

@@ -1,4 +1,4 @@
-"""Fits the constants of CPU cells, and what each strategy's library adds, to measured cells."""
+"""Fits the constants of CPU cells to measured cells, and scores predictions of cells left out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.planner.cluster.calibrate import LEVEL
-from harness.planner.cluster.layouts import Floats, Ints
-from harness.planner.fitting import fit
-from harness.planner.local.cell_facts import CellFacts, Measured
-from harness.planner.local.cpu_constants import CpuMemory, CpuTime
-from harness.planner.local.cpu_prediction import Columns, peak_bytes, step_seconds
+from harness.planner.fitting import LEVEL, Floats, Ints, fit
+from harness.planner.local.cpu_prediction import (
+    CellColumns,
+    CellFacts,
+    CpuMemoryConstants,
+    CpuTimeConstants,
+    Observation,
+    peak_bytes,
+    step_seconds,
+)
 from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
@@ -33,7 +37,7 @@ FEWEST_ERRORS = 8
 
 
 @dataclass(frozen=True)
-class Effects:
+class LibraryEffects:
     """What libraries add, as logarithms: of each variant that was measured, and of all variants
     with the same library, for those that were not."""
 
@@ -65,7 +69,7 @@ class Effects:
 
 
 @dataclass(frozen=True)
-class Spreads:
+class CpuSpreads:
     """Half-widths of the 80 % intervals of logarithms."""
 
     variant: float
@@ -76,7 +80,7 @@ class Spreads:
     """Of one cell's figure over another's of the same setting: errors that the cells of a model
     share say nothing of which is better."""
 
-    def of(self, cells: Sequence[CellFacts], effects: Effects) -> Floats:
+    def of(self, cells: Sequence[CellFacts], effects: LibraryEffects) -> Floats:
         known = np.array([cell.variant in effects.variants for cell in cells])
         return np.where(known, self.variant, self.unknown)
 
@@ -85,27 +89,27 @@ class Spreads:
 class CpuCalibration:
     """All that a prediction of CPU cells needs."""
 
-    time: CpuTime
-    memory: CpuMemory
-    time_effects: Effects
-    memory_effects: Effects
-    time_spread: Spreads
-    memory_spread: Spreads
+    time: CpuTimeConstants
+    memory: CpuMemoryConstants
+    time_effects: LibraryEffects
+    memory_effects: LibraryEffects
+    time_spread: CpuSpreads
+    memory_spread: CpuSpreads
     cells: int
     """Measured cells that it was fitted to."""
     workloads: tuple[str, ...]
 
     def seconds(self, cells: Sequence[CellFacts]) -> Floats:
         """Of a step of each cell."""
-        step = step_seconds(Columns(cells), self.time, self.time_effects.of(cells))
+        step = step_seconds(CellColumns(cells), self.time, self.time_effects.of(cells))
         return step.total * self.time_effects.missed(cells)
 
     def peak_bytes(self, cells: Sequence[CellFacts]) -> Floats:
-        peaks = peak_bytes(Columns(cells), self.memory, self.memory_effects.of(cells))
+        peaks = peak_bytes(CellColumns(cells), self.memory, self.memory_effects.of(cells))
         return peaks * self.memory_effects.missed(cells)
 
 
-def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
+def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
     """The calibration that these cells give, without its spreads, which `with_spreads` adds.
 
     Raises UsageError where there are too few cells.
@@ -116,9 +120,9 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
             f" least {FEWEST} are needed"
         )
     facts = [cell.facts for cell in measured]
-    columns, groups = Columns(facts), _Groups(facts)
+    columns, groups = CellColumns(facts), _Groups(facts)
     time, values = fit(
-        CpuTime,
+        CpuTimeConstants,
         lambda c, effects: (
             step_seconds(columns, c, groups.added(effects)).total * groups.missed(effects)
         ),
@@ -130,16 +134,16 @@ def calibrate_cells(measured: Sequence[Measured]) -> CpuCalibration:
     time_effects = groups.effects(values)
     known = [cell for cell in measured if cell.peak_bytes]
     facts = [cell.facts for cell in known]
-    of_memory, groups = Columns(facts), _Groups(facts)
+    of_memory, groups = CellColumns(facts), _Groups(facts)
     memory, values = fit(
-        CpuMemory,
+        CpuMemoryConstants,
         lambda c, effects: peak_bytes(of_memory, c, groups.added(effects)) * groups.missed(effects),
         np.array([cell.peak_bytes for cell in known], float),
         groups.numbers,
         groups.spreads(0.5),
         ORDINARY_ERROR,
     )
-    unknown = Spreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD, UNKNOWN_SPREAD)
+    unknown = CpuSpreads(UNKNOWN_SPREAD, 2 * UNKNOWN_SPREAD, UNKNOWN_SPREAD)
     return CpuCalibration(
         time,
         memory,
@@ -190,11 +194,11 @@ class _Groups:
         result: Floats = np.exp(effects[self.numbers[:, 2]])
         return result
 
-    def effects(self, values: Floats) -> Effects:
+    def effects(self, values: Floats) -> LibraryEffects:
         variants, families = self._variants, self._families
         of_family = dict(zip(families, values[len(variants) :].tolist(), strict=False))
         own = zip(variants, values.tolist(), strict=False)
-        return Effects(
+        return LibraryEffects(
             {variant: value + of_family[self._family_of[variant]] for variant, value in own},
             of_family,
             dict(zip(self._workloads, values[sum(self._counts[:2]) :].tolist(), strict=True)),
@@ -202,12 +206,12 @@ class _Groups:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class HeldOutCell:
     """A measured cell, and what is predicted of it from cells of all other parts."""
 
     part: str
     """What was left out with it."""
-    measured: Measured
+    observation: Observation
     seconds: float
     peak_bytes: float
     known: bool
@@ -215,15 +219,15 @@ class LeftOut:
 
 
 def leave_out(
-    measured: Sequence[Measured], part_of: Callable[[CellFacts], str] | None = None
-) -> list[LeftOut]:
+    measured: Sequence[Observation], part_of: Callable[[CellFacts], str] | None = None
+) -> list[HeldOutCell]:
     """Predicts the cells of each part from those of all others; empty where others are too few.
 
     `part_of`: which part a cell belongs to, by default its workload without suffixes, so that a
     model is left out together with its adapters; cells of the part "" are not left out.
     """
     name = part_of or base_of
-    result: list[LeftOut] = []
+    result: list[HeldOutCell] = []
     for part in dict.fromkeys(name(cell.facts) for cell in measured):
         others = [cell for cell in measured if name(cell.facts) != part]
         own = [cell for cell in measured if name(cell.facts) == part]
@@ -234,7 +238,7 @@ def leave_out(
         seconds, peaks = calibration.seconds(facts), calibration.peak_bytes(facts)
         for cell, of_time, of_memory in zip(own, seconds.tolist(), peaks.tolist(), strict=True):
             known = cell.facts.variant in calibration.time_effects.variants
-            result.append(LeftOut(part, cell, of_time, of_memory, known))
+            result.append(HeldOutCell(part, cell, of_time, of_memory, known))
     return result
 
 
@@ -243,26 +247,26 @@ def base_of(facts: CellFacts) -> str:
     return facts.workload.split("+")[0]
 
 
-def with_spreads(calibration: CpuCalibration, held: Sequence[LeftOut]) -> CpuCalibration:
+def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> CpuCalibration:
     """The calibration with the spreads that predictions of left-out workloads show."""
-    peaks = [row for row in held if row.measured.peak_bytes]
+    peaks = [row for row in held if row.observation.peak_bytes]
     return replace(
         calibration,
-        time_spread=_spread(held, [np.log(row.seconds / row.measured.seconds) for row in held]),
+        time_spread=_spread(held, [np.log(row.seconds / row.observation.seconds) for row in held]),
         memory_spread=_spread(
-            peaks, [np.log(row.peak_bytes / (row.measured.peak_bytes or 1.0)) for row in peaks]
+            peaks, [np.log(row.peak_bytes / (row.observation.peak_bytes or 1.0)) for row in peaks]
         ),
     )
 
 
-def _spread(rows: Sequence[LeftOut], errors: Sequence[float]) -> Spreads:
+def _spread(rows: Sequence[HeldOutCell], errors: Sequence[float]) -> CpuSpreads:
     """Of errors of logarithms."""
     known = [abs(error) for row, error in zip(rows, errors, strict=True) if row.known]
     unknown = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.known]
     settings: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
         if row.known:
-            settings.setdefault(row.measured.facts.setting, []).append(error)
+            settings.setdefault(row.observation.facts.setting, []).append(error)
     # The median of few takes a part of their own spread away: one degree of freedom.
     apart = [
         abs(error - float(np.median(of_one))) * (len(of_one) / (len(of_one) - 1)) ** 0.5
@@ -271,7 +275,7 @@ def _spread(rows: Sequence[LeftOut], errors: Sequence[float]) -> Spreads:
         for error in of_one
     ]
     variant = _width(known, UNKNOWN_SPREAD)
-    return Spreads(
+    return CpuSpreads(
         variant,
         max(variant, _width(unknown, 2 * UNKNOWN_SPREAD)),
         min(variant, _width(apart, UNKNOWN_SPREAD)),
@@ -280,3 +284,97 @@ def _spread(rows: Sequence[LeftOut], errors: Sequence[float]) -> Spreads:
 
 def _width(errors: Sequence[float], otherwise: float) -> float:
     return float(np.quantile(errors, LEVEL)) if len(errors) >= FEWEST_ERRORS else otherwise
+
+
+@dataclass(frozen=True)
+class CpuScores:
+    """Of the predictions of one part, as shares; None where there is nothing to score."""
+
+    part: str
+    cells: int
+    median_time_error: float | None
+    median_memory_error: float | None
+    known: int
+    """Cells whose strategy, with the same options, was measured in the other parts."""
+    known_median_time_error: float | None
+    known_median_memory_error: float | None
+
+
+@dataclass(frozen=True)
+class FirstChoice:
+    """The cell of a setting that is predicted to be the fastest, beside the measured ones."""
+
+    setting: str
+    compared: int
+    """Cells of the setting that train the same as one process."""
+    chosen: str
+    best: str
+    """The fastest as measured."""
+    slower: float
+    """By which share the chosen one's measured step is longer than the best one's."""
+    told_apart: bool
+    """Whether measurements tell it apart from the fastest."""
+
+
+def score(rows: Sequence[HeldOutCell]) -> list[CpuScores]:
+    """The scores of each part, and of all together where there are several."""
+    parts = list(dict.fromkeys(row.part for row in rows))
+    scores = [_score(part, [row for row in rows if row.part == part]) for part in parts]
+    return [*scores, _score("all", rows)] if len(parts) > 1 else scores
+
+
+def _score(part: str, rows: Sequence[HeldOutCell]) -> CpuScores:
+    known = [row for row in rows if row.known]
+    return CpuScores(
+        part,
+        len(rows),
+        _median([row.seconds / row.observation.seconds for row in rows]),
+        _median(_of_memory(rows)),
+        len(known),
+        _median([row.seconds / row.observation.seconds for row in known]),
+        _median(_of_memory(known)),
+    )
+
+
+def _of_memory(rows: Sequence[HeldOutCell]) -> list[float]:
+    return [row.peak_bytes / peak for row in rows if (peak := row.observation.peak_bytes)]
+
+
+def _median(ratios: Sequence[float]) -> float | None:
+    """The median error of predictions over measurements."""
+    return float(np.median([abs(ratio - 1) for ratio in ratios])) if ratios else None
+
+
+def first_choices(
+    rows: Sequence[HeldOutCell],
+    may_be_fastest: Callable[[Sequence[Observation]], Sequence[Observation]],
+) -> list[FirstChoice]:
+    """What is predicted to be the fastest in each setting with several cells to choose from.
+
+    `may_be_fastest`: those of some measured cells that measurements cannot tell from their fastest.
+    """
+    result = []
+    for setting in dict.fromkeys(row.observation.facts.setting for row in rows):
+        own = [
+            row
+            for row in rows
+            if row.observation.facts.setting == setting
+            and row.observation.facts.exact
+            and not row.observation.facts.stand_in
+            and row.observation.facts.ranks <= row.observation.facts.cores
+        ]
+        if len(own) < 2:
+            continue
+        chosen = min(own, key=lambda row: row.seconds).observation
+        best = min(own, key=lambda row: row.observation.seconds).observation
+        result.append(
+            FirstChoice(
+                setting,
+                len(own),
+                chosen.facts.label,
+                best.facts.label,
+                chosen.seconds / best.seconds - 1,
+                not any(chosen is cell for cell in may_be_fastest([r.observation for r in own])),
+            )
+        )
+    return result

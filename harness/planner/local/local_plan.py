@@ -1,5 +1,4 @@
-"""Ranks the cells of one setting on this machine, those that were measured and those that were
-not."""
+"""Ranks the cells of one setting on this machine, measured or not, and explains the choice."""
 
 from __future__ import annotations
 
@@ -12,32 +11,39 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr
 
-from harness.planner.local.cell_facts import CellFacts, Measured
-from harness.planner.local.cpu_prediction import Columns, step_seconds
+from harness.planner.local.cpu_prediction import CellColumns, CellFacts, Observation, step_seconds
 from harness.planner.local.local_calibration import CpuCalibration
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 
-Goal = Literal["throughput", "memory"]
+LocalGoal = Literal["throughput", "memory"]
 DEVIATIONS_IN_80_PERCENT = 1.2816
 """Half-width of an 80 % interval in standard deviations of a normal distribution."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
 """Probability to fit from which a cell counts as fitting, where memory is the goal."""
+PART_WORDS = {
+    "compute": "the model's own arithmetic",
+    "calls": "calling operators",
+    "update": "the optimizer's update",
+    "exchange": "collectives on this machine",
+    "link": "exposed transfers over the link",
+}
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Variant:
+class LocalVariant:
     """A cell that may answer the question."""
 
     cell: Cell
     facts: CellFacts
-    measured: Measured | None = None
-    """What was measured of it; None where it was not."""
+    observation: Observation | None = None
+    """Measurement of the cell; None if there is none."""
 
 
 @dataclass(frozen=True)
-class CpuParts:
+class LocalStepParts:
     """Seconds of a step as predicted."""
 
     compute: float
@@ -48,7 +54,7 @@ class CpuParts:
 
 
 @dataclass(frozen=True)
-class CpuCandidate:
+class LocalCandidate:
     """A cell with its step time and memory. Each `low` and `high` bound an 80 % interval."""
 
     name: str
@@ -71,19 +77,19 @@ class CpuCandidate:
     peak_high: float
     fits: float
     """Probability that this machine's memory holds all its ranks."""
-    parts: CpuParts
+    parts: LocalStepParts
 
 
 @dataclass(frozen=True)
-class CpuPlan:
+class LocalPlan:
     """The answer."""
 
     setting: str
     """What is trained, on how many ranks and over which link, in words."""
-    goal: Goal
-    candidates: tuple[CpuCandidate, ...]
+    goal: LocalGoal
+    candidates: tuple[LocalCandidate, ...]
     """Cells that train the same as one process, best first."""
-    inexact: tuple[CpuCandidate, ...]
+    inexact: tuple[LocalCandidate, ...]
     """Cells that by their own declaration do not, best first."""
     refused: dict[str, int]
     """Variants that cannot run, by the reason."""
@@ -93,7 +99,7 @@ class CpuPlan:
     """Their workloads."""
 
 
-def open_questions(candidates: Sequence[CpuCandidate]) -> list[CpuCandidate]:
+def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
     """Those that cannot be told apart from the first by their step time."""
     first = candidates[0]
     return [
@@ -104,15 +110,15 @@ def open_questions(candidates: Sequence[CpuCandidate]) -> list[CpuCandidate]:
     ]
 
 
-def plan_here(
+def rank_variants(
     setting: str,
-    variants: Sequence[Variant],
+    variants: Sequence[LocalVariant],
     calibration: CpuCalibration,
     batch: int,
     memory_bytes: int,
-    goal: Goal = "throughput",
+    goal: LocalGoal = "throughput",
     refused: Counter[str] | None = None,
-) -> CpuPlan:
+) -> LocalPlan:
     """Ranks the variants of one setting.
 
     `batch`: samples of a step; `memory_bytes`: of this machine, for all ranks together. Raises
@@ -125,7 +131,7 @@ def plan_here(
         _candidates(variants, calibration, batch, memory_bytes),
         key=lambda candidate: _key(candidate, goal),
     )
-    return CpuPlan(
+    return LocalPlan(
         setting,
         goal,
         tuple(candidate for candidate in ranked if candidate.exact),
@@ -136,7 +142,7 @@ def plan_here(
     )
 
 
-def _key(candidate: CpuCandidate, goal: Goal) -> tuple[bool, float]:
+def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
     """Smaller is better: speed times the probability to fit, or the memory of what fits surely."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
@@ -144,10 +150,10 @@ def _key(candidate: CpuCandidate, goal: Goal) -> tuple[bool, float]:
 
 
 def _candidates(
-    variants: Sequence[Variant], calibration: CpuCalibration, batch: int, memory_bytes: int
-) -> list[CpuCandidate]:
+    variants: Sequence[LocalVariant], calibration: CpuCalibration, batch: int, memory_bytes: int
+) -> list[LocalCandidate]:
     facts = [variant.facts for variant in variants]
-    columns = Columns(facts)
+    columns = CellColumns(facts)
     step = step_seconds(columns, calibration.time, calibration.time_effects.of(facts))
     missed = calibration.time_effects.missed(facts)
     components = (step.compute, step.calls, step.update, step.exchange, step.link)
@@ -164,7 +170,7 @@ def _candidates(
         relative = calibration.time_spread.relative
         if variant.facts.variant not in calibration.time_effects.variants:
             relative = calibration.time_spread.unknown
-        if own := variant.measured:
+        if own := variant.observation:
             seconds = own.seconds
             low, high = _narrowed(own)
             relative = math.log(high / low) / 2
@@ -173,7 +179,7 @@ def _candidates(
         demand = peak * variant.facts.ranks
         fits = float(ndtr(np.log(memory_bytes / demand) * DEVIATIONS_IN_80_PERCENT / spread))
         result.append(
-            CpuCandidate(
+            LocalCandidate(
                 name=variant.cell.name,
                 cell_id=variant.cell.id,
                 label=variant.facts.label,
@@ -188,13 +194,13 @@ def _candidates(
                 peak_low=peak / float(np.exp(spread)),
                 peak_high=peak * float(np.exp(spread)),
                 fits=fits,
-                parts=CpuParts(*(float(part[row]) for part in parts)),
+                parts=LocalStepParts(*(float(part[row]) for part in parts)),
             )
         )
     return result
 
 
-def _narrowed(own: Measured) -> tuple[float, float]:
+def _narrowed(own: Observation) -> tuple[float, float]:
     """The 80 % interval of a measured step from its 95 % interval; 10 % either way with one
     launch."""
     if own.seconds_low is None or own.seconds_high is None:
@@ -203,4 +209,62 @@ def _narrowed(own: Measured) -> tuple[float, float]:
     return (
         own.seconds * (own.seconds_low / own.seconds) ** share,
         own.seconds * (own.seconds_high / own.seconds) ** share,
+    )
+
+
+def explanation(plan: LocalPlan) -> list[str]:
+    """Sentences about the answer, most important first."""
+    sentences = []
+    if plan.candidates:
+        best = plan.candidates[0]
+        sentences += [_first(best), _time(best), _apart(plan)]
+    else:
+        sentences.append("No cell of this setting trains exactly the same as one process.")
+    if faster := _faster(plan):
+        sentences.append(faster)
+    sentences.append(
+        f"Predicted from {plan.calibrated_on} measured cells of {', '.join(plan.workloads)}."
+    )
+    return [sentence for sentence in sentences if sentence]
+
+
+def _first(best: LocalCandidate) -> str:
+    how = "measured" if best.measured else "predicted"
+    return (
+        f"Use {best.label}: a step of {best.seconds * 1e3:.0f} ms ({how}), and"
+        f" {best.peak_bytes / 1e6:.0f} MB on its fullest rank."
+    )
+
+
+def _time(best: LocalCandidate) -> str:
+    """Which parts the predicted step has."""
+    parts = {name: getattr(best.parts, name) for name in PART_WORDS}
+    total = sum(parts.values())
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    listed = [f"{v / total:.0%} {PART_WORDS[name]}" for name, v in shares if v / total >= 0.01]
+    return f"By the prediction its step is {', '.join(listed)}."
+
+
+def _apart(plan: LocalPlan) -> str:
+    same = open_questions(plan.candidates)
+    if not same:
+        return "All others are slower, beyond the intervals."
+    names = [candidate.label for candidate in same[:MOST_NAMED]]
+    if len(same) > MOST_NAMED:
+        names.append(f"{len(same) - MOST_NAMED} more")
+    missing = sum(not candidate.measured for candidate in (plan.candidates[0], *same))
+    also = f"; {missing} of these were not measured" if missing else ""
+    return f"Not told apart from it: {', '.join(names)}{also}."
+
+
+def _faster(plan: LocalPlan) -> str:
+    """What is faster at the price of another training."""
+    if not plan.inexact or plan.goal != "throughput":
+        return ""
+    other = plan.inexact[0]
+    if plan.candidates and other.seconds_high >= plan.candidates[0].seconds_low:
+        return ""
+    return (
+        f"Faster at the price of another training: {other.label}, {other.seconds * 1e3:.0f} ms a"
+        " step."
     )

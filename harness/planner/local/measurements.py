@@ -1,5 +1,4 @@
-"""The suite's cells as the planner needs them: what was measured on this machine, and what else
-could run here."""
+"""Reads what was measured on this machine, and describes the suite's cells to the planner."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from pathlib import Path
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SERIES, Setting
 from harness.analysis.summary import cell_results
-from harness.planner.local.cell_facts import CellFacts, Measured
-from harness.planner.local.exchange import divided, engine_of, messages, optimizer_flops, sent_bytes
-from harness.planner.local.local_plan import Variant
+from harness.planner.local.cpu_prediction import CellFacts, Observation
+from harness.planner.local.local_plan import LocalVariant
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link
-from harness.spec.training import EXACT
-from harness.strategy.formulas import model_states
+from harness.spec.training import EXACT, Layout, States
+from harness.strategy.base import Strategy
+from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states, passed_once
 from harness.strategy.registry import (
     make_strategy,
     stand_in_of,
@@ -29,60 +28,137 @@ from harness.strategy.registry import (
     validate,
     with_defaults,
 )
-from harness.workloads import make_workload
-from harness.workloads.counts import model_facts
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.operators import operators
 
 PIPELINE_MICRO_BATCHES = 4
-"""Of a pipeline that nobody has measured: matrices take as many on CPU cores."""
+"""Micro-batches of a pipeline that was never measured; matrices take as many on CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
-"""Of one TCP stream between emulated nodes whose link is not shaped, where it was not measured."""
+"""Assumed rate of one TCP stream between emulated nodes whose unshaped link was not measured."""
 WIRE_SHARE = 0.95
-"""Payload of the bytes that a link counts, with the headers of TCP and Ethernet."""
+"""Share of a link's bytes that is payload; the rest are headers of TCP and Ethernet."""
+
+
+def _divided(states: States, parts: int) -> States:
+    return States(
+        **{field.name: getattr(states, field.name) / parts for field in dataclasses.fields(states)}
+    )
+
+
+def sent_bytes(
+    cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, workload: Workload
+) -> float:
+    """Returns the bytes that a rank sends in a step, by the strategy's formula.
+
+    A parameter server's bytes all pass through one process, and the ranks wait for it. Without a
+    formula the layout decides what is exchanged, once per cycle. On the data axis gradients are
+    averaged, with half as many bytes again if parameters are sharded (ZeRO, arXiv 1910.02054,
+    section 7). On the tensor axis each block has four all-reduces of the hidden states
+    (Megatron-LM, arXiv 1909.08053, section 3). Stages send hidden states forward and their
+    gradients back.
+    """
+    if layout.servers:
+        return strategy.moved_bytes(cell, layout, facts)
+    by_formula = strategy.traffic(cell, layout, facts)
+    if by_formula is not None:
+        return by_formula
+    trained = facts.trained_bytes / (layout.pipeline * layout.tensor)
+    total = passed_once(layout.data, trained * (3.0 if strategy.shards_parameters else 2.0))
+    if layout.tensor > 1 or layout.pipeline > 1:
+        hidden = 4.0 * cell.global_batch / layout.data * cell.sequence_length * workload.hidden_size
+        total += all_reduced(layout.tensor, 4 * workload.blocks / layout.pipeline * hidden)
+        total += passed_once(layout.pipeline, 2 * hidden)
+    cycle = 1 if strategy.tolerance(cell, workload) == EXACT else strategy.cycle
+    return total / cycle
+
+
+def engine_of(strategy: Strategy, name: str) -> str:
+    """Returns the strategy whose library does the work besides the model's own."""
+    library = strategy.library or name
+    return f"{library}, sharded" if strategy.shards_parameters else library
+
+
+def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
+    """Returns the floating-point operations of matrix products in a rank's update.
+
+    Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/),
+    each 4 n^2 m + 2 n^3 for a matrix of n x m elements, n <= m. Parameters with fewer than
+    hidden size squared elements are not treated as matrices.
+    """
+    if cell.optimizer != "muon":
+        return 0.0
+    hidden = workload.hidden_size
+    sides = [sorted((hidden, size // hidden)) for size in facts.sizes if size >= hidden**2]
+    return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
+
+
+def messages(
+    cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, blocks: int
+) -> float:
+    """Returns the number of collectives and transfers in a step, by the strategy's formula.
+
+    Without a formula the layout decides. The tensor axis has four in each block (Megatron-LM, arXiv
+    1909.08053, section 3). A pipeline has one forward and one backward for each micro-batch; the
+    schedule accounts for their waiting. The data axis has one, or three for each block if
+    parameters are sharded.
+    """
+    by_formula = strategy.messages(cell, layout, facts) if layout.devices > 1 else 0.0
+    if by_formula is not None:
+        return by_formula
+    count = 0.0
+    if layout.tensor > 1:
+        count += 4.0 * blocks * cell.micro_batches / layout.pipeline
+    if layout.pipeline > 1:
+        count += 2.0 * BESIDE_BACKWARD * cell.micro_batches
+    if layout.data > 1:
+        sharded = 3.0 * (blocks + 1) * cell.micro_batches
+        count += sharded if strategy.shards_parameters else 1.0
+    return count
 
 
 @dataclass(frozen=True)
-class MeasuredCell:
-    """A cell that was measured on CPU cores, as the suite and as the planner see it."""
+class LocalCell:
+    """A cell measured on CPU cores: its result, and what the planner takes from it."""
 
     result: CellResult
     cell: Cell
-    measured: Measured
+    observation: Observation
 
 
 @dataclass(frozen=True)
-class Here:
-    """What was measured on a machine."""
+class LocalMeasurements:
+    """Cells and emulated links that were measured on one machine."""
 
     machine: str
-    """Its host name, processor and cores."""
+    """Host name, processor and number of cores."""
     cores: int
     memory_bytes: int
-    cells: tuple[MeasuredCell, ...]
+    cells: tuple[LocalCell, ...]
     links: dict[str, Link]
-    """Measured rate and delay of each emulated link, by its text."""
+    """Measured rate and delay of each emulated link, by its text such as `1gbit`."""
 
     def link_of(self, text: str) -> Link:
-        """Rate and delay between emulated nodes: measured, else as asked for."""
+        """Returns the rate and delay between emulated nodes: measured, or else as requested."""
         if text in self.links:
             return self.links[text]
-        asked = Link.of(text)
-        rate = asked.bits_per_second
+        requested = Link.of(text)
+        rate = requested.bits_per_second
         unshaped = 8 * UNSHAPED_BYTES_PER_SECOND
-        return Link(min(unshaped, WIRE_SHARE * rate) if rate else unshaped, asked.delay_seconds)
+        return Link(min(unshaped, WIRE_SHARE * rate) if rate else unshaped, requested.delay_seconds)
 
 
-def read_here(folders: Sequence[Path], workload: str | None = None) -> Here:
-    """The CPU cells of these results folders that were measured on the machine of the newest run.
+def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
+    """Reads the CPU cells of results folders that were measured on the newest run's machine.
 
-    A cell that several runs have measured counts by its newest. Variants of a workload (adapters,
-    quantised weights) are left out, which train in other ways, but for the `workload` that is asked
-    about. Raises UsageError where there is no cell.
+    If several runs measured a cell, its newest result counts. Variants of a workload (adapters,
+    quantised weights) train differently and are left out, except `workload`. Raises UsageError if
+    there is no verified cell.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
     newest = max(rows, key=lambda row: str(row["run_id"]))
-    on_it = {
+    same_machine = {
         str(row["run_id"])
         for row in rows
         if (row["cpu_model"], row["cpu_cores"]) == (newest["cpu_model"], newest["cpu_cores"])
@@ -90,7 +166,7 @@ def read_here(folders: Sequence[Path], workload: str | None = None) -> Here:
     links: dict[str, Link] = {}
     results: dict[str, CellResult] = {}
     for table in tables:
-        trials = table.trials[table.trials["run_id"].isin(list(on_it))]
+        trials = table.trials[table.trials["run_id"].isin(list(same_machine))]
         for text, rows_of in trials[trials["links"].notna()].groupby("links"):
             rate = float(rows_of["link_bits_per_second"].median())
             delay = float(rows_of["link_latency_seconds"].median())
@@ -100,7 +176,7 @@ def read_here(folders: Sequence[Path], workload: str | None = None) -> Here:
             plain = "+" not in result.workload or result.workload == workload
             if result.device == "cpu" and result.ranked and plain:
                 results[result.cell_id] = result
-    known = Here(
+    without_cells = LocalMeasurements(
         f"{newest['host']}, {newest['cpu_model'] or 'unknown processor'},"
         f" {newest['cpu_cores']} cores",
         int(newest["cpu_cores"]),
@@ -108,29 +184,29 @@ def read_here(folders: Sequence[Path], workload: str | None = None) -> Here:
         (),
         links,
     )
-    cells = tuple(filter(None, (_measured(result, known) for result in results.values())))
+    cells = tuple(filter(None, (_local_cell(result, without_cells) for result in results.values())))
     if not cells:
         named = ", ".join(repr(str(folder)) for folder in folders)
         raise UsageError(
             f"no verified cell on CPU cores in {named}; measure some on this machine first, such as"
             " those of matrix smoke"
         )
-    return dataclasses.replace(known, cells=cells)
+    return dataclasses.replace(without_cells, cells=cells)
 
 
-def _measured(result: CellResult, here: Here) -> MeasuredCell | None:
-    """None for a cell whose strategy or workload is not there any more."""
+def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | None:
+    """Returns None for a cell whose strategy or workload no longer exists."""
     cell = Cell(**json.loads(result.cell))
     try:
-        facts = facts_of(cell, here)
+        facts = facts_of(cell, measured)
     except (Refused, Unavailable, UsageError):
         return None
     assert result.samples_per_second, "a ranked cell has a throughput"
     low, high = result.samples_per_second_low, result.samples_per_second_high
-    return MeasuredCell(
+    return LocalCell(
         result,
         cell,
-        Measured(
+        Observation(
             facts,
             cell.global_batch / result.samples_per_second,
             result.peak_memory_bytes,
@@ -140,27 +216,27 @@ def _measured(result: CellResult, here: Here) -> MeasuredCell | None:
     )
 
 
-def facts_of(cell: Cell, here: Here) -> CellFacts:
-    """What a prediction of the cell rests on, by the formulas of its strategy and the counts of its
-    workload.
+def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
+    """Returns the facts that a prediction of the cell rests on: its strategy's formulas and its
+    workload's counts.
 
-    Where a strategy has no formula for its states, the model's are divided by the axes that cut it;
-    where it has none for its traffic, see `sent_bytes`. Raises Refused, Unavailable or UsageError.
+    If a strategy has no formula for its states, the model's are divided by the axes that cut it; if
+    it has none for its traffic, see `sent_bytes`. Raises Refused, Unavailable or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
-    states = strategy.states(cell, layout, facts) or divided(model_states(cell, facts), split)
-    # Ranks that train the same part of the model; some of them may share the tokens of a sample.
+    states = strategy.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
+    # Ranks that train the same part of the model; some may share the tokens of a sample.
     replicas = layout.devices // split
     shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
     precision, engine = workload.arithmetic or cell.precision, engine_of(strategy, cell.strategy)
     counted = operators(workload, samples, cell.sequence_length, cell.recompute, precision)
     more = strategy.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
-    link = here.link_of(cell.links) if cell.nodes > 1 and cell.links else None
+    link = measured.link_of(cell.links) if cell.nodes > 1 and cell.links else None
     return CellFacts(
         workload=cell.workload,
         setting=Setting.of(cell).text,
@@ -173,7 +249,7 @@ def facts_of(cell: Cell, here: Here) -> CellFacts:
         data=replicas,
         pipeline=layout.pipeline,
         tensor=layout.tensor,
-        cores=max(1, here.cores // cell.threads_per_device),
+        cores=max(1, measured.cores // cell.threads_per_device),
         micro_batches=cell.micro_batches,
         flops=float(facts.flops_per_sample * cell.global_batch) + more,
         operators=counted.number,
@@ -212,8 +288,8 @@ def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
     return with_defaults(Cell.model_validate(fields))
 
 
-def usual_setting(cells: Iterable[MeasuredCell]) -> Setting:
-    """The setting that most cells were measured in."""
+def usual_setting(cells: Iterable[LocalCell]) -> Setting:
+    """Returns the setting that most cells were measured in."""
     return Counter(Setting.of(cell.cell) for cell in cells).most_common(1)[0][0]
 
 
@@ -226,19 +302,19 @@ def data_for(workload: str, setting: Setting) -> str:
 
 
 def variants_of(
-    setting: Setting, here: Here, with_measured: bool = True
-) -> tuple[list[Variant], Counter[str]]:
-    """The cells of a setting that can run here, and why others cannot: each strategy with its
-    defaults, and with the options that were measured in any setting.
+    setting: Setting, measured: LocalMeasurements, with_observations: bool = True
+) -> tuple[list[LocalVariant], Counter[str]]:
+    """Returns the cells of a setting that can run here, and why others cannot.
 
-    `with_measured`: cells of the setting that were measured carry their figures.
+    They are each strategy with its defaults, and with the options measured in any setting.
+    `with_observations`: measured cells of the setting carry their figures.
     """
-    asked: dict[tuple[object, ...], Cell] = {}
+    runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
-    measured = {
-        (Setting.of(known.cell), _series(known.cell)): known.measured for known in here.cells
+    observations = {
+        (Setting.of(cell.cell), _series(cell.cell)): cell.observation for cell in measured.cells
     }
-    for strategy, more in _series_known(here):
+    for strategy, more in _known_series(measured):
         try:
             cell = cell_in(setting, strategy, **more)
             if not more and make_strategy(cell).layout(setting.devices).pipeline > 1:
@@ -249,35 +325,37 @@ def variants_of(
         except (Refused, Unavailable, UsageError) as error:
             refused[str(error)] += 1
             continue
-        asked.setdefault(_series(cell), cell)
+        runnable.setdefault(_series(cell), cell)
     variants = [
-        Variant(
+        LocalVariant(
             cell,
-            facts_of(cell, here),
-            measured.get((setting, key)) if with_measured else None,
+            facts_of(cell, measured),
+            observations.get((setting, key)) if with_observations else None,
         )
-        for key, cell in asked.items()
+        for key, cell in runnable.items()
     ]
     return variants, refused
 
 
-def _series_known(here: Here) -> list[tuple[str, dict[str, object]]]:
-    """Strategies with settings of their own: what was measured, and the defaults of each."""
-    known: dict[str, tuple[str, dict[str, object]]] = {}
-    for measured in here.cells:
-        cell = measured.cell
+def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, object]]]:
+    """Returns strategies with further fields of a cell: as measured, and each with its defaults."""
+    series: dict[str, tuple[str, dict[str, object]]] = {}
+    for local in measured.cells:
+        cell = local.cell
         more = {name: getattr(cell, name) for name in SERIES if name != "strategy"}
-        known.setdefault(str((cell.strategy, more)), (cell.strategy, more))
+        series.setdefault(str((cell.strategy, more)), (cell.strategy, more))
     for name, kind in strategies().items():
         if not any(field.is_required() for field in kind.model_fields.values()):
-            known[name] = (name, {})
-    return list(known.values())
+            series[name] = (name, {})
+    return list(series.values())
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns which strategy trains a cell and how, with its options written out: cells that leave
-    an option at its default are equal to those that give it. Options that an older record lacks
-    are today's defaults."""
-    known = cell if cell.defaults is not None else with_defaults(cell)
-    options = json.dumps({**(known.defaults or {}), **cell.options}, sort_keys=True)
+    """Returns which strategy trains a cell and how; equal for equal trainings.
+
+    Options are written out, so that giving a default value makes no difference. Older records lack
+    their defaults and get today's.
+    """
+    complete = cell if cell.defaults is not None else with_defaults(cell)
+    options = json.dumps({**(complete.defaults or {}), **cell.options}, sort_keys=True)
     return tuple(options if name == "options" else getattr(cell, name) for name in SERIES)

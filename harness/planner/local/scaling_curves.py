@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.local.cell_facts import CellFacts
+from harness.planner.local.cpu_prediction import CellFacts
 from harness.planner.local.local_calibration import CpuCalibration
 
 OUTSIDE = 0.05
@@ -17,7 +17,7 @@ that were measured, as a logarithm. Assumed: nothing measures beyond its own ran
 
 
 @dataclass(frozen=True)
-class Place:
+class ScalingInput:
     """A cell at some number of devices."""
 
     devices: int
@@ -29,7 +29,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """What is predicted there, in samples per second; `low` and `high` bound an 80 % interval."""
 
     devices: int
@@ -42,11 +42,11 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScalingCurve:
     """A strategy over numbers of devices."""
 
     label: str
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     end: str
     """Why it goes no further; empty where it goes as far as asked."""
 
@@ -66,12 +66,12 @@ def straggling(devices: int, seen: int, spread: float) -> float:
 
 def curve(
     label: str,
-    places: Sequence[Place],
+    places: Sequence[ScalingInput],
     calibration: CpuCalibration,
     most_measured: int,
     spread: float,
     end: str = "",
-) -> Curve:
+) -> ScalingCurve:
     """The curve of one strategy. `most_measured`: devices of the largest measured cells; `spread`:
     see `straggling`."""
     facts = [place.facts for place in places]
@@ -83,5 +83,7 @@ def curve(
         step = second * (1 + straggling(place.devices, most_measured, spread))
         wide = float(np.exp(width + OUTSIDE * beyond))
         rate = place.samples / step
-        points.append(Point(place.devices, rate, rate / wide, rate * wide, place.measured, beyond))
-    return Curve(label, tuple(points), end)
+        points.append(
+            ScalingPoint(place.devices, rate, rate / wide, rate * wide, place.measured, beyond)
+        )
+    return ScalingCurve(label, tuple(points), end)

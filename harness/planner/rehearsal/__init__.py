@@ -1,1 +1,1 @@
-"""Runs a strategy's own code on tensors without data, as one rank of a world that is not there."""
+"""Runs a strategy's own code on tensors without data, as one rank of a simulated world."""

@@ -1,4 +1,4 @@
-"""What a rank's tensors take, allocation by allocation: the peak of each part of a step, and what
+"""Adds up the tensors, allocation by allocation: the peak of each part of a step, and what
 is in memory then."""
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.measure.collectives import collective_call
+from harness.measure.collectives import Call, collective_call
 from harness.measure.states import local_part, retained
-from harness.planner.rehearsal.backend import backend_bytes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.optim import Optimizer
 
     from harness.strategy.job import TrainState
+
+WITH_A_COPY = ("all_gather", "reduce_scatter", "gather", "scatter")
+"""Operations for which the backend holds a tensor as large as the whole one: after it is gathered,
+before it is scattered. Gathers and scatters between a root and the others do so on the root only;
+this is not told apart."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """`parameters` also gathered ones, `gradients` also unreduced ones. `activations`: what forward
@@ -53,7 +57,12 @@ _KIND_OF: Mapping[Phase, Kind] = {
 _MESSAGES = ("send", "receive")
 
 
-class Place(NamedTuple):
+def backend_bytes(call: Call) -> int:
+    """Bytes of the tensors that gloo holds during a call, beside the call's own."""
+    return call.tensor_bytes if call.operation in WITH_A_COPY and call.group_size > 1 else 0
+
+
+class StepRegion(NamedTuple):
     """A part of the training in which the peak is looked for: a phase of a step, from the entry
     into one block of the model to the entry into the next one."""
 
@@ -75,7 +84,7 @@ class Allocation:
 
 
 @dataclass
-class PlacePeak:
+class RegionPeak:
     """The most bytes at a place, and what was in memory then."""
 
     nbytes: int
@@ -98,8 +107,8 @@ class Ledger(TorchDispatchMode):
         self.live: dict[int, Allocation] = {}
         """By the identity of the storage's Python object, which lives as long as the storage."""
         self.total = 0
-        self.peaks: dict[Place, PlacePeak] = {}
-        self.place = Place(-1, "set-up")
+        self.peaks: dict[StepRegion, RegionPeak] = {}
+        self.place = StepRegion(-1, "set-up")
         self.largest_buffer = 0
         """Bytes of the largest of the backend's own buffers during the steps."""
         self.updating = 0
@@ -109,7 +118,7 @@ class Ledger(TorchDispatchMode):
         self.models = 0
         """Models that were noted so far."""
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._rising: PlacePeak | None = None
+        self._rising: RegionPeak | None = None
         """The peak of the present place, if nothing has been freed since it was reached."""
         self._sequence: list[int] = [-1]
         self._entered: list[tuple[int, int] | None] = [None]
@@ -126,7 +135,7 @@ class Ledger(TorchDispatchMode):
         self.total += nbytes
         peak = self.peaks.get(place)
         if peak is None:
-            peak = self.peaks[place] = PlacePeak(0)
+            peak = self.peaks[place] = RegionPeak(0)
         if self.total > peak.nbytes:
             peak.nbytes = self.total
             self._rising = peak
@@ -191,8 +200,8 @@ class Ledger(TorchDispatchMode):
     def begin_step(self, step: int) -> None:
         """From here on, allocations are those of this step."""
         self._settle()
-        self.place = Place(step, "forward")
-        self.peaks[self.place] = PlacePeak(self.total)
+        self.place = StepRegion(step, "forward")
+        self.peaks[self.place] = RegionPeak(self.total)
         self._rising = self.peaks[self.place]
 
     def _phase(self) -> Phase:
@@ -202,14 +211,14 @@ class Ledger(TorchDispatchMode):
             return "update"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
-    def _present_place(self) -> Place:
+    def _present_place(self) -> StepRegion:
         phase, place = self._phase(), self.place
         if phase != place.phase:
-            place = Place(place.step, phase)
+            place = StepRegion(place.step, phase)
         if phase == "backward" and (node := torch._C._current_autograd_node()) is not None:
             at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
             if node.name() != "torch::autograd::AccumulateGrad" and (block := self._entered[at]):
-                return Place(place.step, phase, *block)
+                return StepRegion(place.step, phase, *block)
         return place
 
     def _note_block(self, block: tuple[int, int] | None) -> None:
@@ -225,7 +234,7 @@ class Ledger(TorchDispatchMode):
             self._note_block(block)
             if self._phase() == "forward":
                 self._settle()
-                self.place = Place(self.place.step, "forward", *block)
+                self.place = StepRegion(self.place.step, "forward", *block)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         if module in self.blocks:

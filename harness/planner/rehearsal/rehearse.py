@@ -1,26 +1,184 @@
-"""Rehearsal: how much memory does a training need, by the code that will run?
+"""Rehearsal: finds how much memory a training needs by running its own code.
 
 A strategy's own set-up and steps run as one rank of a world of any size, on tensors without data,
-and what these tensors would take is added up.
+and the bytes of these tensors are added up.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from harness.planner.rehearsal.depth import DEPTHS, at_depth, with_blocks
-from harness.planner.rehearsal.rank import RankPeaks, rehearse_rank
+import torch
+
+from harness.planner.rehearsal.ledger import KINDS, Kind, Ledger, Phase, StepRegion
+from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
+from harness.strategy.job import Job, Recompute, TrainState
 from harness.strategy.registry import validate
 from harness.workloads import Workload, make_workload
+from harness.workloads.recompute import recompute_blocks
 
+if TYPE_CHECKING:
+    from torch import nn
+
+FIRST_STEPS = 1
+"""Steps before those that repeat: the optimizer's state comes into being in the first."""
+DEPTHS = (3, 4, 5)
+"""Blocks of the shallow models: the first, the second, the last but one and the last block are what
+they are in a deep model, and the third depth shows whether memory grows evenly."""
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
+"""Entries of transformers' configs that say how many blocks a model has."""
+_UNEVEN = 1e-4
+"""Share of the peak by which growth from block to block may differ."""
 SMALL_WORLD = 8
 """Ranks up to which all are rehearsed unless some are chosen."""
+
+
+@dataclass
+class RehearsedJob(Job):
+    """A job whose models show a ledger which of their modules are blocks."""
+
+    ledger: Ledger | None = None
+
+    def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
+        built = super().model(recompute)
+        if self.ledger is not None:
+            self.ledger.note_model(built, self.workload.block_path)
+        return built
+
+
+class RelativeRegion(NamedTuple):
+    """A place of a training (see `Place`), its block counted from the nearer end of the model, so
+    that models of other depths have it too."""
+
+    step: int
+    phase: Phase
+    model: int
+    block: str
+    """`before the first block` that the phase comes to (forward the embedding, backward the head),
+    `block 0`, `block -1`, ...: negative numbers count from the last."""
+
+
+@dataclass(frozen=True)
+class RankPeaks:
+    """The peaks of a rank in bytes of its tensors."""
+
+    rank: int
+    blocks: int
+    """Of the model; 0 where its blocks are not known."""
+    places: dict[RelativeRegion, dict[Kind, int]]
+    """What is in memory at the peak of each part of the set-up and of each step."""
+    kept: int
+    """Bytes in memory between steps."""
+    largest_buffer: int = 0
+    """Bytes of the largest of the backend's own buffers."""
+    dealt_out: bool = False
+    """Whether its optimizer has only some of the parameters that its model trains: with another
+    number of blocks it would have others."""
+    depths: tuple[int, ...] = ()
+    """Blocks of the models from which this was extrapolated; empty: the whole model was
+    rehearsed."""
+
+    def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
+        """The largest of the peaks of the steps, or of the set-up."""
+        asked = {w: split for w, split in self.places.items() if (w.step < 0) == setup}
+        where = max(asked, key=lambda where: sum(asked[where].values()))
+        return where, asked[where]
+
+
+def rehearse_rank(
+    cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
+) -> RankPeaks:
+    """Rehearses set-up, the first step and one cycle of the others (see Strategy.cycle) of one rank
+    of the cell, with this workload as its model.
+
+    Raises what torch raises where an operator does not run on tensors without data.
+    """
+    ledger = Ledger()
+    with tempfile.TemporaryDirectory() as scratch:
+        device = torch.device("cpu")
+        job = RehearsedJob(cell, workload, layout, device, rank, Path(scratch), ledger=ledger)
+        with fake_rank(strategy, job), ledger.recording():
+            step = strategy.setup(job)
+            assert job.train_state is not None
+            ledger.mark_states(job.train_state)
+            for index in range(FIRST_STEPS + strategy.cycle):
+                ledger.begin_step(index)
+                step(fake_batch(job, index))
+                ledger.mark_states(job.train_state)
+            kept = ledger.total
+    places: dict[RelativeRegion, dict[Kind, int]] = {}
+    for place, peak in ledger.peaks.items():
+        for where in _from_ends(place, workload.blocks):
+            split = peak.split()
+            if sum(split.values()) > sum(places.get(where, {}).values()):
+                places[where] = split
+    dealt_out = _is_dealt_out(job.train_state)
+    return RankPeaks(rank, workload.blocks, places, kept, ledger.largest_buffer, dealt_out)
+
+
+def _is_dealt_out(train_state: TrainState) -> bool:
+    updated = sum(len(group["params"]) for o in train_state.optimizers for group in o.param_groups)
+    return updated < sum(p.requires_grad for p in train_state.model.parameters())
+
+
+def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
+    """The place, by its block's distance from the first and from the last block: one of the first
+    two, of the last two, or both in a model of three blocks."""
+    step, phase, model, block = place
+    if block < 0:
+        yield RelativeRegion(step, phase, model, "before the first block")
+        return
+    if block < 2 or blocks == 0:
+        yield RelativeRegion(step, phase, model, f"block {block}")
+    if block >= blocks - 2:
+        yield RelativeRegion(step, phase, model, f"block {block - blocks}")
+    elif block >= 2:
+        yield RelativeRegion(step, phase, model, "a block between")
+
+
+def with_blocks(workload: Workload, blocks: int) -> Workload | None:
+    """The same workload with so many blocks; None where its config is not the suite's own."""
+    key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
+    if key is None or not workload.block_path or workload.suffixes:
+        return None
+    return dataclasses.replace(workload, config={**workload.config, key: blocks}, blocks=blocks)
+
+
+def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
+    """The peaks of a rank of the model with so many blocks, from those at DEPTHS; None where they
+    do not grow evenly.
+
+    Every block adds the same bytes to what is in memory at a place: its part of the states, and its
+    activations if the place is one where they are in memory. The peak of a place is therefore a
+    straight line over the number of blocks, and the peak of the step is the largest of the lines'
+    values, whichever place that is in the deep model. Between the second and the last but one block
+    memory changes evenly from block to block, so that no block there has a higher peak than both.
+    """
+    last, before, first = shallow[2], shallow[1], shallow[0]
+    steps = blocks - DEPTHS[2]
+    splits: dict[RelativeRegion, dict[Kind, int]] = {}
+    uneven: dict[RelativeRegion, int] = {}
+    for where in last.places.keys() & before.places.keys() & first.places.keys():
+        a, b, c = (peaks.places[where] for peaks in (first, before, last))
+        splits[where] = {kind: c[kind] + steps * (c[kind] - b[kind]) for kind in KINDS}
+        total_a, total_b, total_c = (sum(split.values()) for split in (a, b, c))
+        uneven[where] = abs(total_c - 2 * total_b + total_a)
+    peak = max(sum(split.values()) for split in splits.values())
+    for where, difference in uneven.items():
+        if difference > _UNEVEN * peak and sum(splits[where].values()) > 0.9 * peak:
+            return None
+    kept = last.kept + steps * (last.kept - before.kept)
+    return RankPeaks(last.rank, blocks, splits, kept, last.largest_buffer, depths=DEPTHS)
 
 
 @dataclass(frozen=True)

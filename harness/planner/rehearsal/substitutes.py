@@ -38,6 +38,7 @@ Patch = contextlib.AbstractContextManager[object]
 Function = Callable[..., Any]
 
 put = mock.patch.object
+_SWAP = torch.utils.swap_tensors
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Substitution:
     patches: Callable[[Job], Iterable[Patch]]
 
 
-class KeptMode(FakeTensorMode):
+class CopyableFakeMode(FakeTensorMode):
     """A fake mode that its tensors keep when they are copied, and that knows which of them are
     answers of `all()`."""
 
@@ -57,7 +58,7 @@ class KeptMode(FakeTensorMode):
         super().__init__()
         self.true = WeakTensorKeyDictionary()
 
-    def __deepcopy__(self, memo: object) -> KeptMode:
+    def __deepcopy__(self, memo: object) -> CopyableFakeMode:
         return self
 
     def __torch_dispatch__(
@@ -78,7 +79,7 @@ def values(job: Job) -> Iterator[Patch]:
     result."""
     aten = torch.ops.aten
 
-    def item(mode: KeptMode, func: object, tensor: Tensor) -> float:
+    def item(mode: CopyableFakeMode, func: object, tensor: Tensor) -> float:
         return 0.0 if tensor.is_floating_point() else int(tensor in mode.true)
 
     def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
@@ -97,9 +98,6 @@ def values(job: Job) -> Iterator[Patch]:
     if job.cell.device == "cuda":
         answers |= {aten._pin_memory.default: pin, aten.is_pinned.default: pinned}
     yield mock.patch.dict(fake_impls.op_implementations_dict, answers)
-
-
-_SWAP = torch.utils.swap_tensors
 
 
 def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug as tensor_caches
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, KeptMode, Substitution
+from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, CopyableFakeMode, Substitution
 from harness.spec.training import Batch
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
@@ -44,7 +44,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
             for substitution in (*SUBSTITUTIONS, *more):
                 for patch in substitution.patches(job):
                     stack.enter_context(patch)
-            stack.enter_context(KeptMode())
+            stack.enter_context(CopyableFakeMode())
             yield
     finally:
         if strategy.process_group:

@@ -1,0 +1,159 @@
+"""Answers what `bench plan --here` asks: which strategy to train with on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import get_args
+
+from harness.analysis.setting import Setting
+from harness.planner.local.local_calibration import (
+    CpuCalibration,
+    base_of,
+    calibrate_cells,
+    leave_out,
+    with_spreads,
+)
+from harness.planner.local.local_plan import LocalGoal, LocalPlan, LocalVariant, rank_variants
+from harness.planner.local.measurements import (
+    LocalMeasurements,
+    data_for,
+    usual_setting,
+    variants_of,
+)
+from harness.spec.errors import UsageError
+from harness.spec.link import link_text
+from harness.workloads import make_workload
+
+DEFAULT_RANKS = 2
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to train and what to rank by; None means as most cells were measured."""
+
+    workload: str | None = None
+    devices: int | None = None
+    per_node: int | None = None
+    link: str | None = None
+    sequence_length: int | None = None
+    batch: int | None = None
+    precision: str | None = None
+    goal: str = "throughput"
+    unseen: bool = False
+    """Whether to predict as if no cell of the model had been measured."""
+
+    def check(self) -> None:
+        """Raises UsageError for a value without meaning, before anything is read."""
+        if self.workload:
+            make_workload(self.workload)
+        for name, value, least in (
+            ("--devices", self.devices, 1),
+            ("--per-node", self.per_node, 1),
+            ("--seq", self.sequence_length, 2),
+            ("--batch", self.batch, 1),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{name} {value}: give at least {least}")
+        if self.precision not in (None, "fp32", "bf16", "fp16"):
+            raise UsageError(f"--precision {self.precision!r}: give fp32, bf16 or fp16")
+        links = self.links
+        if self.per_node is not None and not links:
+            raise UsageError("--per-node needs --link here: without it all ranks are on one node")
+        devices, per_node = self.devices or DEFAULT_RANKS, self.per_node or 1
+        if links and (devices % per_node or devices == per_node):
+            raise UsageError(
+                f"--devices {devices} with --per-node {per_node}: a link needs at least two nodes,"
+                " all of them full"
+            )
+        if self.goal not in get_args(LocalGoal):
+            goals = " or ".join(get_args(LocalGoal))
+            raise UsageError(f"--goal {self.goal!r} with --here: give {goals}")
+
+    @property
+    def links(self) -> str:
+        """Text of the emulated link; empty without one. Raises UsageError if it is malformed."""
+        try:
+            return link_text(self.link or "")
+        except ValueError as error:
+            raise UsageError(f"--link {self.link!r}: {error}") from None
+
+    def setting(self, measured: LocalMeasurements) -> Setting:
+        """Returns the requested setting, completed by the most-measured one."""
+        usual, links = usual_setting(measured.cells), self.links
+        devices = self.devices or DEFAULT_RANKS
+        workload = self.workload or usual.workload
+        return dataclasses.replace(
+            usual,
+            workload=workload,
+            data=data_for(workload, usual),
+            devices=devices,
+            global_batch=self.batch or usual.global_batch,
+            sequence_length=self.sequence_length or usual.sequence_length,
+            precision=self.precision or "fp32",
+            nodes=devices // (self.per_node or 1) if links else 1,
+            links=links,
+        )
+
+
+def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
+    """Returns the calibration that the measured cells give, without those of workload `unseen`.
+
+    Raises UsageError if too little was measured.
+    """
+    observations = [
+        cell.observation
+        for cell in measured.cells
+        if not unseen or base_of(cell.observation.facts) != unseen.split("+")[0]
+    ]
+    return with_spreads(calibrate_cells(observations), leave_out(observations))
+
+
+def plan_setting(
+    setting: Setting,
+    request: PlanRequest,
+    measured: LocalMeasurements,
+    calibration: CpuCalibration,
+) -> tuple[LocalPlan, list[LocalVariant]]:
+    """Returns the plan of a setting and the variants that it ranks.
+
+    Raises UsageError if nothing can run.
+    """
+    goal: LocalGoal = next(goal for goal in get_args(LocalGoal) if goal == request.goal)
+    variants, refused = variants_of(setting, measured, not request.unseen)
+    batch, memory = setting.global_batch, measured.memory_bytes
+    plan = rank_variants(setting.text, variants, calibration, batch, memory, goal, Counter(refused))
+    return plan, variants
+
+
+def sweep_settings(
+    setting: Setting,
+    request: PlanRequest,
+    measured: LocalMeasurements,
+    calibration: CpuCalibration,
+) -> dict[str, dict[int, LocalPlan | str]]:
+    """Returns plans by workload and number of ranks, or the reason if nothing can run.
+
+    The workloads are the requested one and all measured ones; the numbers of ranks are powers of
+    two up to this machine's cores.
+    """
+    counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
+    answers: dict[str, dict[int, LocalPlan | str]] = {}
+    for workload in dict.fromkeys((setting.workload, *calibration.workloads)):
+        for devices in counts:
+            links = setting.links if devices > 1 else ""
+            varied = dataclasses.replace(
+                setting,
+                workload=workload,
+                data=data_for(workload, setting),
+                devices=devices,
+                links=links,
+                nodes=devices if links else 1,
+            )
+            try:
+                answer: LocalPlan | str = plan_setting(varied, request, measured, calibration)[0]
+            except UsageError as error:
+                answer = str(error)
+            answers.setdefault(workload, {})[devices] = answer
+    return answers
