@@ -1,2 +1,5 @@
-"""Predicts step time and memory before anything runs: `cluster` by closed forms for layouts on many
-devices, `local` from this machine's own measurements, `rehearsal` by running a strategy's code."""
+"""Predicts step time and memory of trainings before they run.
+
+`cluster` ranks layouts on many devices by closed forms, `local` predicts this machine from its own
+measurements, and `rehearsal` runs a strategy's code on tensors without data.
+"""

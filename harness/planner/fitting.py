@@ -1,4 +1,4 @@
-"""Fits constants to measurements: robustly, with priors, within physical bounds."""
+"""Fits constants to measurements: robustly, with priors and within physical bounds."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 LEVEL = 0.8
-"""Share of the calibration's own consistent rows that the 80 % intervals cover."""
+"""Share of measurements that the 80 % intervals cover."""
 SCALE = 0.05
-"""Logarithm of an ordinary error: rows that are much farther off hardly count (Cauchy loss)."""
+"""Logarithm of an ordinary error; much larger errors hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
-"""A constant one standard deviation off its prior costs as much as a row off by this x SCALE."""
+"""Error of a row, in units of SCALE, that costs as much as a constant one standard deviation off
+its prior."""
 MOST_EVALUATIONS = 60
-"""Of a fit."""
+"""Limit on the steps of a fit."""
 ENOUGH = 1e-4
 """Relative change of the loss at which a fit ends."""
 STEP = 1e-5
-"""Of an unknown, in standard deviations of its prior, for the slope of the residuals."""
+"""Change of an unknown, in standard deviations of its prior, that measures the slopes."""
 
 Constants = TypeVar("Constants")
-"""A frozen dataclass whose fields are declared with their bounds (see constants.py)."""
+"""A frozen dataclass whose fields are declared by `constant`."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a constant may be, from physics and not from any measurement of a whole step."""
+    """Bounds and prior of a constant, from physics rather than from measured steps."""
 
     low: float
     high: float
     prior: float
-    """The value that is believed without data."""
+    """Value that is believed without data."""
     spread: float
     """Standard deviation of that belief."""
     unit: str
     meaning: str
     source: str
-    """Of prior and bounds."""
+    """Source of prior and bounds."""
 
 
 def constant(
@@ -57,7 +58,7 @@ def constant(
 
 
 def bounds_of(kind: type) -> dict[str, Bounds]:
-    """The bounds of each constant of a dataclass of constants, by its name."""
+    """Returns the bounds of each field of a dataclass of constants, by name."""
     return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}
 
 
@@ -69,12 +70,13 @@ def fit(
     effect_spread: float | Floats = 1.0,
     scale: float = SCALE,
 ) -> tuple[Constants, Floats]:
-    """The constants that bring predictions closest to measurements, on logarithms.
+    """Returns the constants and effects that bring predictions closest to measurements.
 
-    `predict` gives the predictions (shape of `measured`, in its unit) of constants and of effects:
-    further unknowns that are believed to be 0 with the standard deviation `effect_spread`, of all
-    or of each. `effects` (shape [measured, kinds]) numbers them from 0: those that a row depends
-    on. `scale`: logarithm of an ordinary error. Returns the constants and the effects.
+    Differences are taken between logarithms. `predict` maps constants and effects to predictions
+    with the shape and unit of `measured`. Effects are further unknowns with prior 0 and standard
+    deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) holds
+    the numbers, from 0, of the effects that each row depends on. `scale` is the logarithm of an
+    ordinary error.
     """
     bounds = bounds_of(kind)
     prior = np.array([b.prior for b in bounds.values()])
@@ -90,13 +92,16 @@ def fit(
         return make(**dict(zip(bounds, values.tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
-        own, others = x[: len(prior)], x[len(prior) :]
-        errors = np.log(predict(constants(own), others * effect_spread) / measured)
+        errors = np.log(
+            predict(constants(x[: len(prior)]), x[len(prior) :] * effect_spread) / measured
+        )
         return np.concatenate([errors, PRIOR_WEIGHT * scale * x])
 
     def slopes(x: Floats) -> Floats:
-        """Of the residuals (rows) by the unknowns (columns). All effects of a kind are varied at
-        once, as a row depends on one of each."""
+        """Returns the slopes of residuals (rows) by unknowns (columns).
+
+        A row depends on one effect of each kind, so all effects of a kind are varied at once.
+        """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
         result = np.zeros((len(measured) + len(x), len(x)))
@@ -135,9 +140,12 @@ def _descend(
     highest: Floats,
     scale: float,
 ) -> Floats:
-    """The unknowns of the least Cauchy loss, within bounds: Levenberg-Marquardt steps on residuals
-    that are weighted anew before each (Holland and Welsch, 1977). scipy's own takes the singular
-    values of all slopes for every step, which is tens of times slower with hundreds of effects."""
+    """Returns the unknowns with the smallest Cauchy loss, within bounds.
+
+    Takes Levenberg-Marquardt steps on residuals that are reweighted before each step (Holland and
+    Welsch, 1977). scipy decomposes all slopes for every step, which is tens of times slower with
+    hundreds of effects.
+    """
 
     def loss(errors: Floats) -> float:
         return float(np.log1p((errors / scale) ** 2).sum())

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.planner.cluster import axis_links, step_time
 from harness.planner.cluster import layout_memory as memory_formulas
+from harness.planner.cluster import step_time
 from harness.planner.cluster.cluster_plan import plan
 from harness.planner.cluster.hardware import BandwidthCurve, curve_of
 from harness.planner.cluster.layout_memory import model_states
@@ -232,9 +232,9 @@ UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|Micro-batches|operations"
         step_time._layer,
         step_time.step_time,
         step_time.stage_seconds,
-        axis_links.AxisBandwidths.between_stages,
-        axis_links.AxisBandwidths.layer_communication,
-        axis_links.AxisBandwidths.data_axis,
+        step_time.AxisBandwidths.between_stages,
+        step_time.AxisBandwidths.layer_communication,
+        step_time.AxisBandwidths.data_axis,
         curve_of,
         energy,
         one_forward_one_backward,

@@ -1,4 +1,4 @@
-"""Fits the constants to measured runs: robustly, with priors, within physical bounds."""
+"""Fits the constants of the cluster planner to measured runs."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from harness.planner.fitting import LEVEL, Bools, Floats, fit
 from harness.spec.errors import UsageError
 
 LAPSE = 0.03
-"""Share of runs that fail, or run, for reasons that have nothing to do with memory."""
+"""Share of runs that fail, or succeed, for reasons unrelated to memory."""
 SHARPEST = 0.04
-"""Least standard deviation of the logarithm of a limit: the median error of predicted memory."""
+"""Smallest standard deviation of a limit's logarithm: the median error of predicted memory."""
 NEAR_LIMIT = 0.8
-"""Share of the device's memory from which a run may be slow for want of memory."""
+"""Share of the device's memory above which a run may be slow for lack of memory."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the logarithm of how many times as long such a run takes, where
-fewer than FEW_SLOW were measured. Assumed."""
+"""Mean and standard deviation of the logarithm of such a run's slowdown. Assumed if fewer than
+FEW_SLOW were measured."""
 FEW_SLOW = 5
 FEWEST = 20
-"""Rows that a calibration needs."""
+"""Smallest number of rows for a calibration."""
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Rows of one model on one number of nodes: what one question asks for."""
+    """Rows of one model on one number of nodes, and the question that they answer."""
 
     rows: Bools
     question: ClusterQuestion
 
 
 def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
-    """The rows of each model on each number of nodes."""
+    """Yields the rows of each model on each number of nodes."""
     for model in sorted(set(runs.models)):
         for nodes in np.unique(runs.nodes):
             rows = (runs.model_column == model) & (runs.nodes == nodes)
@@ -71,13 +71,13 @@ def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
 def predicted(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> Iterator[tuple[RunGroup, Predictions]]:
-    """Predictions of every group of rows, with rank 0's memory."""
+    """Yields the predictions for every group of rows, with the memory of rank 0."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
 
 def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalibration:
-    """The calibration that these runs give; raises UsageError where there are too few."""
+    """Returns the calibration fitted to these runs; raises UsageError if there are too few."""
     ran = runs.take(runs.ran)
     if len(ran) < FEWEST:
         raise UsageError(
@@ -103,7 +103,7 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
             ).reserved
         return result
 
-    # Rows that contradict others ran with other code, which holds other memory as well.
+    # Rows that contradict others ran different code, whose memory differs too.
     measured = np.isfinite(ran.memory_bytes) & ran.consistent()
     memory_constants, _ = fit(
         MemoryConstants,
@@ -129,7 +129,7 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
 
 
 def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration) -> ClusterSpread:
-    """How measurements lie around the predictions of this calibration."""
+    """Returns how measurements spread around the predictions of this calibration."""
     count = len(runs)
     seconds, reserved, demand, least = np.zeros((4, count))
     possible = np.zeros(count, bool)
@@ -154,7 +154,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     of_memory = np.abs(np.log(reserved[rows] / runs.memory_bytes[rows]))
     consistent = runs.consistent()
     possible &= ~runs.refuted
-    # Rows that contradict others ran with other code: they say nothing of full speed.
+    # Rows that contradict others ran different code: they tell nothing about full speed.
     known = possible & (consistent | ~runs.ran)
     room = _limit(demand[known] / cluster.memory_bytes, runs.ran[known])
     end = _limit(least[possible] / cluster.memory_bytes, runs.ran[possible])
@@ -173,7 +173,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """The limit under which these shares of memory passed or failed most likely."""
+    """Returns the maximum-likelihood limit, given which shares of memory passed it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))

@@ -1,5 +1,4 @@
-"""The constants that predictions rest on: their bounds, their fitted values and how far to trust
-them."""
+"""Constants of the cluster planner: their bounds, fitted values and uncertainty."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """Of the step time."""
+    """Constants of the step time."""
 
     matmul_efficiency: float = constant(
         0.8,
@@ -207,11 +206,11 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of the memory that the allocator takes from the device.
+    """Constants of the memory that the allocator takes from the device.
 
-    Where a prior is a count of what the software keeps, it is believed to within 1 to 3 %: what a
-    count leaves out is small (masks, statistics of norms). What the allocator does with it is not
-    known so well, and is for `fragmentation`, `overhead` and `knee`.
+    Priors that count what the software keeps are believed to within 1 to 3 %, because little is
+    left out (masks, statistics of norms). The allocator's behaviour is less certain; it is the
+    subject of `fragmentation`, `overhead` and `knee`.
     """
 
     fragmentation: float = constant(
@@ -295,49 +294,49 @@ class MemoryConstants:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit of memory that is not sharp."""
+    """A soft limit of memory."""
 
     share: float
-    """Of the device's memory, at which half of all runs pass it."""
+    """Share of the device's memory at which half of all runs stay below the limit."""
     spread: float
     """Standard deviation of the logarithm of that share."""
 
     def passed(self, demand: Floats, memory_bytes: float) -> Floats:
-        """Probability that the demand, in bytes, stays below the limit."""
+        """Returns the probability that a demand in bytes stays below the limit."""
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / self.spread)
         return result
 
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Of measurements around predictions."""
+    """Spread of measurements around predictions."""
 
     time: float
     """Half-width of the 80 % interval of the logarithm of the step time, on one node."""
     time_per_doubling: float
-    """By how much it grows with each doubling of the nodes."""
+    """Growth of `time` with each doubling of the nodes."""
     memory: float
     """Half-width of the 80 % interval of the logarithm of peak memory."""
     room: MemoryLimit
-    """For what the allocator would reserve: beyond it, it frees and asks again in every
-    micro-batch, which takes many times as long."""
+    """Limit for the allocator's demand. Beyond it, memory is freed and requested again in every
+    micro-batch, which is many times slower."""
     end: MemoryLimit
-    """For what is left when it has freed all it can: beyond it, the run fails."""
+    """Limit for what remains once everything possible is freed. Beyond it, the run fails."""
     slow: float
-    """Logarithm of how many times as long as predicted a run beyond `room` takes."""
+    """Mean logarithm of the slowdown of a run beyond `room`."""
     slow_spread: float
     """Standard deviation of that logarithm."""
     outside: float = 0.025
-    """By how much each half-width grows with each doubling beyond the calibrated range. Assumed:
-    no calibration measures beyond its own range."""
+    """Growth of each half-width with each doubling beyond the calibrated range. Assumed: no
+    calibration measures beyond its own range."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
-        """By how much the logarithm of the step time may lie above the predicted one: it does so in
-        one of ten runs, where the share `slow` of the runs (shape of both arrays) is beyond `room`.
+        """Returns the half-width above the predicted logarithm of the step time.
 
-        The 0.9-quantile of a mixture of two normal distributions: that of runs at full speed, with
-        `half_width`, and that of slow runs. While less than a tenth is slow, the former's quantile
-        is moved out; else it lies among the slow ones. Never less than `half_width`.
+        One run in ten lies above it if the share `slow` of runs is beyond `room` (shape of both
+        arrays). It is the 0.9-quantile of a mixture of two normal distributions: runs at full
+        speed, with `half_width`, and slow runs. If less than a tenth is slow, the quantile of fast
+        runs moves outwards; otherwise it lies among the slow ones. Never less than `half_width`.
         """
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
@@ -350,7 +349,7 @@ class ClusterSpread:
 
 @dataclass(frozen=True)
 class CalibratedRange:
-    """What the calibration has seen."""
+    """Range of the measurements that a calibration was fitted to."""
 
     parameters: tuple[float, float]
     nodes: tuple[int, int]
@@ -358,7 +357,7 @@ class CalibratedRange:
     pipeline: int
 
     def beyond(self, parameters: float, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Doublings outside of the range, over all its sides (shape of the arrays); 0 inside."""
+        """Returns the doublings outside the range, summed over its sides; 0 inside."""
         low, high = self.parameters
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
         few, many = self.nodes
@@ -374,20 +373,22 @@ class CalibratedRange:
 
 @dataclass(frozen=True)
 class ClusterCalibration:
-    """All that a prediction needs beyond the question."""
+    """Everything that a prediction needs besides the question."""
 
     source: str
-    """What it was fitted to, and how."""
+    """Measurements that it was fitted to."""
     time: TimeConstants
     memory: MemoryConstants
     spread: ClusterSpread
     range: CalibratedRange
     links: str
-    """Of the cluster that was measured."""
+    """Links of the measured cluster."""
 
     def time_on(self, links: str) -> TimeConstants:
-        """The constants of the step time on a cluster with these links: `pipeline_stall` is a habit
-        of the software that was measured, which nothing says of runs elsewhere."""
+        """Returns the constants of the step time on a cluster with these links.
+
+        `pipeline_stall` is a habit of the measured software, so it is 0 on other links.
+        """
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
     def save(self, file: Path) -> None:
@@ -398,9 +399,9 @@ class ClusterCalibration:
 
 
 def load(file: Path = DEFAULT) -> ClusterCalibration:
-    """The calibration of a file.
+    """Reads a calibration file.
 
-    Raises UsageError where the file cannot be read, or a constant is outside of its bounds.
+    Raises UsageError if the file cannot be read or a constant is outside its bounds.
     """
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
@@ -415,12 +416,12 @@ def load(file: Path = DEFAULT) -> ClusterCalibration:
 
 
 def require_within_bounds(constants: TimeConstants | MemoryConstants, where: str) -> None:
-    """Raises UsageError for the first constant that physics excludes."""
+    """Raises UsageError for the first constant outside its physical bounds."""
     for name, bounds in bounds_of(type(constants)).items():
         value = getattr(constants, name)
         slack = 1e-9 * (bounds.high - bounds.low)
         if not bounds.low - slack <= value <= bounds.high + slack:
             raise UsageError(
-                f"{where}: {name} is {value:g} {bounds.unit}, outside of its bounds"
+                f"{where}: {name} is {value:g} {bounds.unit}, outside its bounds"
                 f" {bounds.low:g} to {bounds.high:g}"
             )

@@ -1,5 +1,5 @@
-"""Ranks the layouts of a question, drops what cannot run and says why; and does so for models and
-numbers of devices around the question."""
+"""Ranks the layouts of a question, drops those that cannot run, and repeats this for neighbouring
+models and numbers of devices."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 TIE = 0.01
-"""Logarithm of speeds that no measurement of single steps tells apart: of these layouts the one
-that needs less memory is preferred."""
+"""Difference in the logarithm of speed below which layouts are tied; the one that needs less memory
+is preferred."""
 TRIED = 3
-"""Places of the list whose layouts are chosen to be tried beside each other."""
+"""Number of first ranks whose layouts are chosen to be tried together."""
 CONSIDERED = 512
-"""Layouts, the fastest by prediction and the first by speed times the probability to fit, that are
-considered for the places after the first."""
+"""Number of layouts considered for these ranks: the fastest, and the best by speed times the
+probability to fit."""
 STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and how many standard deviations it spans on both sides."""
+"""Points of the integral over speed, and standard deviations that it spans on both sides."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
-"""Layouts, best first, whose pipelines are simulated."""
+"""Number of layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Stages, and micro-batches, of a simulated pipeline; further micro-batches each take as long as
-the slowest stage."""
+"""Limits on stages and micro-batches of a simulated pipeline. Further micro-batches each take as long
+as the slowest stage."""
 MOST_DEVICES = 2**16
-"""Up to which devices are added where nothing fits."""
+"""Largest number of devices that is tried if nothing fits."""
 SURE = 0.9
-"""Probability to fit from which a layout counts as fitting, where memory is the goal."""
+"""Probability from which a layout counts as fitting, if memory is the goal."""
 MOST_SIZES = 5
 SPAN = 16.0
-"""Models are compared whose parameters are at most so many times more or fewer."""
+"""Largest ratio of the parameters of models that are compared."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
-"""Doublings of the devices below and above those that are asked for."""
+"""Doublings of the devices below and above the question's."""
 
 
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
-    """Row numbers, best first (all arrays of shape [rows]).
+    """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first place is for who runs one layout: the largest product of speed and probability to fit,
-    in classes of TIE, and within a class the least memory. The next places, up to TRIED, are for
-    who tries these layouts and keeps the fastest that ran: each goes to the layout that adds most
-    to the expected best speed of those before it (expected improvement: Jones, Schonlau and Welch,
-    1998). So a faster layout that may not fit comes second, where a layout that fits as surely as
-    the first and is slower would add little. All others follow by speed times probability.
+    The first rank is for users who run one layout: the largest product of speed and probability to
+    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, are for
+    users who try these layouts and keep the fastest. Each goes to the layout that adds most to the
+    expected best speed of those before it (expected improvement: Jones, Schonlau and Welch, 1998).
+    So a faster layout that may not fit comes second, because a slower one that surely fits would
+    add little. All others follow by speed times probability.
 
-    `half_width` is of the 80 % interval of the logarithm of the seconds; errors, and whether memory
-    suffices, are taken as independent between layouts.
+    `half_width` belongs to the 80 % interval of the logarithm of the seconds. Errors, and whether
+    memory suffices, are treated as independent between layouts.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -78,23 +78,23 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
 
 
 class _Gains:
-    """Expected improvements over what is picked, of layouts with log-normal speeds that are 0 where
-    they do not fit."""
+    """Expected improvements over the picked layouts; speeds are log-normal, or 0 if a layout does not
+    fit."""
 
     def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
         reach = DEVIATIONS * float(deviation.max())
         grid = np.linspace(log_speed.min() - reach, log_speed.max() + reach, STEPS)
         self.widths = np.diff(np.exp(grid), prepend=0.0)
-        """Of each step in speed; the first reaches down to 0."""
+        """Width of each step in speed; the first reaches down to 0."""
         passed = ndtr((grid - log_speed[:, None]) / np.maximum(deviation, 1e-9)[:, None])
         self.slower = 1 - fits[:, None] * (1 - passed)
         """Probability that a layout is slower than each point (shape [rows, STEPS])."""
         self.all_slower = np.ones(STEPS)
-        """That all picked ones are."""
+        """Probability that all picked layouts are slower than each point."""
         self.not_picked = np.ones(len(log_speed), bool)
 
     def after(self, picked: int) -> int:
-        """The row that adds most, once this one is picked too."""
+        """Picks a row; returns the row that would then add most."""
         self.all_slower = self.all_slower * self.slower[picked]
         self.not_picked[picked] = False
         # E[max(a, b)] - E[b] is the integral of P(a > x) P(b < x) over x.
@@ -104,7 +104,7 @@ class _Gains:
 
 @dataclass(frozen=True)
 class ClusterStepParts:
-    """Seconds of a step."""
+    """Parts of a step time, in seconds."""
 
     compute: float
     activation_exchange: float
@@ -117,7 +117,7 @@ class ClusterStepParts:
 
 @dataclass(frozen=True)
 class ClusterCandidate:
-    """A layout and what is predicted of it. Each `low` and `high` bound an 80 % interval."""
+    """A layout and its predictions. Each `low` and `high` bound an 80 % interval."""
 
     layout: PlannedLayout
     strategy: str
@@ -125,7 +125,7 @@ class ClusterCandidate:
     seconds_low: float
     seconds_high: float
     tokens_per_second: float
-    """Of all devices together."""
+    """Throughput of all devices together."""
     parts: ClusterStepParts
     states_bytes: float
     activations_bytes: float
@@ -134,34 +134,34 @@ class ClusterCandidate:
     reserved_bytes: float
     reserved_low: float
     reserved_high: float
-    """May exceed the device's memory: then it may not fit."""
+    """Upper bound; may exceed the device's memory."""
     fits: float
     """Probability to run at full speed."""
     doublings_beyond: float
-    """How far outside of the calibrated range the question is; 0 inside."""
+    """Doublings outside the calibrated range; 0 inside."""
     price: float | None = None
-    """Of a billion tokens, in the unit of the price given; None without a price."""
+    """Price of a billion tokens, in the currency given; None without a price."""
     joules_per_token: float | None = None
-    """Of all devices; None unless energy is the goal. The next two bound its interval."""
+    """Energy of all devices; None unless energy is the goal. The next two bound its interval."""
     joules_low: float | None = None
     joules_high: float | None = None
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The answer."""
+    """Ranked layouts that answer a question."""
 
     question: ClusterQuestion
     goal: str
     candidates: tuple[ClusterCandidate, ...]
-    """Best first."""
+    """Layouts, best first."""
     considered: int
     dropped: dict[str, int]
-    """Layouts that cannot run, by the reason."""
+    """Numbers of layouts that cannot run, by reason."""
 
 
 def strategy_of(layout: PlannedLayout) -> str:
-    """The name by which people know a layout."""
+    """Returns the common name of a layout, such as `ZeRO-1 + tensor`."""
     words = []
     shards = layout.data * layout.context
     if shards > 1:
@@ -182,11 +182,11 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is of one device. Raises UsageError where no layout divides or none fits; the
-    sentence says what is missing and the nearest question that has an answer.
+    `price_per_hour` is that of one device. Raises UsageError if no layout divides or none fits; the
+    message says what is missing and names the nearest question that has an answer.
     """
     if goal not in GOALS:
-        raise UsageError(f"goal {goal!r} is not known; known are {', '.join(GOALS)}")
+        raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
     if layouts is None:
         layouts = enumerate_layouts(question)
     result = predict(question, layouts, calibration)
@@ -204,7 +204,7 @@ def plan(
         kept = kept if len(kept) else order
         best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
     else:
-        # On given devices, the cost follows from the time alone.
+        # On given devices, cost follows from time alone.
         ranks = seconds if used is None else used.per_token
         columns = (ranks, result.fits, result.memory.demand, result.half_width)
         best = order[ranked(*(column[order] for column in columns))]
@@ -227,7 +227,7 @@ def plan(
 def _refined(
     question: ClusterQuestion, result: Predictions, rows: Ints, calibration: ClusterCalibration
 ) -> Floats:
-    """The seconds of all layouts, those of the first few by a simulation of their schedule."""
+    """Returns the seconds of all layouts; those in `rows` by simulating their schedule."""
     seconds = result.seconds.copy()
     layouts = result.layouts
     simulated = [
@@ -276,7 +276,7 @@ def _candidate(
             compute=float(time.compute[row]),
             activation_exchange=float(time.activation_exchange[row]),
             data=float(time.data[row]),
-            # The simulation changes nothing but the waiting.
+            # The simulation only changes the waiting.
             bubble=float(time.bubble[row] + seconds - result.seconds[row]),
             launch=float(time.launch[row]),
             offload=float(time.offload[row]),
@@ -298,7 +298,7 @@ def _candidate(
 def _with_energy(
     candidate: ClusterCandidate, used: LayoutEnergy | None, row: int
 ) -> ClusterCandidate:
-    """The candidate with the energy of its row, where energy is known."""
+    """Returns the candidate with the energy of its row, if energy was predicted."""
     if used is None:
         return candidate
     joules, wide = float(used.per_token[row]), float(np.exp(used.half_width[row]))
@@ -308,7 +308,7 @@ def _with_energy(
 
 
 def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
-    """How many layouts cannot run for which reason."""
+    """Counts the layouts that cannot run, by reason."""
     reasons = Counter(
         "an empty stage of the pipeline"
         if not result.filled[row]
@@ -316,7 +316,7 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
         if not result.fed[row]
         else "memory"
         if result.stored[row]
-        else "what a node can hold of what is offloaded"
+        else "offload exceeds what a node can hold"
         for row in rows
     )
     return dict(reasons.most_common())
@@ -325,8 +325,11 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
 def _nothing_fits(
     question: ClusterQuestion, result: Predictions, calibration: ClusterCalibration
 ) -> str:
-    """What is missing where no layout fits, and the nearest question in which one does: with a
-    larger batch where pipelines lack micro-batches, on more devices, or with a shorter sequence."""
+    """Returns an error text for a question without fitting layout.
+
+    It says what is missing and how to fit: a larger batch if pipelines lack micro-batches, more
+    devices, or a shorter sequence.
+    """
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
         return (
@@ -341,7 +344,7 @@ def _nothing_fits(
         return f"{words}; it fits {devices} of them"
     remedies = []
     if len(cluster.reduce.nodes) == 1:
-        remedies.append(f"say what links more than one node of {cluster.per_node} would have")
+        remedies.append(f"add the rate between nodes of {cluster.per_node} to --link")
     if shorter := _shorter_sequence(question, calibration):
         remedies.append(f"give a sequence of {shorter} tokens, which fits")
     else:
@@ -350,8 +353,7 @@ def _nothing_fits(
 
 
 def _fed_batch(result: Predictions) -> int:
-    """The smallest batch that gives a pipeline, with the other sizes of its layout, as many
-    micro-batches as its schedule needs."""
+    """Returns the smallest batch that gives some pipeline as many micro-batches as it needs."""
     layouts = result.layouts
     plain = layouts.chunks == 1
     needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
@@ -359,8 +361,7 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    """The least memory of the layouts whose nodes hold what they offload, and whether others do
-    not."""
+    """Returns a text on the least memory that a layout needs, and on offload that exceeds a node."""
     cluster, words = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
@@ -375,7 +376,7 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
 
 
 def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
-    """Whether some layout is not refused."""
+    """Returns whether some layout is not refused."""
     try:
         layouts = enumerate_layouts(question)
     except UsageError:
@@ -384,8 +385,8 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """The fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if none does or
-    the links between nodes are not known."""
+    """Returns the fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if there
+    are none or the links between nodes are unknown."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -403,8 +404,8 @@ def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) ->
 
 
 def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """The largest power of two of tokens, fewer than asked for, with which a layout fits; 0 if not
-    even one token does."""
+    """Returns the longest shorter sequence, a power of two, with which a layout fits; 0 if none
+    does."""
     low, high = -1, (question.sequence_length - 1).bit_length()
     while high - low > 1:
         middle = (low + high) // 2
@@ -415,19 +416,19 @@ def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration
 
 @dataclass(frozen=True)
 class SweepSquare:
-    """The answer for one model on one number of devices."""
+    """The best layout of one model on one number of devices."""
 
     model: str
     parameters: float
     devices: int
     winner: str
-    """The strategy; empty where nothing fits."""
+    """Strategy; empty if nothing fits."""
     tokens_per_second: float
-    """Of all devices; this and the next bounds are 0 where nothing fits."""
+    """Throughput of all devices; all figures are 0 if nothing fits."""
     tokens_low: float
     tokens_high: float
     memory_bytes: float
-    """Of the fullest device."""
+    """Memory of the fullest device."""
     memory_low: float
     memory_high: float
     reason: str = ""
@@ -435,9 +436,9 @@ class SweepSquare:
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:
-    """The model that is asked about among published ones of about its size, smallest first.
+    """Returns the model and published ones of similar size, smallest first.
 
-    Of several with nearly the same parameters one is enough.
+    Of several with nearly as many parameters, only one is included.
     """
     chosen = [shape]
     near = [
@@ -454,7 +455,7 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 
 def device_counts(question: ClusterQuestion) -> list[int]:
-    """The devices that are asked for with doublings below and above, as whole nodes fill them."""
+    """Returns the question's devices with doublings below and above that fill whole nodes."""
     counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
     per_node = question.cluster.per_node
     return [n for n in counts if n >= 1 and (n <= per_node or n % per_node == 0)]
@@ -463,7 +464,7 @@ def device_counts(question: ClusterQuestion) -> list[int]:
 def sweep(
     question: ClusterQuestion, calibration: ClusterCalibration, goal: str
 ) -> list[SweepSquare]:
-    """The best layout of each model on each number of devices, with the batch of the question."""
+    """Returns the best layout of each model on each number of devices, for the question's batch."""
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)
@@ -472,7 +473,7 @@ def sweep(
 
 
 def _possible(question: ClusterQuestion, counts: Sequence[int]) -> list[int]:
-    """Those for which the question says enough of the links."""
+    """Returns the counts for which the question has the links."""
     several = len(question.cluster.reduce.nodes) > 1
     return [n for n in counts if several or n <= question.cluster.per_node]
 

@@ -1,4 +1,4 @@
-"""How well predictions agree with measured runs: errors, ranks, first choices, failures."""
+"""Scores predictions against measured runs: errors, ranks, first choices and failures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from harness.planner.cluster.prediction import REFUSED_BELOW
 from harness.planner.fitting import Bools, Floats, Ints
 
 FEW = 20
-"""Groups of fewer consistent rows have no rank correlation."""
+"""Groups with fewer consistent rows get no rank correlation."""
 NEAR = 0.5
-"""Layouts at least this fast, as a share of their group's best, are worth choosing among."""
+"""Speed, as a share of the group's best, from which a layout is worth considering."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HeldOutRuns:
     seconds: Floats
     half_width: Floats
     upper: Floats
-    """Half-width of the interval of the time above the predicted one."""
+    """Half-width of the interval above the predicted time."""
     memory_bytes: Floats
     memory_half_width: Floats
     fits: Floats
@@ -39,45 +39,45 @@ class HeldOutRuns:
 
 @dataclass(frozen=True)
 class ClusterScores:
-    """Shares unless said otherwise; consistent rows are those that contradict no other."""
+    """Scores, as shares unless noted; consistent rows are those that contradict no other."""
 
     rows: int
-    """Measured."""
+    """Number of measured rows."""
     consistent_rows: int
     time_error: float
-    """Median, of consistent rows."""
+    """Median error over consistent rows."""
     time_error_all: float
     near_error: float
-    """Median, of consistent rows at least half as fast as the best of their group."""
+    """Median error over consistent rows at least half as fast as their group's best."""
     memory_error: float
-    """Median, of all measured rows."""
+    """Median error over all measured rows."""
     rank_correlation: float
-    """Spearman's, the smallest of the groups with enough consistent rows; NaN without any."""
+    """Smallest Spearman correlation of the groups with enough consistent rows; NaN without any."""
     pick_loss: float
-    """By how much the best-predicted layout is slower than the best, mean of the groups; a pick
-    that failed counts as 1."""
+    """Share by which the best-predicted layout is slower than the best, mean over groups; a failed
+    pick counts as 1."""
     top_three_loss: float
-    """The same for the best of the three best predicted."""
+    """Like `pick_loss`, for the best of the three best-predicted layouts."""
     failures_foreseen: float
-    """Of rows that failed."""
+    """Share of failed rows that were predicted to fail."""
     false_alarms: float
-    """Of rows that ran, those that were said not to."""
+    """Share of rows that ran although they were predicted to fail."""
     false_alarms_consistent: float
-    """The same of consistent rows."""
+    """Like `false_alarms`, for consistent rows."""
     covered: float
-    """Of consistent rows, those within the 80 % interval of the time."""
+    """Share of consistent rows within the 80 % interval of the time."""
     covered_all: float
     memory_covered: float
 
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors of some rows, as shares; NaN where none is measured."""
+    """Median errors of some rows, as shares; NaN if none is measured."""
 
     part: str
     rows: int
     time: float
-    """Of consistent rows."""
+    """Error over consistent rows."""
     time_all: float
     memory: float
 
@@ -85,7 +85,7 @@ class PartErrors:
 def errors_by(
     runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
 ) -> list[PartErrors]:
-    """The errors of each part of the rows."""
+    """Returns the errors of each part of the rows."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     time = np.abs(held.seconds / runs.seconds - 1)
     of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
@@ -106,9 +106,12 @@ def errors_by(
 
 
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
-    """Standard deviation of a row's log time by nodes, from twins that differ in ZeRO's stage (0 or
-    1) alone, which hardly changes the time: their median distance over 0.954 (the median of the
-    distance of two normal values of unit deviation). NaN with fewer than three twins."""
+    """Returns the standard deviation of a row's log time, by number of nodes.
+
+    It is estimated from twins that differ only in ZeRO stage (0 or 1), which hardly changes the
+    time: their median distance over 0.954, the median distance of two standard normal values. NaN
+    with fewer than three twins.
+    """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}
     distances: dict[str, list[float]] = {}
@@ -130,12 +133,12 @@ def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
 def predict_with(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> HeldOutRuns:
-    """Predicts all rows by a given calibration."""
+    """Predicts all rows with a given calibration."""
     return _predicted(runs, cluster, [(np.ones(len(runs), bool), calibration)])
 
 
 def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
-    """Predicts each part of the rows by a calibration of all others."""
+    """Predicts each part of the rows with a calibration fitted to all others."""
     return _predicted(
         runs,
         cluster,
@@ -162,12 +165,12 @@ def _predicted(
 
 
 def parts_by_model(runs: MeasuredRuns) -> dict[str, Bools]:
-    """The rows of each model."""
+    """Returns the rows of each model, as masks."""
     return {name: runs.model_column == name for name in sorted(set(runs.models))}
 
 
 def parts_by_nodes(runs: MeasuredRuns) -> dict[str, Bools]:
-    """The rows of each number of nodes."""
+    """Returns the rows of each number of nodes, as masks."""
     return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
 
 
@@ -215,8 +218,10 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 
 
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    """By how much each layout is slower than the best of these rows, best-predicted first; 1 for
-    one that failed. A layout that was measured several times counts once, by its best run."""
+    """Returns the share by which each layout is slower than the best, best-predicted first.
+
+    Failed layouts get 1. A layout that was measured several times counts once, by its best run.
+    """
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}
     first: list[int] = []

@@ -1,4 +1,4 @@
-"""Says in words why a layout was chosen."""
+"""Explains in sentences why a layout was chosen."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ PART_WORDS = {
     "data": "exposed communication of gradients and parameters",
     "bubble": "waiting in the pipeline",
     "launch": "waiting for the processor to launch work",
-    "offload": "moving what is offloaded",
+    "offload": "moving offloaded tensors",
     "update": "the optimizer's update",
 }
 
 RISKIER = 0.95
-"""Of the best layout's probability to fit, below which the next one's is said."""
+"""Share of the best layout's probability to fit, below which the next one's is mentioned."""
 
 
 def explanation(plan: ClusterPlan) -> list[str]:
-    """Sentences about the best layout, most important first."""
+    """Returns sentences about the best layout, most important first."""
     best = plan.candidates[0]
     sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
     if len(plan.candidates) > 1:
         sentences.append(_next(best, plan.candidates[1]))
     if best.doublings_beyond > 0:
         sentences.append(
-            f"The question lies {best.doublings_beyond:.1f} doublings outside of what the"
-            " calibration has measured, so the intervals are wider and rest on an assumption."
+            f"The question lies {best.doublings_beyond:.1f} doublings outside the calibrated range,"
+            " so the intervals are wider and rest on an assumption."
         )
     if plan.goal == "cost":
         sentences.append(
-            "On a given number of devices the cheapest layout is the fastest; compare the price of"
-            " a billion tokens over several numbers of devices."
+            "For a given number of devices, the fastest layout is the cheapest; compare the price of"
+            " a billion tokens for several numbers of devices."
         )
     if plan.goal == "energy":
         sentences.append(
-            f"Energy is of the devices alone: {COMPUTING:.0%} of their maximum power while they"
-            f" compute and {WAITING:.0%} while they wait, which is an assumption."
+            f"Energy is that of the devices alone, assumed to draw {COMPUTING:.0%} of their maximum"
+            f" power while they compute and {WAITING:.0%} while they wait."
         )
     return [sentence for sentence in sentences if sentence]
 
@@ -49,26 +49,26 @@ def explanation(plan: ClusterPlan) -> list[str]:
 def _place(plan: ClusterPlan) -> str:
     question, layout = plan.question, plan.candidates[0].layout
     if question.devices == 1:
-        return "One device: nothing is communicated; only memory decides."
+        return "One device: nothing is communicated, so only memory decides."
     if question.nodes == 1:
         return (
-            "One node: all devices share fast links, so tensor parallelism is affordable where"
-            " memory asks for it."
+            "One node: all devices share fast links, so tensor parallelism is affordable if memory"
+            " requires it."
         )
     inside, outside = question.cluster.reduce.at(np.array([1, question.nodes])).tolist()
     speed = "slow" if outside < inside / 4 else "fast"
     inner = layout.tensor <= question.cluster.per_node
-    kept = "stays inside of a node" if inner else "spans nodes"
-    tensor = f"tensor parallelism {kept}, " if layout.tensor > 1 else ""
+    span = "stays inside a node" if inner else "spans nodes"
+    tensor = f"tensor parallelism {span}, " if layout.tensor > 1 else ""
     return (
         f"{question.nodes} nodes over {speed} links ({outside / 1e9:.0f} GB/s against"
-        f" {inside / 1e9:.0f} GB/s inside): {tensor}the data axis, which communicates once a step"
-        f"{'' if layout.zero < 2 else ' or a micro-batch'}, crosses nodes."
+        f" {inside / 1e9:.0f} GB/s inside): {tensor}the data axis, which communicates once per step"
+        f"{'' if layout.zero < 2 else ' or micro-batch'}, crosses nodes."
     )
 
 
 def _why_not_whole(plan: ClusterPlan) -> str:
-    """Whether the whole model, or a layer, fits a device."""
+    """Returns a sentence on whether the whole model, or a layer, fits a device."""
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
     whole, layer = (
@@ -78,12 +78,12 @@ def _why_not_whole(plan: ClusterPlan) -> str:
     if layer > limit:
         return (
             f"A single layer's states ({layer / 1e9:.0f} GB) exceed a device"
-            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, cuts it."
+            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, splits it."
         )
     if whole > limit:
         return (
             f"The model's states ({whole / 1e9:.0f} GB) exceed a device ({limit / 1e9:.0f} GB), so"
-            " they are cut by tensor or pipeline parallelism, sharded, or offloaded."
+            " they are split by tensor or pipeline parallelism, sharded, or offloaded."
         )
     return (
         f"The model's states ({whole / 1e9:.0f} GB) fit a device ({limit / 1e9:.0f} GB) before"
@@ -114,6 +114,10 @@ def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
 def _next(best: ClusterCandidate, other: ClusterCandidate) -> str:
     ratio = other.seconds / best.seconds
     apart = other.seconds_low > best.seconds_high
-    verdict = "is slower" if apart else "cannot be told apart from it before it is measured"
-    risk = f"; it fits with {other.fits:.0%} only" if other.fits < RISKIER * best.fits else ""
+    verdict = "is slower" if apart else "is tied with it until measured"
+    risk = (
+        f"; it fits with a probability of only {other.fits:.0%}"
+        if other.fits < RISKIER * best.fits
+        else ""
+    )
     return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}{risk}."

@@ -19,34 +19,36 @@ from harness.spec.errors import UsageError
 GIGA = 1e9
 TERA = 1e12
 USUAL_SHARE = 0.8
-"""Of its peak that a device's best product reaches where nobody has measured it."""
+"""Share of its peak that a device's best matrix product reaches, if it was never measured."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
-"""Bus bandwidth over one direction of a node's own links: 436 and 250 of 450 GB/s were measured on
-H100 nodes (Ultra-Scale Playbook), 230 to 240 of 300 GB/s is common for all-reduce on A100 nodes."""
+"""Bus bandwidth as a share of one direction of a node's links. Measured: 436 and 250 of 450 GB/s on
+H100 nodes (Ultra-Scale Playbook), commonly 230 to 240 of 300 GB/s for all-reduce on A100 nodes."""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 with 16 lanes (PCI-SIG)."""
 WIRE_SHARE = 0.73
-"""Of the rate of the links between nodes that a large all-reduce reaches: 36.5 of 50 GB/s for each
-device, 4 GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks,
-2026); NCCL's rings reach 74 to 82 % of other links there."""
+"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s for each device,
+4 GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026).
+NCCL's rings reach 74 to 82 % of other links there."""
 SIZES = tuple(2**power for power in range(11))
-"""Nodes for which a curve is computed."""
+"""Numbers of nodes for which a curve is computed."""
 
 
 @dataclass(frozen=True)
 class BandwidthCurve:
-    """Bus bandwidth of a collective over all devices of some nodes.
+    """Bus bandwidth of a collective over all devices, by number of nodes.
 
-    Bus bandwidth is NCCL's: bytes that cross the slowest link, whatever the number of ranks
-    (nccl-tests, PERFORMANCE.md).
+    Bus bandwidth is defined as in NCCL: bytes that cross the slowest link, independent of the
+    number of ranks (nccl-tests, PERFORMANCE.md).
     """
 
     nodes: tuple[int, ...]
     bytes_per_second: tuple[float, ...]
 
     def at(self, nodes: Ints) -> Floats:
-        """Interpolated on both logarithms; beyond the last point by the slope of the last three,
-        which never rises."""
+        """Returns bytes per second, interpolated between logarithms.
+
+        Beyond the last point it follows the slope of the last three, but never rises.
+        """
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
         last = min(3, len(x))
@@ -57,49 +59,49 @@ class BandwidthCurve:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes."""
+    """A cluster of equal devices in equal nodes."""
 
     device: str
     flops_per_second: float
-    """Dense peak in bf16, or in fp16 where the device has no bf16."""
+    """Dense peak in bf16, or in fp16 if the device has no bf16."""
     reached_flops_per_second: float
-    """Of the device's best matrix product, measured."""
+    """Measured rate of the device's best matrix product."""
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
     reduce: BandwidthCurve
-    """All-reduce; its first point is inside a node."""
+    """All-reduce; the first point is inside a node."""
     gather: BandwidthCurve
     """All-gather and reduce-scatter."""
     links: str = ""
-    """In words."""
+    """Links as the user wrote them."""
     host_bytes_per_second: float = 25e9
-    """Between a device and its host's memory, each direction."""
+    """Rate between a device and its host's memory, each direction."""
     disk_bytes_per_second: float = 3e9
-    """Of a node's disks, all its devices together."""
+    """Rate of a node's disks, shared by its devices."""
     host_memory_bytes: float = 2e12
-    """Of a node, for what is offloaded."""
+    """Memory of a node for offloaded tensors."""
     disk_bytes: float = 30e12
-    """Of a node."""
+    """Disk space of a node for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """A cluster's bandwidths as somebody has measured and published them, GB/s."""
+    """Published measurements of a cluster's bandwidths, in GB/s."""
 
     name: str
     source: str
     reduce: float
     """Bus bandwidth of an all-reduce over one node."""
     gather: float
-    """Of an all-gather."""
+    """Bus bandwidth of an all-gather over one node."""
     rate: float
-    """Of the links of each device to other nodes."""
+    """Rate of each device to other nodes."""
 
 
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
-    """The measured clusters by name, from hardware.yaml."""
+    """Returns the measured clusters of hardware.yaml by name."""
     text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}
@@ -107,14 +109,14 @@ def measured_links() -> dict[str, MeasuredLinks]:
 
 @functools.cache
 def _reached() -> dict[str, float]:
-    """TFLOP/s of each device's best matrix product, from hardware.yaml."""
+    """Returns the TFLOP/s of each device's best matrix product, from hardware.yaml."""
     text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     table = TypeAdapter(dict[str, float])
     return table.validate_python(yaml.safe_load(text)["best_products"])
 
 
 def device_named(name: str) -> GpuModel:
-    """A device of the table; raises UsageError with the nearest names for any other."""
+    """Returns a device of the table; raises UsageError with similar names for any other."""
     models = gpu_models()
     if name not in models:
         near = difflib.get_close_matches(name.lower(), models, 3, 0.4) or list(models)
@@ -123,7 +125,7 @@ def device_named(name: str) -> GpuModel:
 
 
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
-    """The cluster of a device's name, devices per node, and a text for its links.
+    """Returns the cluster of a device, a number of devices per node and a text for its links.
 
     The text is a name of hardware.yaml, or the link inside a node (`nvlink`, `pcie` or a rate of
     each device and direction, such as `450gbyte`), a comma, and the rate of each device to other
@@ -150,9 +152,7 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
 
 
 def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, BandwidthCurve]:
-    known = measured_links()
-    if link in known:
-        chosen = known[link]
+    if chosen := measured_links().get(link):
         return (
             curve_of(GIGA * chosen.reduce, GIGA * chosen.rate, per_node),
             curve_of(GIGA * chosen.gather, GIGA * chosen.rate, per_node),
@@ -160,7 +160,7 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
     inner, _, outer = (part.strip() for part in link.lower().partition(","))
     if inner == "nvlink":
         if not model.nvlink_bytes_per_second:
-            raise UsageError(f"device {model.host_name!r} has no NVLink of its own; give pcie")
+            raise UsageError(f"device {model.host_name!r} has no NVLink; give pcie")
         one_way = model.nvlink_bytes_per_second / 2
     else:
         one_way = PCIE_BYTES_PER_SECOND if inner == "pcie" else _rate(inner, link)
@@ -172,13 +172,12 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
 
 
 def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
-    """The curve of a collective that has `inside` bytes per second of bus bandwidth in a node, over
-    nodes with links of `rate` for each of their devices (None: a single node).
+    """Returns the bandwidth of a collective with `inside` bytes per second within a node.
 
-    Nodes reduce, or gather, inside first, so that of n = k x g ranks in k nodes only (k - 1) /
-    (n - 1) of the bytes that the bus bandwidth counts cross each device's link (Bekman, 2026,
-    as for WIRE_SHARE): the bandwidth is that link's times (n - 1) / (k - 1), and no more than
-    inside.
+    `rate` is that of each device to other nodes; None for a single node. Nodes reduce, or gather,
+    inside first. Of n = k x g ranks in k nodes, only (k - 1) / (n - 1) of the bytes that the bus
+    bandwidth counts cross each device's link (Bekman, 2026, as for WIRE_SHARE). So the bandwidth is
+    the link's times (n - 1) / (k - 1), but at most `inside`.
     """
     if rate is None:
         return BandwidthCurve((1,), (inside,))
@@ -188,7 +187,7 @@ def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve
 
 
 def _rate(text: str, link: str) -> float:
-    """Bytes per second of `400gbit` or `450gbyte`."""
+    """Returns the bytes per second of `400gbit` or `450gbyte`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
     rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
     if match and float(match[1]) == 0:

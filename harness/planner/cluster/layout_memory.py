@@ -1,4 +1,4 @@
-"""Memory of a rank: model states and activations of the fullest stage, and what the allocator
+"""Predicts a rank's memory: states and activations of the fullest stage, and what the allocator
 reserves for them."""
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
 from harness.planner.fitting import Bools, Floats, Ints
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
-"""Of a parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two
+"""Bytes per parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two
 moments of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
 ACCUMULATED_BYTES = 4.0
-"""Of a gradient that is accumulated in fp32 instead."""
+"""Bytes per gradient that is accumulated in fp32 instead."""
 UNGATED = 0.5
-"""Tensors of the feed-forward size that a layer without a gate keeps, as a share of those of a
-gated one: what goes into the activation and what comes out, against two more with a gate."""
+"""Feed-forward tensors that an ungated layer keeps, as a share of a gated one's: the activation's
+input and output, against two more with a gate."""
 GIGA = 1e9
 
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """Bytes on the device by layout (shape [layouts]), of the stage that asks for most."""
+    """Bytes on a device of the fullest stage, by layout (shape [layouts])."""
 
     states: Floats
     """Parameters, gradients and optimizer state."""
     activations: Floats
-    """Kept for the backward pass, of all micro-batches in flight."""
+    """Tensors kept for the backward pass, of all micro-batches in flight."""
     pending: Floats
-    """Of the activations, those that are done with once the device has done what is launched."""
+    """Part of the activations that is free once the device has run what is launched."""
     working: Floats
     """Buckets of gradients, gathered parameters, workspaces."""
     demand: Floats
-    """What the allocator would reserve on a device without limit."""
+    """Bytes that the allocator would reserve on a device without limit."""
     reserved: Floats
-    """What it reserves on this device: it frees what it holds in reserve as the limit nears."""
+    """Bytes reserved on this device: near the limit, the allocator frees its cache."""
 
     @property
     def allocated(self) -> Floats:
@@ -52,8 +52,10 @@ def model_states(
     zero: int,
     gradient_bytes: float = GRADIENT_BYTES,
 ) -> Floats | float:
-    """Bytes of parameters, gradients and optimizer state on one of `data` ranks under ZeRO's stage
-    0 to 3 (ZeRO, arXiv 1910.02054, section 5, table 1)."""
+    """Returns bytes of parameters, gradients and optimizer state on one of `data` ranks.
+
+    `zero` is the ZeRO stage, 0 to 3 (arXiv 1910.02054, section 5, table 1).
+    """
     return parameters * (
         PARAMETER_BYTES / (data if zero >= 3 else 1)
         + gradient_bytes / (data if zero >= 2 else 1)
@@ -62,17 +64,18 @@ def model_states(
 
 
 def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Parameters on one rank of a stage before ZeRO shards them (shape [layouts]): the tensor axis
-    splits them evenly (Megatron-LM, arXiv 1909.08053, section 3)."""
+    """Returns the parameters on one rank of a stage before ZeRO shards them (shape [layouts]).
+
+    The tensor axis splits them evenly (Megatron-LM, arXiv 1909.08053, section 3).
+    """
     return _parameters(shape, stage, layouts.expert) / layouts.tensor
 
 
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Parameters that one rank of a stage updates (shape [layouts]).
+    """Returns the parameters that one rank of a stage updates (shape [layouts]).
 
-    From ZeRO's stage 1 on the data axis shares them (ZeRO, arXiv 1910.02054, section 5.1). Experts
-    are shared by the ranks that hold the same ones, which is the same as all experts over the whole
-    axis.
+    From ZeRO stage 1 the data axis shares them (arXiv 1910.02054, section 5.1). Sharing experts
+    among the ranks that hold them equals sharing all experts over the whole axis.
     """
     ranks = layouts.data * layouts.context
     whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
@@ -80,7 +83,7 @@ def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 
 
 def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Floats:
-    """Parameters of a stage with the experts of one of so many ranks."""
+    """Returns the parameters of a stage, with one rank's share of the experts."""
     experts = shape.experts * shape.expert_parameters
     layer = shape.layer_parameters - experts + experts / expert_ranks
     ends = float(stage.embedding) + float(stage.head and not (shape.tied and stage.embedding))
@@ -88,9 +91,11 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 
 
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
-    """Model states on the device, gradients accumulated in fp32, less what is offloaded (as
-    `model_states`; with offloaded parameters their gradients leave, layer by layer: ZeRO-Infinity,
-    arXiv 2104.07857)."""
+    """Returns the bytes of model states on the device, without what is offloaded.
+
+    Gradients are accumulated in fp32; if parameters are offloaded, their gradients leave too, layer
+    by layer (ZeRO-Infinity, arXiv 2104.07857).
+    """
     parameters = PARAMETER_BYTES * np.where(layouts.zero >= 3, owned, held)
     gradients = ACCUMULATED_BYTES * np.where(layouts.zero >= 2, owned, held)
     on_device = np.where(layouts.offload >= 2, 0.0, parameters + gradients)
@@ -99,8 +104,10 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
 
 
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bools:
-    """Whether a node's memory, or its disks, hold what its devices offload (`owned`: parameters
-    that a rank of the largest stage updates, shape [layouts])."""
+    """Returns whether a node's memory or disks hold what its devices offload.
+
+    `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
+    """
     each = owned * np.where(
         layouts.offload >= 2, OPTIMIZER_BYTES + PARAMETER_BYTES + ACCUMULATED_BYTES, OPTIMIZER_BYTES
     )
@@ -111,9 +118,11 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bo
 
 
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Micro-batches whose activations a stage holds at once under 1F1B: as many as stages follow,
-    itself included (PipeDream-2BW, arXiv 2006.09503); interleaved chunks add to them (Megatron-LM,
-    arXiv 2104.04473, section 2.2)."""
+    """Returns the number of micro-batches whose activations a stage holds at once under 1F1B.
+
+    As many as stages follow, itself included (PipeDream-2BW, arXiv 2006.09503); interleaved chunks
+    add to them (Megatron-LM, arXiv 2104.04473, section 2.2).
+    """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
     result: Floats = np.where(layouts.chunks > 1, plain * (1 + more), plain)
@@ -123,17 +132,17 @@ def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
 def _layer_activations(
     shape: ModelShape, sequence: int, layouts: PlannedLayouts, c: MemoryConstants, ahead: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Bytes that a layer keeps per micro-batch, that it needs while it is computed again, and,
-    among the first, those that are only pending (shape [layouts]).
+    """Returns three byte counts of a layer per micro-batch (shape [layouts]): kept, needed during
+    recomputation, and pending among the kept ones.
 
-    Counted tensor by tensor, as the constants say (Korthikanti and others, arXiv 2205.05198,
-    section 4); full recomputation keeps the inputs of a layer alone (section 5).
+    Counted tensor by tensor as the constants describe (Korthikanti and others, arXiv 2205.05198,
+    section 4). Full recomputation keeps only the inputs of a layer (section 5).
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     pending = tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
-    # Half of the tensors are as wide as the hidden size, a quarter each as all heads and as those
+    # Half of the tensors have the hidden size, a quarter the width of all heads, and a quarter that
     # of keys and values.
     width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
     hidden = width * c.layer_hidden
@@ -154,15 +163,13 @@ def memory(
     ahead: Floats,
     first_stage_only: bool = False,
 ) -> LayoutMemory:
-    """The memory of each layout, in bytes.
+    """Returns the memory of each layout in bytes, on its fullest stage.
 
-    The stage that asks for most counts. Its states follow ZeRO (arXiv 1910.02054), its activations
-    1F1B (arXiv 2006.09503); what the allocator adds is fitted (`MemoryConstants`).
-
-    `ahead` (shape [layouts], 0 to 1) says how far the processor launches work before the device
-    needs it: buffers of tensor parallelism are only used again once the device is done with them,
-    so a device that waits for its processor needs fewer. `first_stage_only` is for comparisons with
-    measurements of rank 0.
+    States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
+    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far the processor
+    launches work before the device needs it. Buffers of tensor parallelism are reused only after
+    the device is done with them, so a device that waits for its processor needs fewer.
+    `first_stage_only` is for comparisons with measurements of rank 0.
     """
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
     tokens = layouts.micro_batch * float(sequence) / layouts.context
@@ -180,12 +187,11 @@ def memory(
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
             inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)
-            # One layer is computed again at a time, where the stage has any, and the first of them
-            # once the backward pass has freed the logits.
+            # One layer is recomputed at a time; the first one after backward freed the logits.
             redone = again[rows] * min(stage.layers, 1)
             kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
             bucket = np.where(ranks[rows] > 1, c.bucket * parameters, 0.0)
-            # Two layers' parameters are gathered at once: the one in use and the next.
+            # Two layers are gathered at once: the one in use and the next.
             largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)
             gathered = 2 * PARAMETER_BYTES * largest / tensor[rows] / part.expert
             unsharded = (part.zero >= 3) & (ranks[rows] > 1) | (part.offload >= 2)
@@ -214,11 +220,11 @@ def memory(
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
-    """Bytes reserved under a limit: as demanded up to a knee, then ever more of it is freed.
+    """Returns the bytes reserved under a limit: the demand up to a knee, less and less beyond it.
 
-    The curve is smooth and never passes the limit: a model of PyTorch's caching allocator, which
-    frees its cached blocks when the device has no more (its notes on CUDA semantics). That it is an
-    exponential is assumed. What is demanded is not cut: `Memory.demand` decides what fits.
+    Models PyTorch's caching allocator, which frees cached blocks when the device runs out (its
+    notes on CUDA semantics). The exponential shape is assumed. Whether a layout fits is decided by
+    `LayoutMemory.demand`, not by this figure.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -1,4 +1,4 @@
-"""Ways to lay a training out over devices, as columns of numbers: one row is one layout."""
+"""Layouts of a training over devices; many at once are columns of numbers."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ import numpy as np
 from harness.planner.fitting import Bools, Ints
 
 RECOMPUTE = ("none", "selective", "full")
-"""What is computed again in the backward pass: nothing, the attention scores, whole layers."""
+"""What the backward pass recomputes: nothing, attention scores, or whole layers."""
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
-"""What lies outside the device: nothing, the optimizer's state in host memory, the parameters too,
-both on disk."""
+"""What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One layout. The devices are data x pipeline x tensor x context; the pipeline is outermost
-    (its stages are farthest apart), tensor innermost (its ranks share a node)."""
+    """One layout over data x pipeline x tensor x context devices.
+
+    The pipeline is outermost (its stages are farthest apart), tensor innermost (its ranks share a
+    node).
+    """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    """Devices that share each sequence, a part of its tokens each."""
+    """Devices that share each sequence, each with a part of its tokens."""
     expert: int = 1
     """Devices of the data axis that share the experts of a mixture."""
     zero: int = 0
-    """ZeRO's stage; 3 is also what FSDP with full sharding keeps."""
+    """ZeRO stage; 3 also stands for FSDP with full sharding."""
     micro_batch: int = 1
-    """Sequences of one forward pass."""
+    """Sequences in one forward pass."""
     accumulation: int = 1
-    """Micro-batches of one step; those of a pipeline too."""
+    """Micro-batches in one step, also those of a pipeline."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
     """Index into OFFLOAD."""
     chunks: int = 1
-    """Model chunks of each pipeline rank: more than one is the interleaved schedule."""
+    """Model chunks per pipeline rank; more than one means the interleaved schedule."""
 
     @property
     def devices(self) -> int:
@@ -48,7 +50,7 @@ class PlannedLayout:
 
     @property
     def text(self) -> str:
-        """For people: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
+        """Readable form: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
         axes = [f"{name} {value}" for name in AXES if (value := getattr(self, name)) > 1]
         words = [" x ".join(axes) or "one device"]
         if self.zero:
@@ -66,12 +68,12 @@ class PlannedLayout:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
-"""data, pipeline, ... : the fields that say over how many devices something is divided."""
+"""Fields that count devices: data, pipeline, tensor, context, expert."""
 
 
 @dataclass(frozen=True)
 class PlannedLayouts:
-    """Many layouts: each field holds the layouts' values, in the same order (shape [layouts])."""
+    """Many layouts: each field holds one value per layout (shape [layouts])."""
 
     data: Ints
     pipeline: Ints
@@ -103,7 +105,7 @@ class PlannedLayouts:
         )
 
     def take(self, rows: Ints | Bools) -> PlannedLayouts:
-        """The layouts of these row numbers, or where a mask is true."""
+        """Returns the layouts of these row numbers, or those whose mask is true."""
         return PlannedLayouts(
             **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
         )
@@ -119,7 +121,7 @@ class PlannedLayouts:
 
 
 def joined(parts: Iterable[PlannedLayouts]) -> PlannedLayouts:
-    """All layouts of the parts, in their order."""
+    """Returns all layouts of the parts, in order."""
     listed = list(parts)
     return PlannedLayouts(
         **{

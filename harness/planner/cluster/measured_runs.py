@@ -1,4 +1,4 @@
-"""Measured runs that predictions are held against: read from a table, and sorted out."""
+"""Reads a table of measured runs, and finds rows that contradict others."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ COLUMNS = (
     "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",
 )  # fmt: skip
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
-"""Shapes of the models that the Ultra-Scale Playbook's table names."""
+"""Shapes of the models in the Ultra-Scale Playbook's table."""
 MEMORY_UNIT = 2.0**30
-"""Bytes of the column gpu_mem_gb: nanotron writes the allocator's peak over 1024**3 (its
+"""Unit of the column gpu_mem_gb: nanotron divides the allocator's peak by 1024**3 (its
 `create_table_log`)."""
 
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Rows of a table (arrays of shape [rows])."""
+    """Rows of a table of runs (arrays of shape [rows])."""
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
-    """By the names in `models`."""
+    """Shape of each name in `models`."""
     nodes: Ints
     layouts: PlannedLayouts
     sequence_length: int
     seconds: Floats
-    """Of a step; NaN where the run failed."""
+    """Step time; NaN if the run failed."""
     memory_bytes: Floats
-    """Peak of rank 0; NaN where the run failed."""
+    """Peak of rank 0; NaN if the run failed."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -52,14 +52,14 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Rows that failed although the same layout of the same model ran in another row: what
-        failed there was not for want of memory."""
+        """Rows that failed although another row ran the same layout and model, so that memory was not
+        the cause."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
 
     def take(self, rows: Bools) -> MeasuredRuns:
-        """The rows where the mask is true."""
+        """Returns the rows whose mask is true."""
         return MeasuredRuns(
             tuple(self.model_column[rows].tolist()),
             self.shapes,
@@ -71,12 +71,12 @@ class MeasuredRuns:
         )
 
     def consistent(self) -> Bools:
-        """Rows that do not contradict others (a row that failed does not).
+        """Returns the rows that do not contradict others; failed rows never do.
 
-        A row contradicts where another, which does at least as much work, took less than half its
-        time: a model at least as large, on no more nodes, with at least as many micro-batches that
-        are no larger, split into at least as many stages and tensor shards. No model of the time is
-        needed to say so.
+        A row contradicts another that does at least as much work in less than half its time. More
+        work means a model at least as large, on no more nodes, with at least as many micro-batches
+        that are no larger, in at least as many stages and tensor shards. This needs no model of
+        the time.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -97,10 +97,10 @@ class MeasuredRuns:
 def read_runs(
     file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
 ) -> MeasuredRuns:
-    """The runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
+    """Reads the runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
 
     Rows whose data axis, micro-batch and accumulation do not multiply to the global batch are left
-    out. Raises UsageError for a file that cannot be read, a column or a model that is not known.
+    out. Raises UsageError if the file cannot be read, lacks a column or names an unknown model.
     """
     try:
         table = pd.read_csv(file)

@@ -1,4 +1,4 @@
-"""The shape of a transformer, and how its layers are dealt out to the stages of a pipeline."""
+"""Shapes of transformers, and how their layers are distributed over pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ import yaml
 from harness.spec.errors import UsageError
 
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
-"""Layers of a model, and elements of each of its other sizes, far beyond any model: larger numbers
-are mistakes."""
+"""Upper limits for layers and for all other sizes; larger numbers are mistakes."""
 
 FULL = 0.997
-"""Share of its part of the cost at which a stage is full. Above 1 in nanotron's source; measured
-step times of 32 layers in 16 stages need this rounding, other layouts do not depend on it."""
+"""Share of its part of the cost at which a stage is full. nanotron's source has more than 1; only
+measured step times of 32 layers in 16 stages depend on this rounding."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers between an embedding and a head.
-
-    Sizes are elements; everything else in the planner follows from them.
-    """
+    """Shape of a decoder with equal layers between an embedding and a head; sizes in elements."""
 
     name: str
     layers: int
@@ -36,15 +32,15 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Heads of keys and values; 0: as many as `heads`."""
+    """Heads of keys and values; 0 means as many as `heads`."""
     head_size: int = 0
-    """0: hidden / heads."""
+    """Width of a head; 0 means hidden / heads."""
     gated: bool = True
-    """Three matrices in the feed-forward block (SwiGLU) instead of two."""
+    """Whether the feed-forward block has three matrices (SwiGLU) instead of two."""
     tied: bool = False
-    """The head uses the embedding's matrix."""
+    """Whether the head uses the embedding's matrix."""
     experts: int = 1
-    """Feed-forward blocks of each layer."""
+    """Feed-forward blocks in each layer."""
     experts_per_token: int = 1
     """Feed-forward blocks that each token passes through."""
 
@@ -91,17 +87,17 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: projections to queries, keys and values, and back."""
+        """Parameters of one layer's projections to queries, keys and values, and back."""
         return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
-        """Of one feed-forward block."""
+        """Parameters of one feed-forward block."""
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer with all its experts, norms and, for several experts, the router."""
+        """Parameters of one layer with all experts, norms and, for several experts, the router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return (
             self.attention_parameters
@@ -112,17 +108,17 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding; an untied head has as many."""
+        """Parameters of the embedding; an untied head has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied matrix counted once."""
+        """All parameters; a tied matrix counts once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer_parameters + ends
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of forward and backward for one token of a sequence.
+        """Returns the floating-point operations of forward and backward for one token.
 
         Six for each parameter that a token passes through in a matrix product, and 6 x sequence x
         width for causal attention (PaLM, arXiv 2204.02311, appendix B, halved for the causal mask).
@@ -135,24 +131,26 @@ class ModelShape:
 
 
 def padded_head(size: int) -> int:
-    """The head size that fused attention computes with: the next of 32, 64, 128, 256 and so on
-    (FlashAttention's kernels; a head of 96 costs as much as one of 128)."""
+    """Returns the head size that fused attention computes with: the next power of two from 32.
+
+    A head of 96 costs FlashAttention's kernels as much as one of 128.
+    """
     return max(32, 1 << (size - 1).bit_length())
 
 
 @functools.cache
 def named_shapes() -> dict[str, ModelShape]:
-    """The models that are known by name, from models.yaml."""
+    """Returns the models of models.yaml by name."""
     text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)["models"]
     return {row["name"]: ModelShape(**row) for row in rows}
 
 
 def parse_shape(text: str) -> ModelShape:
-    """The shape that a text means: a known name, `hf:PATH` of a config.json of transformers (or of
-    its folder), or `layers=32,hidden=4096,...`.
+    """Returns the shape that a text means.
 
-    Raises UsageError with a sentence for any other text.
+    The text is a known name, `hf:PATH` of transformers' config.json or its folder, or
+    `layers=32,hidden=4096,...`. Raises UsageError for any other text.
     """
     if text in named_shapes():
         return named_shapes()[text]
@@ -212,9 +210,9 @@ def _from_sizes(text: str) -> ModelShape:
 
 
 def from_config(path: Path) -> ModelShape:
-    """The shape of a config.json of transformers.
+    """Returns the shape that transformers' config.json describes.
 
-    Raises UsageError where the file is missing, is no JSON, or lacks a size.
+    Raises UsageError if the file is missing, is not JSON, or lacks a size.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -223,10 +221,10 @@ def from_config(path: Path) -> ModelShape:
         raise UsageError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except ValueError:
         raise UsageError(
-            f"{str(file)!r} is not JSON; give the config.json of a model of transformers"
+            f"{str(file)!r} is not JSON; give the config.json of a transformers model"
         ) from None
     if not isinstance(config, dict):
-        raise UsageError(f"{str(file)!r} is not an object of JSON; give a model's config.json")
+        raise UsageError(f"{str(file)!r} is not a JSON object; give a model's config.json")
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -234,7 +232,7 @@ def from_config(path: Path) -> ModelShape:
             if isinstance(value, int) and value > 0:
                 return value
         if default is None:
-            raise UsageError(f"{str(file)!r} does not give {' or '.join(names)}, which are needed")
+            raise UsageError(f"{str(file)!r} has no {' or '.join(names)}, which is required")
         return default
 
     hidden = size("hidden_size", "n_embd", "d_model")
@@ -270,26 +268,25 @@ class LayerStage:
     embedding: bool
     head: bool
     first: int
-    """Number of the first of them, from 0: it has the most micro-batches in flight."""
+    """Index of the first of these stages, which has the most micro-batches in flight."""
     count: int
-    """How many of them."""
+    """Number of these stages."""
 
 
 @functools.lru_cache(maxsize=4096)
 def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
-    """The kinds of stages of a pipeline."""
+    """Returns the kinds of stages of a pipeline."""
     return tuple(stage for stage, _ in numbered_stages(shape, pipeline))
 
 
 @functools.lru_cache(maxsize=4096)
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
-    """The kinds of stages of a pipeline, balanced by cost, and the numbers of each; a stage without
-    modules has nothing to do.
+    """Returns the kinds of stages of a pipeline, balanced by cost, and the indices of each.
 
-    Layers and head are dealt out in order; a stage is full once the cost so far passes its share
-    of the total, cost being the parameters that a token passes through (nanotron,
-    `build_model` and `get_block_compute_costs`). Equal numbers of layers are taken instead where
-    they divide and the slowest stage is faster so (Megatron-LM).
+    Layers and head are assigned in order. A stage is full once the cost so far passes its share of
+    the total; cost is the number of parameters that a token passes through (nanotron, `build_model`
+    and `get_block_compute_costs`). Equal numbers of layers are used instead (Megatron-LM) if they
+    divide and make the slowest stage faster. A stage may get no modules.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters
@@ -319,7 +316,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
 @functools.lru_cache(maxsize=4096)
 def empty_stages(shape: ModelShape, pipeline: int) -> int:
-    """Stages that hold nothing: no layer, no head, and not the loss, which follows the head."""
+    """Returns the number of stages without layer, head or the loss that follows the head."""
     empty = sum(
         stage.count
         for stage in stages(shape, pipeline)

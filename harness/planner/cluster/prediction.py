@@ -1,4 +1,4 @@
-"""Predicts step time, memory, energy and the probability to fit of layouts, with 80 % intervals."""
+"""Predicts step time, memory, energy and the probability to fit, with 80 % intervals."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from harness.planner.fitting import Bools, Floats
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Shares of its maximum power that a device takes while it computes, and while it communicates or
-waits. Assumed: idle devices take about 0.1, and kernels that wait for others keep clocks high."""
+"""Shares of its maximum power that a device draws while it computes, and while it communicates or
+waits. Assumed: idle devices draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: no measurement of
-energy is held against them."""
+"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: they were never compared
+with measured energy."""
 
 PENDING_DONE = 0.5
-"""Share of pending activations that the device is done with when the allocator has to wait for it.
-Assumed."""
+"""Share of pending activations that are free by the time the allocator waits for them. Assumed."""
 REFUSED_BELOW = 1 / 3
-"""Layouts that are less likely to run are said not to run: where the odds are two to one against
-it, rather than even, as a false alarm is the worse error. No value avoids both errors on runs that
-contradict each other (docs/studies/planner-accuracy.md)."""
+"""Layouts that are less likely to run are refused: at odds of two to one against, rather than even,
+because a false alarm is the worse error. No value avoids both errors on runs that contradict each
+other (docs/studies/planner-accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class LayoutEnergy:
-    """Joules of all devices for each token (shape [layouts])."""
+    """Energy of all devices in joules per token (shape [layouts])."""
 
     per_token: Floats
     half_width: Floats
-    """Of the 80 % interval of its logarithm."""
+    """Half-width of the 80 % interval of its logarithm."""
 
 
 @functools.cache
 def watts() -> dict[str, float]:
-    """The maximum power of each device by its name, from power.yaml."""
+    """Returns the maximum power of each device in watts, from power.yaml."""
     text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, float]).validate_python(yaml.safe_load(text)["watts"])
 
@@ -54,11 +53,11 @@ def watts() -> dict[str, float]:
 def energy(
     question: ClusterQuestion, time: LayoutStepTime, seconds: Floats, half_width: Floats
 ) -> LayoutEnergy:
-    """Joules per token: devices x power x seconds, over the tokens of a step. Maximum power is the
-    data sheets' (power.yaml); the shares of it are assumed.
+    """Returns joules per token: devices x power x seconds, over the tokens of a step.
 
-    `seconds` and `half_width` (shape [layouts]) are of the whole step. Hosts, networks and cooling
-    are not in it. Raises UsageError for a device whose power is not known.
+    Maximum power is from data sheets (power.yaml); the shares of it are assumed. `seconds` and
+    `half_width` (shape [layouts]) describe the whole step. Hosts, networks and cooling are not
+    included. Raises UsageError for a device whose power is unknown.
     """
     device = question.cluster.device
     if device not in watts():
@@ -74,26 +73,26 @@ def energy(
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of each layout (arrays of shape [layouts])."""
+    """Predictions for each layout (arrays of shape [layouts])."""
 
     layouts: PlannedLayouts
     time: LayoutStepTime
     memory: LayoutMemory
     seconds: Floats
-    """Of a step."""
+    """Step time."""
     half_width: Floats
-    """Of the 80 % interval of the logarithm of the seconds, where memory suffices."""
+    """Half-width of the 80 % interval of the logarithm of the seconds, if memory suffices."""
     upper: Floats
-    """The same upwards, with the risk to be slow for want of memory; at least `half_width`."""
+    """Upper half-width, with the risk of being slow for lack of memory; at least `half_width`."""
     memory_half_width: Floats
-    """Of the 80 % interval of the logarithm of the reserved bytes."""
+    """Half-width of the 80 % interval of the logarithm of the reserved bytes."""
     least: Floats
-    """Bytes on the fullest device that no freeing gives back."""
+    """Bytes on the fullest device that cannot be freed."""
     fits: Floats
-    """Probability to run at full speed: that memory suffices without freeing, and 0 for a pipeline
-    with an empty stage."""
+    """Probability to run at full speed: memory suffices without freeing. 0 for a pipeline with an
+    empty stage."""
     runs: Floats
-    """Probability to run at all, perhaps many times slower than predicted."""
+    """Probability to run at all, possibly many times slower than predicted."""
     filled: Bools
     """Whether every stage of the pipeline has something to do."""
     fed: Bools
@@ -101,11 +100,11 @@ class Predictions:
     stored: Bools
     """Whether the memory and the disks of a node hold what its devices offload."""
     beyond: Floats
-    """Doublings outside of what the calibration has seen; 0 inside."""
+    """Doublings outside the calibrated range; 0 inside."""
 
     @property
     def refused(self) -> Bools:
-        """Whether the layout is said not to run."""
+        """Whether the layout is predicted not to run."""
         return self.runs < REFUSED_BELOW
 
     @property
@@ -121,16 +120,19 @@ def predict(
     calibration: ClusterCalibration,
     first_stage_only: bool = False,
 ) -> Predictions:
-    """Predicts every layout; `first_stage_only` gives the memory of rank 0 instead of the fullest
-    stage's, for comparisons with measurements of rank 0."""
+    """Predicts every layout.
+
+    `first_stage_only` gives the memory of rank 0 instead of the fullest stage, for comparisons with
+    measurements of rank 0.
+    """
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     time = step_time(question, layouts, calibration.time_on(cluster.links))
     needed = memory(
         shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead
     )
-    shown = needed
+    reported = needed
     if first_stage_only:
-        shown = memory(
+        reported = memory(
             shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead, True
         )
     least = needed.allocated - PENDING_DONE * needed.pending
@@ -139,9 +141,9 @@ def predict(
     runs = np.maximum(runs, fits)
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
-    # As `pipeline_stall`, a habit of the software that was measured: its 1F1B asks for as many
-    # micro-batches as stages follow the first (nanotron, `OneForwardOneBackwardPipelineEngine`).
-    # Megatron-LM runs with fewer.
+    # A habit of the measured software, like `pipeline_stall`: its 1F1B needs as many micro-batches
+    # as stages follow the first (nanotron, `OneForwardOneBackwardPipelineEngine`). Megatron-LM runs
+    # with fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
     fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned)
@@ -153,7 +155,7 @@ def predict(
     return Predictions(
         layouts=layouts,
         time=time,
-        memory=shown,
+        memory=reported,
         seconds=time.total,
         half_width=half_width,
         upper=spread.upper(half_width, slow),

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and all layouts that could answer it."""
+"""The question to the cluster planner, and all layouts that could answer it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""The largest questions, far beyond what anybody has trained with: larger numbers are mistakes, and
-the arithmetic in 64 bits would not hold them."""
+"""Upper limits of a question. Larger numbers are mistakes and would overflow 64 bits."""
 
 MOST_TENSOR_NODES = 4
-"""Nodes that the tensor axis may span."""
+"""Largest number of nodes that the tensor axis may span."""
 LEAST_TOKENS = 1024
-"""Tokens of a sequence that each device of the context axis keeps at least."""
+"""Smallest number of a sequence's tokens on each device of the context axis."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -30,9 +29,9 @@ class ClusterQuestion:
     shape: ModelShape
     cluster: Cluster
     sequence_length: int
-    """Tokens of one sequence."""
+    """Sequence length in tokens."""
     global_batch: int
-    """Sequences of one step."""
+    """Sequences in one step."""
     devices: int
 
     def __post_init__(self) -> None:
@@ -53,8 +52,8 @@ class ClusterQuestion:
         if self.nodes > 1 and len(self.cluster.reduce.nodes) == 1:
             raise UsageError(
                 f"{self.devices} devices are {self.nodes} nodes of {per_node}, and link"
-                f" {self.cluster.links!r} says nothing of the links between nodes; add their rate,"
-                " such as nvlink,400gbit"
+                f" {self.cluster.links!r} has no rate between nodes; add one, such as"
+                " nvlink,400gbit"
             )
 
     @property
@@ -63,18 +62,18 @@ class ClusterQuestion:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens in one step."""
         return self.global_batch * self.sequence_length
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in rising order."""
+    """Returns all divisors in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
-    """Data, pipeline, tensor and context: products of the devices that the model allows."""
+    """Returns sizes of the data, pipeline, tensor and context axes that the model allows."""
     shape, devices = question.shape, question.devices
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
@@ -97,9 +96,11 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 
 
 def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
-    """Pairs of ZeRO's stage and offload that libraries offer: stages 2 and 3 shard gradients with
-    every micro-batch, which no pipeline allows (DeepSpeed refuses it); offloaded parameters need
-    stage 3, or a single device."""
+    """Returns the pairs of ZeRO stage and offload that libraries offer.
+
+    Stages 2 and 3 shard gradients with every micro-batch, which pipelines do not allow (DeepSpeed
+    refuses it). Offloaded parameters need stage 3 or a single device.
+    """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
     pairs = [(zero, 0) for zero in stages]
@@ -110,10 +111,11 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 
 
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
-    """Every layout whose sizes divide (see `_axes`), with micro-batches of powers of two, each kind
-    of recomputation, ZeRO's stages, offload and interleaved chunks where they apply.
+    """Returns every layout whose sizes divide (see `_axes`).
 
-    Raises UsageError with the nearest batch that divides where there is none.
+    They combine micro-batches of powers of two, all kinds of recomputation, ZeRO stages, offload
+    and interleaved chunks, as far as these apply. If there is none, raises UsageError with the
+    nearest batch that divides.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
@@ -133,7 +135,7 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
             experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
         ):
             steps = per_rank // size
-            # A sequence is only cut where a micro-batch of one sequence is not small enough.
+            # Sequences are only cut if a micro-batch of one sequence is not small enough.
             if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
                 continue
             columns.append(
@@ -145,7 +147,7 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
 
 
 def _nothing(question: ClusterQuestion, least: int) -> str:
-    """What would divide, where `least` is the smallest data axis that the model allows."""
+    """Returns an error text; `least` is the smallest data axis that the model allows."""
     batch = question.global_batch
     nearest = max(least, round(batch / least) * least)
     return (

@@ -21,28 +21,25 @@ from harness.planner.cluster.question import ClusterQuestion
 from harness.planner.fitting import Floats, Ints
 
 ELEMENT_BYTES = 2.0
-"""Of an activation in bf16."""
+"""Bytes of an activation in bf16."""
 BUCKET_BYTES = 25e6
-"""Of the bf16 gradients that DDP reduces at once (its `bucket_cap_mb`)."""
+"""Bytes of bf16 gradients that DDP reduces at once (its `bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
-"""Of a layer in forward and backward with sequence parallelism: two gathers and two
-reduce-scatters each way (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two gathers
-of inputs again for the gradients of weights."""
+"""Collectives of a layer in forward and backward with sequence parallelism: two gathers and two
+reduce-scatters each way (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two more
+gathers of inputs for the gradients of weights."""
 
 UNGATED = 0.4
-"""Reads and writes of the feed-forward size by an activation alone, as a share of those by a gated
-one: 2 of 5 forward (SiLU reads and writes, its product with the other half reads two and writes
-one), and as many for each gradient."""
+"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5 forward. SiLU reads and
+writes; its product with the other half reads two and writes one. Gradients have the same share."""
 AHEAD_POWER = 2.0
-"""Exponent of the share by which the processor is ahead of the device. A device that takes r times
-as long for a layer as its launches has done 1 / r of what is launched; where r is below 1 only
-single long kernels are waited for. Assumed: r^2 / (1 + r^2), which is a half where both take as
-long; between 2 and 4 the errors hardly depend on it."""
+"""Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r times
+as long as its launches. Assumed; between 2 and 4 the errors hardly depend on it."""
 
 
 @dataclass(frozen=True)
 class AxisBandwidths:
-    """Bandwidths that the axes of each layout see, in bytes per second (shape [layouts])."""
+    """Bandwidth of each axis of a layout, in bytes per second (shape [layouts])."""
 
     nodes: Ints
     tensor_nodes: Ints
@@ -51,18 +48,18 @@ class AxisBandwidths:
     """Nodes that a group of the data and context axes spans."""
     tensor: Floats
     reduce: Floats
-    """Of the data axis: all-reduce."""
+    """All-reduce on the data axis."""
     gather: Floats
-    """Of the data axis: all-gather, reduce-scatter."""
+    """All-gather and reduce-scatter on the data axis."""
     stage: Floats
-    """Of one device to the next stage."""
+    """One device to the next stage."""
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
-        """What each axis gets: tensor innermost, then context and data, the pipeline outermost.
+        """Returns the bandwidths with tensor innermost, then context and data, pipeline outermost.
 
         A group with g ranks on each node uses g of the node's links, so it gets g / per_node of the
-        bandwidth that a collective over all devices has.
+        bandwidth of a collective over all devices.
         """
         per_node = cluster.per_node
         one = np.ones_like(layouts.devices)
@@ -74,7 +71,7 @@ class AxisBandwidths:
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
         share = np.where(data_nodes > 1, on_node / per_node, 1.0)
-        # Nothing between nodes is faster than inside of them.
+        # Nothing between nodes is faster than inside them.
         reduce, gather = (
             share
             * np.where(
@@ -84,15 +81,17 @@ class AxisBandwidths:
             )
             for curve in (cluster.reduce, cluster.gather)
         )
-        # With many nodes the bus bandwidth of a node is what its links carry together.
+        # With many nodes, a node's bus bandwidth is what its links carry together.
         wire = cluster.reduce.at(np.full_like(nodes, cluster.reduce.nodes[-1])) / per_node
         neighbour = np.where(nodes > 1, np.minimum(inside, wire), inside)
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
-        """Seconds of a micro-batch's activations to the next stage and their gradients back: as
-        many bytes as the hidden states have, once each way and for each interleaved chunk
-        (Megatron-LM, arXiv 2104.04473, section 2.2), split over the tensor axis (section 4.1)."""
+        """Returns the seconds to send a micro-batch's activations on and their gradients back.
+
+        The bytes are those of the hidden states, once each way and for each interleaved chunk
+        (Megatron-LM, arXiv 2104.04473, section 2.2), split over the tensor axis (section 4.1).
+        """
         tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
         size = tokens * question.shape.hidden * ELEMENT_BYTES / layouts.tensor
         result: Floats = 2.0 * layouts.chunks * size / self.stage
@@ -106,18 +105,21 @@ class AxisBandwidths:
         attention: Floats,
         c: TimeConstants,
     ) -> Floats:
-        """Exposed seconds of a layer's collectives, forward and backward, on the tensor axis
-        (arXiv 2205.05198, see TENSOR_COLLECTIVES; their exposed share is fitted), the context axis
-        (ring attention, arXiv 2310.01889) and the expert axis (GShard, arXiv 2006.16668)."""
+        """Returns the exposed seconds of a layer's collectives, forward and backward.
+
+        They are those of the tensor axis (arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed
+        share is fitted), the context axis (ring attention, arXiv 2310.01889) and the expert axis
+        (GShard, arXiv 2006.16668).
+        """
         shape = question.shape
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
         hidden = tokens * shape.hidden * ELEMENT_BYTES
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
-        # The whole tensor, not (n - 1) / n of it: measured times of 2 to 8 ranks behind one switch
-        # are nearly equal.
+        # The whole tensor, not (n - 1) / n of it: 2 to 8 ranks behind one switch take nearly equal
+        # times.
         seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
-        # hidden behind the attention of the part before (ring attention, arXiv 2310.01889).
+        # hidden behind the attention of the previous part (ring attention, arXiv 2310.01889).
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor
         seconds = seconds + np.maximum(0.0, passed / self.gather - 3.5 * attention)
         # Two all-to-alls forward and two back (GShard, arXiv 2006.16668).
@@ -135,12 +137,12 @@ class AxisBandwidths:
         micro_batch_seconds: Floats,
         c: TimeConstants,
     ) -> tuple[Floats, Floats]:
-        """Exposed seconds of gradients and sharded parameters, and of what is offloaded.
+        """Returns the exposed seconds of gradients and sharded parameters, and those of offload.
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
-        for an all-reduce (Patarasuk and Yuan, 2009). Stages 0 and 1 of ZeRO reduce fp32 gradients
-        once a step, stage 1 then gathers bf16 parameters; stages 2 and 3 scatter gradients with
-        every micro-batch; stage 3 gathers parameters in every forward and backward pass.
+        for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce fp32 gradients once
+        a step; stage 1 then gathers bf16 parameters. Stages 2 and 3 scatter gradients with every
+        micro-batch. Stage 3 gathers parameters in every forward and backward pass.
         """
         cluster = question.cluster
         ranks = (layouts.data * layouts.context).astype(float)
@@ -156,15 +158,15 @@ class AxisBandwidths:
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
-        # Sharded layers are gathered, and their gradients scattered, behind the layers beside them;
-        # nothing hides the first gather and the last scatter.
+        # Neighbouring layers hide the gathers and scatters of sharded layers, except the first
+        # gather and the last scatter.
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
         ends = each / question.shape.layers
         hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
         each = ends + np.maximum(0.0, each - ends - hides)
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
-        # Gradients out, parameters back; the host reads and writes states at its memory's rate,
-        # taken as that of the bus.
+        # Gradients out, parameters back. The host updates states at its memory's rate, which is
+        # assumed to be that of the bus.
         moved = owned * (ACCUMULATED_BYTES + PARAMETER_BYTES + 2 * OPTIMIZER_BYTES) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
         fetched = 2 * steps * PARAMETER_BYTES * np.where(zero >= 3, owned, parameters) / host
@@ -176,7 +178,7 @@ class AxisBandwidths:
 
 @dataclass(frozen=True)
 class LayoutStepTime:
-    """Seconds of a step by layout (shape [layouts]); the parts add up to the whole."""
+    """Seconds of a step by layout (shape [layouts]); the parts add up to `total`."""
 
     compute: Floats
     activation_exchange: Floats
@@ -184,16 +186,15 @@ class LayoutStepTime:
     data: Floats
     """Exposed communication of the data axis: gradients and sharded parameters."""
     bubble: Floats
-    """Waiting in the pipeline: filling it, draining it, and for its slowest stage."""
+    """Pipeline bubble: filling, draining, and waiting for the slowest stage."""
     launch: Floats
-    """The device waits for its processor to launch work."""
+    """Time that the device waits for its processor to launch work."""
     offload: Floats
     update: Floats
     owned: Floats
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
-    """Share of what the processor has launched that the device has yet to do, 0 to 1; see
-    `memory`."""
+    """Share of the launched work that the device has yet to do, 0 to 1; see `memory`."""
 
     @property
     def total(self) -> Floats:
@@ -210,35 +211,37 @@ class LayoutStepTime:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Seconds of one micro-batch (shape [layouts])."""
+    """Seconds of one layer for one micro-batch (shape [layouts])."""
 
     compute: Floats
-    """Of a layer, forward and backward."""
+    """Forward and backward on the device."""
     head: Floats
     communication: Floats
-    """Exposed, of a layer."""
+    """Exposed communication."""
     launch: Floats
-    """The processor's, of a layer, undisturbed."""
+    """Launches by the processor, undisturbed."""
     stalled: Floats
-    """The same with the waits that a pipeline between nodes adds."""
+    """Launches with the waits that a pipeline between nodes adds."""
     sharpness: float
-    """Of the maximum of device and processor."""
+    """Exponent of the smooth maximum of device and processor."""
 
     def of_stage(self, stage: LayerStage, rows: Ints) -> tuple[Floats, Floats]:
-        """Seconds that a stage computes, and that it communicates within itself."""
+        """Returns the seconds that a stage computes, and communicates within itself."""
         computed = stage.layers * self.compute[rows] + stage.head * self.head[rows]
         return computed, stage.layers * self.communication[rows]
 
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
-        """Seconds that a stage takes, where its device needs `device`: the processor launches at
-        the same time, and the slower of both counts, kernel by kernel: long ones hide the launches
-        of those behind them, short ones wait for theirs. The smooth maximum of both is assumed; its
-        sharpness is fitted (`launch_sharpness`)."""
+        """Returns the seconds that a stage takes if its device needs `device` seconds.
+
+        The processor launches kernels at the same time. Long kernels hide the launches of later
+        ones; short ones wait for theirs. A smooth maximum of both is assumed; its sharpness is
+        fitted (`launch_sharpness`).
+        """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
         free = (device**power + (modules * self.launch[rows]) ** power) ** (1 / power)
         stalled = modules * self.stalled[rows]
-        # Stalls hold all kernels of a layer up alike: with them the longer one counts.
+        # Stalls delay all kernels of a layer equally, so the longer time counts.
         return np.maximum(free, stalled)
 
 
@@ -250,12 +253,12 @@ def product(
     c: TimeConstants,
     parts: Floats | float = 1.0,
 ) -> Floats:
-    """Seconds of a product of M x K by K x N on one device, with its rows in so many parts.
+    """Returns the seconds of a product of M x K by K x N on one device, its rows cut into `parts`.
 
-    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N):
-    with a half size of 1 that is the time to read the operands once (a K x N matrix once for each
-    part) and to write the result, (roofline: Williams and others, CACM 2009), and unfilled tiles
-    grow alike.
+    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N).
+    With a half size of 1 that is the time to read the operands once (the K x N matrix once per
+    part) and to write the result (roofline: Williams and others, CACM 2009). Unfilled tiles have
+    the same form.
     """
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
     small = 1 + c.matmul_half_size * ridge * (parts / m + 1 / k + 1 / n)
@@ -266,9 +269,11 @@ def product(
 def _layer(
     question: ClusterQuestion, layouts: PlannedLayouts, links: AxisBandwidths, c: TimeConstants
 ) -> _Layer:
-    """Seconds of a layer for one micro-batch: matrix products and elementwise passes by the
-    roofline (Williams and others, CACM 2009), attention by its operations at a share of the peak
-    (FlashAttention-2, arXiv 2307.08691), and the processor's launches, whose times are fitted."""
+    """Returns the seconds of a layer for one micro-batch.
+
+    Products and elementwise passes follow the roofline (Williams and others, CACM 2009), attention
+    a share of the peak (FlashAttention-2, arXiv 2307.08691); launches are fitted.
+    """
     shape, cluster = question.shape, question.cluster
     peak, memory_rate = cluster.flops_per_second, cluster.memory_bytes_per_second
     h, f, v = float(shape.hidden), float(shape.feed_forward), float(shape.vocabulary)
@@ -276,12 +281,12 @@ def _layer(
     tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
     queries, keys = shape.attention_width, shape.kv_width
     routed = tokens * shape.experts_per_token
-    # Tokens of one expert's product; the products of all experts of a rank together are `routed`.
+    # Tokens of one expert's product; all experts of a rank together process `routed`.
     per_expert = np.maximum(1.0, routed / shape.experts)
     gate = 2 if shape.gated else 1
 
     def products(parts: Floats | float) -> Floats:
-        """Forward of all products of a layer, with the rows of each in parts."""
+        """Returns the seconds of a layer's products in forward, rows cut into parts."""
         blocks = product(per_expert, h, gate * f / tensor, cluster, c, parts)
         blocks = blocks + product(per_expert, f / tensor, h, cluster, c, parts)
         qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
@@ -289,17 +294,12 @@ def _layer(
         return qkv + out + routed / per_expert * blocks
 
     forward = products(1.0)
-    # Asynchronous tensor parallelism multiplies its own rows while the others' are gathered, then
-    # those before and after: one of three products of each matrix (forward or backward).
+    # Asynchronous tensor parallelism multiplies its own rows while others are gathered, then those
+    # before and after. This concerns one of three products of each matrix.
     split = products(np.minimum(tensor, 3.0))
-    attention = (
-        2.0
-        * tokens
-        * question.sequence_length
-        * shape.heads
-        * padded_head(shape.head_size)
-        / tensor
-    ) / (peak * c.attention_efficiency)
+    heads_width = shape.heads * padded_head(shape.head_size)
+    attention = 2.0 * tokens * question.sequence_length * heads_width / tensor
+    attention = attention / (peak * c.attention_efficiency)
     width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
     passes = 2.0 * tokens * width / tensor / memory_rate
     again = np.choose(
@@ -330,11 +330,11 @@ def _layer(
 def step_time(
     question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants
 ) -> LayoutStepTime:
-    """The step time of each layout, in seconds.
+    """Returns the step time of each layout, in seconds.
 
     Pipelines follow 1F1B with unequal stages: the sum over stages for the first micro-batch, and
-    the slowest stage for each further one (PipeDream-2BW, arXiv 2006.09503; interleaved chunks
-    divide the fill, Megatron-LM, arXiv 2104.04473, section 2.2).
+    the slowest stage for each further one (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks
+    divide the fill (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     shape, cluster = question.shape, question.cluster
     links = AxisBandwidths.of(cluster, layouts, c)
@@ -360,7 +360,7 @@ def step_time(
             owned[rows] = np.maximum(owned[rows], owned_parameters(shape, part, stage))
     steps = layouts.accumulation
     mean = fill / layouts.pipeline
-    # What the last micro-batch waits for: all stages once, or a share of them when interleaved.
+    # The last micro-batch waits for all stages once, or for a share of them when interleaved.
     ends = np.where(layouts.chunks > 1, mean + (fill - mean) / layouts.chunks, fill)
     pipe = ends + (steps - 1) * slowest
     data, offload = links.data_axis(question, layouts, largest, owned, slowest, c)
@@ -382,8 +382,10 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Seconds of a micro-batch, forward and backward, in each stage of layouts whose pipelines are
-    equally long (shape [layouts, stages]), by the same formulas as `step_time`."""
+    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
+
+    All layouts must have equally long pipelines; the formulas are those of `step_time`.
+    """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
     between = links.between_stages(question, layouts)
@@ -398,12 +400,11 @@ def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeCon
 
 
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
-    """Seconds that a step takes under 1F1B (PipeDream-2BW, arXiv 2006.09503), shape [layouts].
+    """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step, shape [layouts].
 
     `forward` and `backward` are seconds of a micro-batch in each stage, shape [layouts, stages].
-    Stage s runs `stages - s - 1` forwards first (fewer if there are not so many micro-batches),
-    then a forward and a backward by turns, then the backwards that are left. A micro-batch is sent
-    on without delay.
+    Stage s first runs `stages - s - 1` forwards (fewer if there are not enough micro-batches), then
+    alternates a forward and a backward, then runs the remaining backwards. Sending takes no time.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)
@@ -438,7 +439,7 @@ def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: i
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """What a stage runs, in order: whether it is a forward, and of which micro-batch."""
+    """Returns the passes of a stage in order: whether forward, and the micro-batch."""
     first = min(stages - stage - 1, micro_batches)
     order = [(True, batch) for batch in range(first)]
     for batch in range(micro_batches - first):
