@@ -233,7 +233,7 @@ def test_measured_cells_answer_and_others_are_predicted(
     assert [candidate.label for candidate in plan.inexact] == ["averaged(rarely)"]
     words = " ".join(explanation(plan))
     assert "Use averaged: " in words
-    assert "at the price of another training: averaged(rarely)" in words
+    assert "a different training: averaged(rarely)" in words
     assert all(other in plan.candidates[1:] for other in open_questions(plan.candidates))
 
 

@@ -34,8 +34,8 @@ GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Number of layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits on stages and micro-batches of a simulated pipeline. Further micro-batches each take as long
-as the slowest stage."""
+"""Limits on stages and micro-batches of a simulated pipeline. Further micro-batches each take as
+long as the slowest stage."""
 MOST_DEVICES = 2**16
 """Largest number of devices that is tried if nothing fits."""
 SURE = 0.9
@@ -51,11 +51,11 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     """Returns row numbers, best first (all arrays of shape [rows]).
 
     The first rank is for users who run one layout: the largest product of speed and probability to
-    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, are for
-    users who try these layouts and keep the fastest. Each goes to the layout that adds most to the
-    expected best speed of those before it (expected improvement: Jones, Schonlau and Welch, 1998).
-    So a faster layout that may not fit comes second, because a slower one that surely fits would
-    add little. All others follow by speed times probability.
+    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, are
+    for users who try these layouts and keep the fastest. Each goes to the layout that adds most to
+    the expected best speed of those before it (expected improvement: Jones, Schonlau and Welch,
+    1998). So a faster layout that may not fit comes second, because a slower one that surely fits
+    would add little. All others follow by speed times probability.
 
     `half_width` belongs to the 80 % interval of the logarithm of the seconds. Errors, and whether
     memory suffices, are treated as independent between layouts.
@@ -78,8 +78,8 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
 
 
 class _Gains:
-    """Expected improvements over the picked layouts; speeds are log-normal, or 0 if a layout does not
-    fit."""
+    """Expected improvements over the picked layouts; speeds are log-normal, or 0 if a layout does
+    not fit."""
 
     def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
         reach = DEVIATIONS * float(deviation.max())
@@ -361,7 +361,8 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    """Returns a text on the least memory that a layout needs, and on offload that exceeds a node."""
+    """Returns a text on the least memory that a layout needs, and on offload that exceeds a
+    node."""
     cluster, words = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
@@ -385,8 +386,8 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if there
-    are none or the links between nodes are unknown."""
+    """Returns the fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if
+    there are none or the links between nodes are unknown."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (

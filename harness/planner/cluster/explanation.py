@@ -35,8 +35,8 @@ def explanation(plan: ClusterPlan) -> list[str]:
         )
     if plan.goal == "cost":
         sentences.append(
-            "For a given number of devices, the fastest layout is the cheapest; compare the price of"
-            " a billion tokens for several numbers of devices."
+            "For a given number of devices, the fastest layout is the cheapest; compare prices of a"
+            " billion tokens for several numbers of devices."
         )
     if plan.goal == "energy":
         sentences.append(

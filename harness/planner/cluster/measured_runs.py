@@ -52,8 +52,8 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Rows that failed although another row ran the same layout and model, so that memory was not
-        the cause."""
+        """Rows that failed although another row ran the same layout and model, so that memory was
+        not the cause."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran

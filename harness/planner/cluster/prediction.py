@@ -23,8 +23,8 @@ COMPUTING, WAITING = 0.85, 0.45
 """Shares of its maximum power that a device draws while it computes, and while it communicates or
 waits. Assumed: idle devices draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: they were never compared
-with measured energy."""
+"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: they were never
+compared with measured energy."""
 
 PENDING_DONE = 0.5
 """Share of pending activations that are free by the time the allocator waits for them. Assumed."""

@@ -30,11 +30,12 @@ reduce-scatters each way (Korthikanti and others, arXiv 2205.05198, section 4.2.
 gathers of inputs for the gradients of weights."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5 forward. SiLU reads and
-writes; its product with the other half reads two and writes one. Gradients have the same share."""
+"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5 forward. SiLU reads
+and writes; its product with the other half reads two and writes one. Gradients have the same
+share."""
 AHEAD_POWER = 2.0
-"""Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r times
-as long as its launches. Assumed; between 2 and 4 the errors hardly depend on it."""
+"""Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r
+times as long as its launches. Assumed; between 2 and 4 the errors hardly depend on it."""
 
 
 @dataclass(frozen=True)

@@ -11,87 +11,85 @@ from harness.planner.fitting import Floats, constant
 
 GIGA, MEGA = 1e9, 1e6
 WORKING_SET = 32e6
-"""Bytes of activations at which `memory_rate` is said."""
+"""Bytes of activations at which `memory_rate` applies."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class CellFacts:
-    """A cell as its strategy and workload describe it, without anything measured.
+    """A cell as its strategy and workload describe it, without measurements.
 
-    Bytes and counts are those of one rank, the fullest where ranks differ, unless said otherwise.
+    Bytes and counts are those of one rank, the fullest if ranks differ, unless noted.
     """
 
     workload: str
     setting: str
-    """What is trained, on how many ranks and over which link, in words: cells of one setting may be
-    compared."""
+    """Text of the setting; only cells of one setting may be compared."""
     links: str
-    """Emulated link between the nodes; empty: there is none."""
+    """Emulated link between the nodes; empty if there is none."""
     label: str
-    """The strategy with its options."""
+    """Strategy with its options."""
     engine: str
-    """The strategy whose library does the work beside the model's own."""
+    """Strategy whose library does the work besides the model's own."""
     precision: str
-    """Of the arithmetic: fp32, bf16 or fp16."""
+    """Precision of the arithmetic: fp32, bf16 or fp16."""
     exact: bool
-    """Whether the strategy declares the same training as one process's, to rounding."""
+    """Whether the strategy declares to train as one process does, up to rounding."""
     stand_in: bool
-    """Whether something else than the real thing runs on CPU cores, which nobody should be advised
-    to use."""
+    """Whether only a stand-in runs on CPU cores, which must not be recommended."""
     data: int
-    """Ranks that train the same part of the model on other samples or tokens."""
+    """Ranks that train the same part of the model on different samples or tokens."""
     pipeline: int
     tensor: int
     cores: int
     """CPU cores for all ranks together."""
     micro_batches: int
     flops: float
-    """Floating-point operations of a step, all ranks together, those of recomputation included."""
+    """Floating-point operations of a step over all ranks, recomputation included."""
     operators: int
-    """Of the unsplit model in forward and backward of a micro-batch."""
+    """Operators of the unsplit model in forward and backward of a micro-batch."""
     moved_bytes: float
-    """Read and written by those that are no matrix products, in a micro-batch of the unsplit
-    model."""
+    """Bytes that operators other than matrix products read and write in a micro-batch of the
+    unsplit model."""
     tensors: int
-    """Parameters of the unsplit model that are trained, counted as tensors; 1 where one operator
-    updates them all (fused AdamW)."""
+    """Trained parameter tensors of the unsplit model; 1 if one operator updates them all (fused
+    AdamW)."""
     state_bytes: float
-    """Kept between steps, without what a library keeps for itself."""
+    """States kept between steps, without the library's own."""
     library_bytes: float
-    """Of a library's own copies and buffers."""
+    """A library's own copies and buffers."""
     transient_bytes: float
-    """Needed in a step beside these for a while: gradients, gathered parameters."""
+    """Memory needed temporarily in a step: gradients, gathered parameters."""
     trained_bytes: float
-    """Of the parameters that one rank's part of the model trains, before they are sharded."""
+    """Trained parameters of one rank's part of the model, before sharding."""
     optimizer_bytes: float
-    """Of the optimizer's state, which each update reads and writes."""
+    """Optimizer state, which each update reads and writes."""
     activation_bytes: float
-    """Kept for backward by a micro-batch of the unsplit model."""
+    """Activations that a micro-batch of the unsplit model keeps for backward."""
     sent_bytes: float
-    """In a step, for the collectives that the strategy calls."""
+    """Bytes sent in a step for the strategy's collectives."""
     messages: float
-    """Collectives or transfers of a step."""
+    """Number of collectives or transfers in a step."""
     sharded: bool = False
-    """Whether they gather parameters and scatter gradients."""
+    """Whether collectives gather parameters and scatter gradients."""
     in_memory: bool = False
-    """Whether memory that the ranks share carries them, instead of TCP."""
+    """Whether collectives use memory shared by the ranks instead of TCP."""
     flat: bool = False
-    """Whether its library copies all parameters or gradients to and from flat buffers."""
+    """Whether the library copies all parameters or gradients to and from flat buffers."""
     served: bool = False
-    """Whether a process that trains nothing itself keeps the model, and is the fullest."""
+    """Whether a process that does not train holds the model and is the fullest."""
     disk_bytes: float = 0.0
-    """To and from a disk in a step, all ranks together."""
+    """Bytes to and from a disk in a step over all ranks."""
     threads: int = 1
-    """Devices that one process drives, each from a thread: they take turns in Python."""
+    """Devices that one process drives from threads, which share Python's interpreter lock."""
     optimizer_flops: float = 0.0
-    """Of matrix products in a rank's update, in bf16."""
+    """Floating-point operations of matrix products in a rank's update, in bf16."""
     coded_elements: float = 0.0
-    """Of optimizer state that a rank's update reads from codes of 8 bits and writes to them."""
+    """Elements of optimizer state that a rank's update decodes from and encodes to 8 bits."""
     convolutions: int = 0
-    """Among the operators; each one backward counts twice."""
+    """Convolutions among the operators; one backward counts twice."""
     link_bytes_per_second: float = float("inf")
-    """Between the nodes, each direction; infinite where all ranks are on one node."""
+    """Rate between the nodes, each direction; infinite if all ranks are on one node."""
     link_seconds: float = 0.0
     """One-way delay between the nodes."""
 
@@ -102,32 +100,32 @@ class CellFacts:
 
     @property
     def variant(self) -> tuple[str, str, bool]:
-        """What cells have in common whose library does the same work beside the model's."""
+        """Key of cells whose library does the same work: label, precision, several ranks."""
         return self.label, self.precision, self.ranks > 1
 
     @property
     def family(self) -> tuple[str, str, bool]:
-        """The same for all strategies and options of a library."""
+        """Key of all strategies and options that use one library."""
         return self.engine, self.precision, self.ranks > 1
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A cell that ran, and what was measured."""
+    """Measured step time and memory of a cell."""
 
     facts: CellFacts
     seconds: float
-    """Of a step: batch over the run's estimate of the throughput."""
+    """Step time: batch over the run's estimate of the throughput."""
     peak_bytes: float | None
     """Memory of the fullest rank above its imports."""
     seconds_low: float | None = None
-    """This and the next bound the 95 % interval; None with one launch."""
+    """Lower bound of the 95 % interval, as `seconds_high` the upper; None with one launch."""
     seconds_high: float | None = None
 
 
 @dataclass(frozen=True)
 class CpuTimeConstants:
-    """Of the step time on CPU cores. A rank has one core unless the cell says otherwise."""
+    """Constants of the step time on CPU cores; a rank has one core unless the cell has more."""
 
     fp32_rate: float = constant(
         80.0,
@@ -299,7 +297,7 @@ class CpuTimeConstants:
 
 @dataclass(frozen=True)
 class CpuMemoryConstants:
-    """Of the peak of a rank's anonymous resident memory above its imports."""
+    """Constants of the peak of a rank's anonymous resident memory above its imports."""
 
     overhead: float = constant(
         8.0,
@@ -349,9 +347,9 @@ class CpuMemoryConstants:
 
 
 class CellColumns:
-    """The facts of many cells as arrays (shape [cells]).
+    """Facts of many cells as arrays (shape [cells]).
 
-    Where more ranks compute than there are cores, each rank's work takes as many times as long
+    If more ranks compute than there are cores, each rank's work takes proportionally longer
     (`crowd`).
     """
 
@@ -370,18 +368,18 @@ class CellColumns:
         self.filling = 1 + (stages - 1) / micro
         self.flops = crowd * column("flops") / ranks
         self.moved = crowd * micro * column("moved_bytes") / split
-        # Threads of one process take turns in Python.
+        # Threads of one process share the interpreter lock.
         self.operators = crowd * micro * column("operators") * column("threads") / stages
         self.optimizer_flops = crowd * column("optimizer_flops")
         self.coded = crowd * column("coded_elements")
         self.convolutions = crowd * micro * column("convolutions")
         self.updated = crowd * column("optimizer_bytes")
         self.tensors = crowd * column("tensors") / stages
-        # Two rounds of a collective over two ranks, as many more for each doubling (trees and
-        # recursive halving; Thakur and others, IJHPCA 2005).
+        # A collective needs one more round for each doubling of its ranks (trees and recursive
+        # halving; Thakur and others, IJHPCA 2005).
         group = np.maximum(2.0, np.maximum(column("data"), tensor))
         rounds = column("messages") * np.ceil(np.log2(group))
-        # What hooks around modules do for a gather is done once, in however many rounds.
+        # Hooks around modules work once for each gather, whatever the number of rounds.
         self.units = crowd * column("sharded") * column("messages")
         self.sent, self.messages = crowd * column("sent_bytes"), crowd * rounds - self.units
         self.in_memory = column("in_memory") > 0
@@ -391,26 +389,26 @@ class CellColumns:
         self.delays = rounds * 2 * column("link_seconds")
         self.trained, self.states = column("trained_bytes"), column("state_bytes")
         self.library, self.transient = column("library_bytes"), column("transient_bytes")
-        # As many micro-batches are in flight as there are stages (PipeDream-2BW, arXiv 2006.09503).
+        # One micro-batch per stage is in flight (PipeDream-2BW, arXiv 2006.09503).
         self.kept = np.minimum(stages, micro) * column("activation_bytes") / split
-        # Gloo works on a buffer of its own, as large as what a call reduces or gathers; what
-        # a library copies to flat buffers stays in the heap of the process.
+        # Gloo uses a buffer as large as what a call reduces or gathers. Flat buffers of a library
+        # stay in the heap of the process.
         calls = np.where(column("flat") > 0, 1.0, np.maximum(1.0, column("messages") / micro))
         self.exchanged = np.where(ranks == 1, 0.0, self.trained / calls)
 
 
 @dataclass(frozen=True)
 class CpuStep:
-    """Seconds of a step (shape [cells]); the parts add up to the whole."""
+    """Seconds of a step (shape [cells]); the parts add up to `total`."""
 
     compute: Floats
-    """The model's own arithmetic, which is the same whatever strategy trains it; a pipeline's
-    filling included."""
+    """The model's own arithmetic, which does not depend on the strategy, with a pipeline's
+    filling."""
     calls: Floats
-    """Calling operators."""
+    """Overhead of calling operators."""
     update: Floats
     exchange: Floats
-    """Collectives between ranks on one machine, and what goes to a disk and back."""
+    """Collectives between ranks on one machine, and transfers to a disk and back."""
     link: Floats
     """Exposed transfers over a link between nodes."""
 
@@ -420,11 +418,11 @@ class CpuStep:
 
 
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
-    """The step time of each cell.
+    """Returns the step time of each cell in seconds.
 
-    `effects` (shape [cells]): logarithm of by how much all but the model's own arithmetic and the
-    link takes longer than the formulas say, for the sake of the strategy's library. Units: bytes,
-    operations and seconds; the rates of the constants are in 1e9 of them a second.
+    `effects` (shape [cells]) is the logarithm of the factor by which the strategy's library slows
+    down everything except the model's arithmetic and the link. Units are bytes, operations and
+    seconds; rates of the constants are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -454,10 +452,11 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 
 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
-    """Bytes that the fullest rank has resident at its peak.
+    """Returns the bytes that the fullest rank has resident at its peak.
 
-    A library's buffers count as far as gradients fill them: pages that nothing has written are not
-    resident. `effects` (shape [cells]): logarithm of by how much the strategy's library needs more.
+    A library's buffers count as far as gradients fill them, because unwritten pages are not
+    resident. `effects` (shape [cells]) is the logarithm of the factor by which the strategy's
+    library needs more.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

@@ -1,4 +1,4 @@
-"""Fits the constants of CPU cells to measured cells, and scores predictions of cells left out."""
+"""Fits the constants of CPU cells to measured cells, and scores held-out predictions."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
 FEWEST = 5
-"""Measured cells that a calibration needs."""
+"""Smallest number of measured cells for a calibration."""
 VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
-"""Standard deviations of the logarithm of what a strategy with its options, and its library, add,
-as they are believed without data."""
+"""Prior standard deviations of the logarithmic effect of a strategy with its options, and of its
+library."""
 WORKLOAD_SPREAD = 0.05
-"""The same of what the formulas miss in all cells of a workload alike."""
+"""Prior standard deviation of the logarithmic error that all cells of a workload share."""
 ORDINARY_ERROR = 0.1
-"""Logarithm of an ordinary error of a cell: rows that are much farther off hardly count."""
+"""Logarithm of an ordinary error of a cell; much larger errors hardly count."""
 UNKNOWN_SPREAD = 0.25
-"""Half-width of the 80 % intervals of logarithms where too few workloads were measured to predict
-one from the others. Assumed."""
+"""Half-width of the 80 % intervals of logarithms if too few workloads were measured to predict one
+from the others. Assumed."""
 FEWEST_ERRORS = 8
-"""Predictions of cells left out from which a spread is estimated."""
+"""Smallest number of held-out predictions from which a spread is estimated."""
 
 
 @dataclass(frozen=True)
 class LibraryEffects:
-    """What libraries add, as logarithms: of each variant that was measured, and of all variants
-    with the same library, for those that were not."""
+    """Logarithmic effects of libraries: per measured variant, and per library for the others."""
 
     variants: dict[tuple[str, str, bool], float]
     families: dict[tuple[str, str, bool], float]
     workloads: dict[str, float]
-    """What the formulas miss in all cells of a workload alike."""
+    """Error that all cells of a workload share."""
 
     def missed(self, cells: Sequence[CellFacts]) -> Floats:
-        """By how many times each cell's figure is larger for the sake of its workload; 1 where that
-        was not measured (shape [cells])."""
+        """Returns the factor of each cell's workload; 1 if it was not measured (shape [cells])."""
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
-        """Of each cell (shape [cells]); in a precision in which its library was not measured that
-        of fp32, and of a library that was not measured none."""
+        """Returns the effect of each cell's library (shape [cells]).
+
+        A library that was not measured in a precision gets its effect in fp32; one that was never
+        measured gets 0.
+        """
         return np.array([self._of(cell) for cell in cells], float)
 
     def _of(self, cell: CellFacts) -> float:
@@ -73,12 +74,12 @@ class CpuSpreads:
     """Half-widths of the 80 % intervals of logarithms."""
 
     variant: float
-    """Where the strategy with these options was measured on another workload."""
+    """Used if the strategy with these options was measured on another workload."""
     unknown: float
-    """Where it was not."""
+    """Used if it was not."""
     relative: float
-    """Of one cell's figure over another's of the same setting: errors that the cells of a model
-    share say nothing of which is better."""
+    """Used for the ratio of two cells of one setting: errors shared by the cells of a model do not
+    affect which one is better."""
 
     def of(self, cells: Sequence[CellFacts], effects: LibraryEffects) -> Floats:
         known = np.array([cell.variant in effects.variants for cell in cells])
@@ -87,7 +88,7 @@ class CpuSpreads:
 
 @dataclass(frozen=True)
 class CpuCalibration:
-    """All that a prediction of CPU cells needs."""
+    """Everything that a prediction of CPU cells needs besides their facts."""
 
     time: CpuTimeConstants
     memory: CpuMemoryConstants
@@ -96,11 +97,11 @@ class CpuCalibration:
     time_spread: CpuSpreads
     memory_spread: CpuSpreads
     cells: int
-    """Measured cells that it was fitted to."""
+    """Number of measured cells that it was fitted to."""
     workloads: tuple[str, ...]
 
     def seconds(self, cells: Sequence[CellFacts]) -> Floats:
-        """Of a step of each cell."""
+        """Returns the step time of each cell."""
         step = step_seconds(CellColumns(cells), self.time, self.time_effects.of(cells))
         return step.total * self.time_effects.missed(cells)
 
@@ -110,14 +111,14 @@ class CpuCalibration:
 
 
 def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
-    """The calibration that these cells give, without its spreads, which `with_spreads` adds.
+    """Returns the calibration fitted to these cells; `with_spreads` adds its spreads.
 
-    Raises UsageError where there are too few cells.
+    Raises UsageError if there are too few cells.
     """
     if len(measured) < FEWEST:
         raise UsageError(
-            f"{len(measured)} measured cells on CPU cores are too few to predict others from; at"
-            f" least {FEWEST} are needed"
+            f"{len(measured)} measured cells on CPU cores are too few to predict others; measure at"
+            f" least {FEWEST}"
         )
     facts = [cell.facts for cell in measured]
     columns, groups = CellColumns(facts), _Groups(facts)
@@ -157,7 +158,7 @@ def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
 
 
 class _Groups:
-    """Variants, families and workloads of cells as positions in an array of unknowns."""
+    """Positions of variants, families and workloads of cells in an array of unknowns."""
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
         self._variants = list(dict.fromkeys(cell.variant for cell in cells))
@@ -165,7 +166,7 @@ class _Groups:
         self._workloads = workloads = list(dict.fromkeys(cell.workload for cell in cells))
         variants, families = self._variants, self._families
         self._counts = [len(variants), len(families), len(workloads)]
-        own = [
+        positions = [
             (
                 variants.index(cell.variant),
                 len(variants) + families.index(cell.family),
@@ -173,33 +174,33 @@ class _Groups:
             )
             for cell in cells
         ]
-        self.numbers: Ints = np.array(own)
-        """Of the unknowns of each cell (shape [cells, 3])."""
+        self.numbers: Ints = np.array(positions)
+        """Positions of the unknowns of each cell (shape [cells, 3])."""
         self._with_library = np.array([cell.engine != BASELINE for cell in cells], float)
         self._family_of = {cell.variant: cell.family for cell in cells}
 
     def spreads(self, share: float) -> Floats:
-        """What is believed of each unknown; of the libraries a share."""
+        """Returns the prior spread of each unknown; `share` scales those of libraries."""
         each = (share * VARIANT_SPREAD, share * FAMILY_SPREAD, WORKLOAD_SPREAD)
         return np.repeat(each, self._counts)
 
     def added(self, effects: Floats) -> Floats:
-        """By each cell's library: its variant's beside its family's."""
-        own, shared, _ = self.numbers.T
-        result: Floats = self._with_library * (effects[own] + effects[shared])
+        """Returns the effect of each cell's library: its variant's plus its family's."""
+        variants, families, _ = self.numbers.T
+        result: Floats = self._with_library * (effects[variants] + effects[families])
         return result
 
     def missed(self, effects: Floats) -> Floats:
-        """By how many times a cell's figure is larger for the sake of its workload."""
+        """Returns the factor of each cell's workload."""
         result: Floats = np.exp(effects[self.numbers[:, 2]])
         return result
 
     def effects(self, values: Floats) -> LibraryEffects:
         variants, families = self._variants, self._families
         of_family = dict(zip(families, values[len(variants) :].tolist(), strict=False))
-        own = zip(variants, values.tolist(), strict=False)
+        of_variant = zip(variants, values.tolist(), strict=False)
         return LibraryEffects(
-            {variant: value + of_family[self._family_of[variant]] for variant, value in own},
+            {variant: value + of_family[self._family_of[variant]] for variant, value in of_variant},
             of_family,
             dict(zip(self._workloads, values[sum(self._counts[:2]) :].tolist(), strict=True)),
         )
@@ -207,48 +208,50 @@ class _Groups:
 
 @dataclass(frozen=True)
 class HeldOutCell:
-    """A measured cell, and what is predicted of it from cells of all other parts."""
+    """A measured cell and its prediction from the cells of all other parts."""
 
     part: str
-    """What was left out with it."""
+    """Part that was held out."""
     observation: Observation
     seconds: float
     peak_bytes: float
     known: bool
-    """Whether its strategy, with the same options, was measured in the other parts."""
+    """Whether its strategy, with these options, was measured in the other parts."""
 
 
 def leave_out(
     measured: Sequence[Observation], part_of: Callable[[CellFacts], str] | None = None
 ) -> list[HeldOutCell]:
-    """Predicts the cells of each part from those of all others; empty where others are too few.
+    """Predicts the cells of each part from those of all others; skips parts with too few others.
 
-    `part_of`: which part a cell belongs to, by default its workload without suffixes, so that a
-    model is left out together with its adapters; cells of the part "" are not left out.
+    `part_of` returns the part of a cell: by default its workload without suffixes, so that a model
+    is held out together with its adapters. Cells of part "" are not held out.
     """
     name = part_of or base_of
     result: list[HeldOutCell] = []
     for part in dict.fromkeys(name(cell.facts) for cell in measured):
         others = [cell for cell in measured if name(cell.facts) != part]
-        own = [cell for cell in measured if name(cell.facts) == part]
+        held_out = [cell for cell in measured if name(cell.facts) == part]
         if not part or len(others) < FEWEST:
             continue
         calibration = calibrate_cells(others)
-        facts = [cell.facts for cell in own]
+        facts = [cell.facts for cell in held_out]
         seconds, peaks = calibration.seconds(facts), calibration.peak_bytes(facts)
-        for cell, of_time, of_memory in zip(own, seconds.tolist(), peaks.tolist(), strict=True):
+        for cell, of_time, of_memory in zip(
+            held_out, seconds.tolist(), peaks.tolist(), strict=True
+        ):
             known = cell.facts.variant in calibration.time_effects.variants
             result.append(HeldOutCell(part, cell, of_time, of_memory, known))
     return result
 
 
 def base_of(facts: CellFacts) -> str:
-    """The workload without its suffixes."""
+    """Returns the workload without its suffixes."""
     return facts.workload.split("+")[0]
 
 
 def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> CpuCalibration:
-    """The calibration with the spreads that predictions of left-out workloads show."""
+    """Returns the calibration with the spreads of predictions of held-out workloads."""
     peaks = [row for row in held if row.observation.peak_bytes]
     return replace(
         calibration,
@@ -260,14 +263,14 @@ def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> Cp
 
 
 def _spread(rows: Sequence[HeldOutCell], errors: Sequence[float]) -> CpuSpreads:
-    """Of errors of logarithms."""
+    """Returns the spreads of logarithmic errors."""
     known = [abs(error) for row, error in zip(rows, errors, strict=True) if row.known]
     unknown = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.known]
     settings: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
         if row.known:
             settings.setdefault(row.observation.facts.setting, []).append(error)
-    # The median of few takes a part of their own spread away: one degree of freedom.
+    # The median of few errors absorbs part of their spread: one degree of freedom.
     apart = [
         abs(error - float(np.median(of_one))) * (len(of_one) / (len(of_one) - 1)) ** 0.5
         for of_one in settings.values()
@@ -288,36 +291,36 @@ def _width(errors: Sequence[float], otherwise: float) -> float:
 
 @dataclass(frozen=True)
 class CpuScores:
-    """Of the predictions of one part, as shares; None where there is nothing to score."""
+    """Errors of the predictions of one part, as shares; None if there is nothing to score."""
 
     part: str
     cells: int
     median_time_error: float | None
     median_memory_error: float | None
     known: int
-    """Cells whose strategy, with the same options, was measured in the other parts."""
+    """Number of cells whose strategy, with these options, was measured in the other parts."""
     known_median_time_error: float | None
     known_median_memory_error: float | None
 
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """The cell of a setting that is predicted to be the fastest, beside the measured ones."""
+    """The cell of a setting with the fastest prediction, and the measured ones."""
 
     setting: str
     compared: int
-    """Cells of the setting that train the same as one process."""
+    """Number of cells of the setting that train as one process does."""
     chosen: str
     best: str
-    """The fastest as measured."""
+    """Cell with the fastest measurement."""
     slower: float
-    """By which share the chosen one's measured step is longer than the best one's."""
+    """Share by which the chosen cell's measured step is longer than the best one's."""
     told_apart: bool
-    """Whether measurements tell it apart from the fastest."""
+    """Whether the difference from the fastest is significant."""
 
 
 def score(rows: Sequence[HeldOutCell]) -> list[CpuScores]:
-    """The scores of each part, and of all together where there are several."""
+    """Returns the scores of each part, and of all together if there are several."""
     parts = list(dict.fromkeys(row.part for row in rows))
     scores = [_score(part, [row for row in rows if row.part == part]) for part in parts]
     return [*scores, _score("all", rows)] if len(parts) > 1 else scores
@@ -341,7 +344,7 @@ def _of_memory(rows: Sequence[HeldOutCell]) -> list[float]:
 
 
 def _median(ratios: Sequence[float]) -> float | None:
-    """The median error of predictions over measurements."""
+    """Returns the median error of predictions, given as ratios to measurements."""
     return float(np.median([abs(ratio - 1) for ratio in ratios])) if ratios else None
 
 
@@ -349,13 +352,13 @@ def first_choices(
     rows: Sequence[HeldOutCell],
     may_be_fastest: Callable[[Sequence[Observation]], Sequence[Observation]],
 ) -> list[FirstChoice]:
-    """What is predicted to be the fastest in each setting with several cells to choose from.
+    """Returns the predicted fastest cell of each setting with several cells.
 
-    `may_be_fastest`: those of some measured cells that measurements cannot tell from their fastest.
+    `may_be_fastest` returns those of some measured cells that are tied with their fastest one.
     """
     result = []
     for setting in dict.fromkeys(row.observation.facts.setting for row in rows):
-        own = [
+        real = [
             row
             for row in rows
             if row.observation.facts.setting == setting
@@ -363,18 +366,18 @@ def first_choices(
             and not row.observation.facts.stand_in
             and row.observation.facts.ranks <= row.observation.facts.cores
         ]
-        if len(own) < 2:
+        if len(real) < 2:
             continue
-        chosen = min(own, key=lambda row: row.seconds).observation
-        best = min(own, key=lambda row: row.observation.seconds).observation
+        chosen = min(real, key=lambda row: row.seconds).observation
+        best = min(real, key=lambda row: row.observation.seconds).observation
         result.append(
             FirstChoice(
                 setting,
-                len(own),
+                len(real),
                 chosen.facts.label,
                 best.facts.label,
                 chosen.seconds / best.seconds - 1,
-                not any(chosen is cell for cell in may_be_fastest([r.observation for r in own])),
+                not any(chosen is cell for cell in may_be_fastest([r.observation for r in real])),
             )
         )
     return result

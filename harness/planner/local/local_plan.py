@@ -18,10 +18,10 @@ from harness.spec.errors import UsageError
 
 LocalGoal = Literal["throughput", "memory"]
 DEVIATIONS_IN_80_PERCENT = 1.2816
-"""Half-width of an 80 % interval in standard deviations of a normal distribution."""
+"""Half-width of an 80 % interval of a normal distribution, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
-"""Probability to fit from which a cell counts as fitting, where memory is the goal."""
+"""Probability from which a cell counts as fitting, if memory is the goal."""
 PART_WORDS = {
     "compute": "the model's own arithmetic",
     "calls": "calling operators",
@@ -34,7 +34,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class LocalVariant:
-    """A cell that may answer the question."""
+    """A cell that can run in the requested setting."""
 
     cell: Cell
     facts: CellFacts
@@ -44,7 +44,7 @@ class LocalVariant:
 
 @dataclass(frozen=True)
 class LocalStepParts:
-    """Seconds of a step as predicted."""
+    """Parts of a predicted step time, in seconds."""
 
     compute: float
     calls: float
@@ -61,18 +61,18 @@ class LocalCandidate:
     cell_id: str
     label: str
     exact: bool
-    """Whether it is the same training as one process's, to rounding."""
+    """Whether it trains as one process does, up to rounding."""
     measured: bool
-    """Whether seconds and bytes were measured; predicted otherwise."""
+    """Whether seconds and bytes were measured rather than predicted."""
     seconds: float
     seconds_low: float
     seconds_high: float
     relative: float
-    """Half-width of the 80 % interval of the logarithm of its step time over another cell's of this
-    setting."""
+    """Half-width of the 80 % interval of the logarithm of its step time relative to another
+    cell's."""
     samples_per_second: float
     peak_bytes: float
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     peak_low: float
     peak_high: float
     fits: float
@@ -82,25 +82,25 @@ class LocalCandidate:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """The answer."""
+    """Ranked cells of one setting."""
 
     setting: str
-    """What is trained, on how many ranks and over which link, in words."""
+    """Text of the setting."""
     goal: LocalGoal
     candidates: tuple[LocalCandidate, ...]
-    """Cells that train the same as one process, best first."""
+    """Cells that train as one process does, best first."""
     inexact: tuple[LocalCandidate, ...]
-    """Cells that by their own declaration do not, best first."""
+    """Cells that declare a different training, best first."""
     refused: dict[str, int]
-    """Variants that cannot run, by the reason."""
+    """Numbers of variants that cannot run, by reason."""
     calibrated_on: int
-    """Measured cells that the predictions rest on."""
+    """Number of measured cells that the predictions rest on."""
     workloads: tuple[str, ...]
-    """Their workloads."""
+    """Workloads of these cells."""
 
 
 def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
-    """Those that cannot be told apart from the first by their step time."""
+    """Returns the candidates whose step time is tied with the first one's."""
     first = candidates[0]
     return [
         candidate
@@ -121,8 +121,8 @@ def rank_variants(
 ) -> LocalPlan:
     """Ranks the variants of one setting.
 
-    `batch`: samples of a step; `memory_bytes`: of this machine, for all ranks together. Raises
-    UsageError where no variant can run.
+    `batch`: samples per step; `memory_bytes`: this machine's memory for all ranks together. Raises
+    UsageError if no variant can run.
     """
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
@@ -143,7 +143,8 @@ def rank_variants(
 
 
 def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
-    """Smaller is better: speed times the probability to fit, or the memory of what fits surely."""
+    """Returns a sort key: time over the probability to fit, or the memory of surely fitting
+    cells."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
     return False, candidate.seconds / max(candidate.fits, 1e-300)
@@ -170,12 +171,12 @@ def _candidates(
         relative = calibration.time_spread.relative
         if variant.facts.variant not in calibration.time_effects.variants:
             relative = calibration.time_spread.unknown
-        if own := variant.observation:
-            seconds = own.seconds
-            low, high = _narrowed(own)
+        if observed := variant.observation:
+            seconds = observed.seconds
+            low, high = _narrowed(observed)
             relative = math.log(high / low) / 2
-            if own.peak_bytes:
-                peak, spread = own.peak_bytes, min(spread, 0.02)
+            if observed.peak_bytes:
+                peak, spread = observed.peak_bytes, min(spread, 0.02)
         demand = peak * variant.facts.ranks
         fits = float(ndtr(np.log(memory_bytes / demand) * DEVIATIONS_IN_80_PERCENT / spread))
         result.append(
@@ -184,7 +185,7 @@ def _candidates(
                 cell_id=variant.cell.id,
                 label=variant.facts.label,
                 exact=variant.facts.exact,
-                measured=own is not None,
+                measured=observed is not None,
                 seconds=seconds,
                 seconds_low=low,
                 seconds_high=high,
@@ -200,26 +201,23 @@ def _candidates(
     return result
 
 
-def _narrowed(own: Observation) -> tuple[float, float]:
-    """The 80 % interval of a measured step from its 95 % interval; 10 % either way with one
-    launch."""
-    if own.seconds_low is None or own.seconds_high is None:
-        return own.seconds / 1.1, own.seconds * 1.1
+def _narrowed(observed: Observation) -> tuple[float, float]:
+    """Returns the 80 % interval of a measured step; within 10 % if there was one launch."""
+    low, seconds, high = observed.seconds_low, observed.seconds, observed.seconds_high
+    if low is None or high is None:
+        return seconds / 1.1, seconds * 1.1
     share = DEVIATIONS_IN_80_PERCENT / DEVIATIONS_IN_95_PERCENT
-    return (
-        own.seconds * (own.seconds_low / own.seconds) ** share,
-        own.seconds * (own.seconds_high / own.seconds) ** share,
-    )
+    return seconds * (low / seconds) ** share, seconds * (high / seconds) ** share
 
 
 def explanation(plan: LocalPlan) -> list[str]:
-    """Sentences about the answer, most important first."""
+    """Returns sentences about the plan, most important first."""
     sentences = []
     if plan.candidates:
         best = plan.candidates[0]
         sentences += [_first(best), _time(best), _apart(plan)]
     else:
-        sentences.append("No cell of this setting trains exactly the same as one process.")
+        sentences.append("No cell of this setting trains exactly as one process does.")
     if faster := _faster(plan):
         sentences.append(faster)
     sentences.append(
@@ -237,34 +235,33 @@ def _first(best: LocalCandidate) -> str:
 
 
 def _time(best: LocalCandidate) -> str:
-    """Which parts the predicted step has."""
+    """Returns a sentence on the parts of the predicted step."""
     parts = {name: getattr(best.parts, name) for name in PART_WORDS}
     total = sum(parts.values())
     shares = sorted(parts.items(), key=lambda item: -item[1])
     listed = [f"{v / total:.0%} {PART_WORDS[name]}" for name, v in shares if v / total >= 0.01]
-    return f"By the prediction its step is {', '.join(listed)}."
+    return f"Its predicted step is {', '.join(listed)}."
 
 
 def _apart(plan: LocalPlan) -> str:
-    same = open_questions(plan.candidates)
-    if not same:
-        return "All others are slower, beyond the intervals."
-    names = [candidate.label for candidate in same[:MOST_NAMED]]
-    if len(same) > MOST_NAMED:
-        names.append(f"{len(same) - MOST_NAMED} more")
-    missing = sum(not candidate.measured for candidate in (plan.candidates[0], *same))
+    tied = open_questions(plan.candidates)
+    if not tied:
+        return "All others are significantly slower."
+    names = [candidate.label for candidate in tied[:MOST_NAMED]]
+    if len(tied) > MOST_NAMED:
+        names.append(f"{len(tied) - MOST_NAMED} more")
+    missing = sum(not candidate.measured for candidate in (plan.candidates[0], *tied))
     also = f"; {missing} of these were not measured" if missing else ""
-    return f"Not told apart from it: {', '.join(names)}{also}."
+    return f"Tied with it: {', '.join(names)}{also}."
 
 
 def _faster(plan: LocalPlan) -> str:
-    """What is faster at the price of another training."""
+    """Returns a sentence on a faster cell that trains differently; empty without one."""
     if not plan.inexact or plan.goal != "throughput":
         return ""
     other = plan.inexact[0]
     if plan.candidates and other.seconds_high >= plan.candidates[0].seconds_low:
         return ""
     return (
-        f"Faster at the price of another training: {other.label}, {other.seconds * 1e3:.0f} ms a"
-        " step."
+        f"Faster, but a different training: {other.label}, {other.seconds * 1e3:.0f} ms per step."
     )

@@ -1,4 +1,4 @@
-"""Throughput over numbers of devices that nobody here has: predicted from measured cells."""
+"""Predicts throughput over more devices than this machine has, from measured cells."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from harness.planner.local.cpu_prediction import CellFacts
 from harness.planner.local.local_calibration import CpuCalibration
 
 OUTSIDE = 0.05
-"""By how much the half-width of an interval grows with each doubling of the devices beyond those
-that were measured, as a logarithm. Assumed: nothing measures beyond its own range."""
+"""Growth of the half-width of a logarithmic interval with each doubling of the devices beyond the
+measured ones. Assumed: nothing measures beyond its own range."""
 
 
 @dataclass(frozen=True)
 class ScalingInput:
-    """A cell at some number of devices."""
+    """A cell at one number of devices."""
 
     devices: int
     samples: int
-    """Of a step, all devices together."""
+    """Samples per step of all devices together."""
     facts: CellFacts
     measured: float | None = None
-    """Samples per second; None where it was not measured."""
+    """Measured samples per second; None if there is no measurement."""
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """What is predicted there, in samples per second; `low` and `high` bound an 80 % interval."""
+    """Predicted samples per second; `low` and `high` bound an 80 % interval."""
 
     devices: int
     predicted: float
@@ -38,26 +38,25 @@ class ScalingPoint:
     high: float
     measured: float | None
     doublings_beyond: float
-    """Of the devices, beyond the most that were measured; 0 within."""
+    """Doublings of the devices beyond the most that were measured; 0 within."""
 
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """A strategy over numbers of devices."""
+    """Throughput of a strategy over numbers of devices."""
 
     label: str
     points: tuple[ScalingPoint, ...]
     end: str
-    """Why it goes no further; empty where it goes as far as asked."""
+    """Reason why the curve ends; empty if it goes as far as requested."""
 
 
 def straggling(devices: int, seen: int, spread: float) -> float:
-    """By which share a step is longer on so many devices than on the `seen` ones that its `spread`
-    was measured on.
+    """Returns the share by which a step is longer on `devices` than on the `seen` measured ones.
 
     A step ends with its slowest device. The largest of n normal deviations is about the standard
     deviation times sqrt(2 ln n) (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
-    `spread`: standard deviation of the logarithm of a device's steps.
+    `spread` is the standard deviation of the logarithm of a device's steps.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))
@@ -66,24 +65,26 @@ def straggling(devices: int, seen: int, spread: float) -> float:
 
 def curve(
     label: str,
-    places: Sequence[ScalingInput],
+    inputs: Sequence[ScalingInput],
     calibration: CpuCalibration,
     most_measured: int,
     spread: float,
     end: str = "",
 ) -> ScalingCurve:
-    """The curve of one strategy. `most_measured`: devices of the largest measured cells; `spread`:
-    see `straggling`."""
-    facts = [place.facts for place in places]
+    """Returns the curve of one strategy.
+
+    `most_measured`: devices of the largest measured cells; `spread`: see `straggling`.
+    """
+    facts = [cell.facts for cell in inputs]
     seconds = calibration.seconds(facts)
     widths = calibration.time_spread.of(facts, calibration.time_effects)
     points = []
-    for place, second, width in zip(places, seconds.tolist(), widths.tolist(), strict=True):
-        beyond = max(0.0, math.log2(place.devices / most_measured))
-        step = second * (1 + straggling(place.devices, most_measured, spread))
+    for cell, second, width in zip(inputs, seconds.tolist(), widths.tolist(), strict=True):
+        beyond = max(0.0, math.log2(cell.devices / most_measured))
+        step = second * (1 + straggling(cell.devices, most_measured, spread))
         wide = float(np.exp(width + OUTSIDE * beyond))
-        rate = place.samples / step
+        rate = cell.samples / step
         points.append(
-            ScalingPoint(place.devices, rate, rate / wide, rate * wide, place.measured, beyond)
+            ScalingPoint(cell.devices, rate, rate / wide, rate * wide, cell.measured, beyond)
         )
     return ScalingCurve(label, tuple(points), end)
