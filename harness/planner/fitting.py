@@ -79,10 +79,9 @@ def fit(
     ordinary error.
     """
     bounds = bounds_of(kind)
-    prior = np.array([b.prior for b in bounds.values()])
-    spread = np.array([b.spread for b in bounds.values()])
-    low = (np.array([b.low for b in bounds.values()]) - prior) / spread
-    high = (np.array([b.high for b in bounds.values()]) - prior) / spread
+    columns = ((b.prior, b.spread, b.low, b.high) for b in bounds.values())
+    prior, spread, least, most = np.array(list(columns)).T
+    low, high = (least - prior) / spread, (most - prior) / spread
     count = 0 if effects is None else int(effects.max()) + 1
     free = np.full(count, np.inf)
     make: Callable[..., Constants] = kind
@@ -92,9 +91,8 @@ def fit(
         return make(**dict(zip(bounds, values.tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
-        errors = np.log(
-            predict(constants(x[: len(prior)]), x[len(prior) :] * effect_spread) / measured
-        )
+        figures = predict(constants(x[: len(prior)]), x[len(prior) :] * effect_spread)
+        errors = np.log(figures / measured)
         return np.concatenate([errors, PRIOR_WEIGHT * scale * x])
 
     def slopes(x: Floats) -> Floats:
@@ -120,16 +118,27 @@ def fit(
     if effects is not None:
         solution = _descend(residuals, slopes, start, lowest, highest, scale)
     else:
-        solution = least_squares(
-            residuals,
-            start,
-            bounds=(lowest, highest),
-            loss="cauchy",
-            f_scale=scale,
-            max_nfev=MOST_EVALUATIONS,
-            ftol=ENOUGH,
-        ).x
+        solution = _descend_numerically(residuals, start, (lowest, highest), scale)
     return constants(solution[: len(prior)]), solution[len(prior) :] * effect_spread
+
+
+def _descend_numerically(
+    residuals: Callable[[Floats], Floats],
+    start: Floats,
+    bounds: tuple[Floats, Floats],
+    scale: float,
+) -> Floats:
+    """Returns the unknowns with the smallest Cauchy loss, by scipy and with numerical slopes."""
+    solution: Floats = least_squares(
+        residuals,
+        start,
+        bounds=bounds,
+        loss="cauchy",
+        f_scale=scale,
+        max_nfev=MOST_EVALUATIONS,
+        ftol=ENOUGH,
+    ).x
+    return solution
 
 
 def _descend(

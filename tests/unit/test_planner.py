@@ -153,7 +153,7 @@ def test_energy_as_a_goal_takes_least_and_waits_cost_less_than_work() -> None:
         assert 0.45 * most <= value <= 0.85 * most
         assert candidate.joules_low is not None
         assert candidate.joules_low < value < (candidate.joules_high or 0.0)
-    assert "which is an assumption" in explanation(found)[-1]
+    assert "assumed" in explanation(found)[-1]
 
 
 def test_memory_as_a_goal_needs_least() -> None:
@@ -174,7 +174,7 @@ def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
 def test_nothing_fits_a_node_without_links_to_others() -> None:
     alone = cluster_of("rtx-4090", 8, "pcie")
     asked = dataclasses.replace(question("llama-405b", 1, 1), cluster=alone, sequence_length=10**6)
-    with pytest.raises(UsageError, match=r"has 25\.8 GB.*; say what links more than one node of 8"):
+    with pytest.raises(UsageError, match=r"has 25\.8 GB.*nodes of 8 to --link"):
         plan(asked, CALIBRATION)
 
 
@@ -226,8 +226,8 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--device", "h100"], "nearest are h100-80gb"),
         (["--model", "gpt2", "--devices", "12"], "the nearest numbers that do are 8 and 16"),
         (["--model", "gpt2", "--link", "fast"], "link 'fast' is not understood"),
-        (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "add their rate"),
-        (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink of its own"),
+        (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "has no rate between nodes"),
+        (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink"),
         (["--model", "layers=2,hidden=64,heads=0"], "heads is 0; give at least 1"),
         (["--model", "layers=2,hidden=64,layers=3"], "layers is given twice"),
         (["--model", "layers=99999999,hidden=64"], "give at most 10000"),
@@ -241,7 +241,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "gpt2", "--devices", f"{2**20 + 8}"], "give at most 1048576"),
         (["--model", "gpt2", "--devices", "0"], "devices is 0; give at least 1"),
         (["--model", "gpt2", "--batch", "0"], "global batch is 0"),
-        (["--model", "gpt2", "--goal", "joy"], "known are throughput, memory, cost, energy"),
+        (["--model", "gpt2", "--goal", "joy"], "throughput, memory, cost, energy"),
         (["--model", "gpt2", "--calibration", "/nowhere"], "cannot read calibration"),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_config_of_transformers_gives_the_shape(tmp_path: Path) -> None:
 def test_a_calibration_outside_of_its_bounds_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "calibration.yaml"
     file.write_text(re.sub(r"launch_layer: .*", "launch_layer: 7.0", DEFAULT.read_text()))
-    with pytest.raises(UsageError, match=r"launch_layer is 7.* outside of its bounds"):
+    with pytest.raises(UsageError, match=r"launch_layer is 7.* bounds"):
         load(file)
     file.write_text("time: {}")
     with pytest.raises(UsageError, match="calibration"):

@@ -213,7 +213,7 @@ def test_a_single_layer_that_is_computed_again_needs_what_it_would_have_kept() -
 
 
 SOURCES = r"arXiv|CACM|\(.*\d{4}|assumed|fitted|data sheet|notes on CUDA|same formulas"
-UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|Micro-batches|operations"
+UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|[Mm]icro-batches|operations"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
 def _layer_activations(
     shape: ModelShape, sequence: int, layouts: PlannedLayouts, c: MemoryConstants, ahead: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns three byte counts of a layer per micro-batch (shape [layouts]): kept, needed during
+    """Returns bytes of a layer per micro-batch (each of shape [layouts]): kept, needed during
     recomputation, and pending among the kept ones.
 
     Counted tensor by tensor as the constants describe (Korthikanti and others, arXiv 2205.05198,
@@ -175,7 +175,7 @@ def memory(
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     ranks = layouts.data * layouts.context
-    columns = {name: np.zeros(len(layouts)) for name in ("states", "act", "late", "work", "demand")}
+    fullest = np.zeros((5, len(layouts)))
     for pipeline in np.unique(layouts.pipeline):
         rows = np.flatnonzero(layouts.pipeline == pipeline)
         part = layouts.take(rows)
@@ -199,24 +199,13 @@ def memory(
             bucket = np.where(sharded, np.minimum(bucket, gathered), bucket)
             work = np.where(unsharded, gathered, 0.0) + bucket + c.overhead * GIGA
             demand = states + kept * c.fragmentation + work
-            most = demand > columns["demand"][rows]
-            for name, value in (
-                ("states", states),
-                ("act", kept),
-                ("late", flight * stage.layers * pending[rows]),
-                ("work", work),
-                ("demand", demand),
-            ):
-                columns[name][rows] = np.where(most, value, columns[name][rows])
-    demand = columns["demand"]
-    return LayoutMemory(
-        columns["states"],
-        columns["act"],
-        columns["late"],
-        columns["work"],
-        demand,
-        capped(demand, cluster.memory_bytes, c.knee),
-    )
+            late = flight * stage.layers * pending[rows]
+            values = np.array([states, kept, late, work, demand])
+            fuller = demand > fullest[-1, rows]
+            fullest[:, rows] = np.where(fuller, values, fullest[:, rows])
+    states, kept, late, work, demand = fullest
+    reserved = capped(demand, cluster.memory_bytes, c.knee)
+    return LayoutMemory(states, kept, late, work, demand, reserved)
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:

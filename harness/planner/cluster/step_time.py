@@ -385,7 +385,7 @@ def step_time(
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
     """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
 
-    All layouts must have equally long pipelines; the formulas are those of `step_time`.
+    All layouts must have equally long pipelines. Uses the same formulas as `step_time`.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)

@@ -272,9 +272,7 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
         threads=layout.devices_per_process,
         coded_elements=2.0 * sum(facts.sizes) if cell.optimizer == "adamw_8bit" else 0.0,
         optimizer_flops=optimizer_flops(cell, workload, facts),
-        link_bytes_per_second=link.bits_per_second / 8
-        if link and link.bits_per_second
-        else float("inf"),
+        link_bytes_per_second=(link.bits_per_second or float("inf")) / 8 if link else float("inf"),
         link_seconds=link.delay_seconds if link else 0.0,
     )
 

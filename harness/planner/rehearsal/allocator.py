@@ -1,8 +1,8 @@
-"""What real ranks allocate, by torch's CPU allocator: what a rehearsal is held against.
+"""Measures what real ranks allocate by torch's CPU allocator, to compare rehearsals with.
 
-The allocator reports each allocation and each release to torch's profiler, with the sum of what is
-allocated then: the memory of tensors. The resident memory of the process is another figure: it also
-has what glibc keeps, the stacks of threads and the buffers that gloo allocates without torch.
+The allocator reports each allocation and release to torch's profiler, with the current total of
+tensor memory. The resident memory of the process is another figure: it also contains what glibc
+caches, threads' stacks and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
@@ -28,42 +28,41 @@ if TYPE_CHECKING:
     from torch._C._profiler import _ProfilerEvent
 
 SETTLED_STEPS = 2
-"""Steps before the cycles that are measured: buckets are rearranged after the first."""
+"""Steps before the measured cycles; buckets are rearranged after the first."""
 MEASURED_CYCLES = 8
-"""Cycles of steps (see Strategy.cycle) that are measured. gloo's threads free their buffers late in
-some of them, where ranks share cores."""
+"""Measured cycles of steps (see Strategy.cycle). If ranks share cores, gloo's threads free their
+buffers late in some of them."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
-"""What must not be destroyed before the process ends: DDP's reducer can then wait for ever."""
+"""Objects to keep until the process ends, because destroying DDP's reducer can hang."""
 
 
 @dataclass(frozen=True)
 class AllocatedMemory:
-    """What a real rank's tensors took, in bytes."""
+    """Tensor memory of a real rank, in bytes."""
 
     rank: int
     peak_bytes: int
-    """Of the cycle of steps with the smallest peak: gloo's threads freed in time."""
+    """Peak of the cycle with the smallest one, in which gloo's threads freed in time."""
     largest_peak_bytes: int
-    """Of all steps, also those in which gloo's threads freed late."""
+    """Peak of all steps, also those in which gloo's threads freed late."""
     setup_peak_bytes: int
     kept_bytes: int
-    """After the last step."""
+    """Memory after the last step."""
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
-    """Launches the ranks of these cells on this machine, over gloo, and trains some steps of each
-    cell; one tuple of ranks for each cell.
+    """Trains some steps of each cell on this machine, over gloo; returns the ranks of each cell.
 
-    All cells have the same number of processes, which train one cell after the other. Raises
-    UsageError where ranks fail, with the reason of the first one.
+    All cells need the same number of processes, which train one cell after the other. If ranks
+    fail, raises UsageError with the reason of the first one.
     """
     from torch.multiprocessing.spawn import spawn
 
     sizes = {validate(cell, make_workload(cell.workload))[1].processes for cell in cells}
     if len(sizes) != 1:
-        raise UsageError(f"cells that are measured together need equally many ranks, not {sizes}")
+        raise UsageError(f"cells measured together need equal numbers of ranks, not {sizes}")
     (world,) = sizes
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
@@ -94,7 +93,7 @@ def _answer(folder: Path, number: int, rank: int, cell: Cell) -> AllocatedMemory
 
 
 def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder: str) -> None:
-    """Entry point of every rank."""
+    """Runs in every rank; trains the cells and writes what it measured."""
     import torch
 
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
@@ -153,10 +152,10 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
 
 def _count_in_all_threads() -> None:
-    """Makes the allocator count what any thread allocates and frees.
+    """Makes the allocator count allocations and releases in all threads.
 
-    By itself it counts in threads that the profiler knows. gloo's threads, which free the buffers
-    of many collectives, are none of them.
+    By default it ignores threads that the profiler does not know, such as those of gloo, which free
+    the buffers of many collectives.
     """
     import torch
 
@@ -171,7 +170,7 @@ def _flat(events: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
 
 
 def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
-    """The peaks before and during the steps, by the totals that the allocator reports."""
+    """Returns the peaks before and during the steps, from the allocator's totals."""
     from torch._C._profiler import _ExtraFields_Allocation
 
     flat = list(_flat(events))
@@ -182,7 +181,8 @@ def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
         for event in flat
         if isinstance(fields := event.extra_fields, _ExtraFields_Allocation)
     )
-    before = changes[0][1] - changes[0][2]  # of cells that this process measured earlier
+    # Memory of cells that this process measured earlier.
+    before = changes[0][1] - changes[0][2]
     return AllocatedMemory(
         rank=rank,
         peak_bytes=min(

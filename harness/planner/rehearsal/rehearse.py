@@ -1,7 +1,7 @@
-"""Rehearsal: finds how much memory a training needs by running its own code.
+"""Finds how much memory a training needs by running its own code on tensors without data.
 
-A strategy's own set-up and steps run as one rank of a world of any size, on tensors without data,
-and the bytes of these tensors are added up.
+A strategy's set-up and steps run as one rank of a world of any size, and the bytes of the tensors
+are added up.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 FIRST_STEPS = 1
-"""Steps before those that repeat: the optimizer's state comes into being in the first."""
+"""Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
-"""Blocks of the shallow models: the first, the second, the last but one and the last block are what
-they are in a deep model, and the third depth shows whether memory grows evenly."""
+"""Blocks of the shallow models. Their first two and last two blocks are those of a deep model; the
+third depth shows whether memory grows evenly."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
-"""Entries of transformers' configs that say how many blocks a model has."""
+"""Keys of transformers' configs for the number of blocks."""
 _UNEVEN = 1e-4
-"""Share of the peak by which growth from block to block may differ."""
+"""Allowed difference in growth from block to block, as a share of the peak."""
 SMALL_WORLD = 8
-"""Ranks up to which all are rehearsed unless some are chosen."""
+"""World size up to which all ranks are rehearsed by default."""
 
 
 @dataclass
 class RehearsedJob(Job):
-    """A job whose models show a ledger which of their modules are blocks."""
+    """A job that tells a ledger which modules of its models are blocks."""
 
     ledger: Ledger | None = None
 
@@ -57,39 +57,39 @@ class RehearsedJob(Job):
 
 
 class RelativeRegion(NamedTuple):
-    """A place of a training (see `Place`), its block counted from the nearer end of the model, so
-    that models of other depths have it too."""
+    """A `StepRegion` whose block is counted from the nearer end of the model, so that it exists at
+    any depth."""
 
     step: int
     phase: Phase
     model: int
     block: str
-    """`before the first block` that the phase comes to (forward the embedding, backward the head),
-    `block 0`, `block -1`, ...: negative numbers count from the last."""
+    """`before the first block` of the phase (the embedding forward, the head backward), or `block
+    0`, `block -1`, ...; negative numbers count from the last."""
 
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """The peaks of a rank in bytes of its tensors."""
+    """Peaks of a rank, in bytes of its tensors."""
 
     rank: int
     blocks: int
-    """Of the model; 0 where its blocks are not known."""
+    """Blocks of the model; 0 if unknown."""
     places: dict[RelativeRegion, dict[Kind, int]]
-    """What is in memory at the peak of each part of the set-up and of each step."""
+    """Bytes by kind at the peak of each region of the set-up and of the steps."""
     kept: int
     """Bytes in memory between steps."""
     largest_buffer: int = 0
-    """Bytes of the largest of the backend's own buffers."""
-    dealt_out: bool = False
-    """Whether its optimizer has only some of the parameters that its model trains: with another
-    number of blocks it would have others."""
+    """Bytes of the largest buffer of the backend."""
+    owns_some_parameters: bool = False
+    """Whether its optimizer holds only some of the trained parameters, and would hold others with
+    another number of blocks."""
     depths: tuple[int, ...] = ()
-    """Blocks of the models from which this was extrapolated; empty: the whole model was
+    """Blocks of the models from which this was extrapolated; empty if the whole model was
     rehearsed."""
 
     def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
-        """The largest of the peaks of the steps, or of the set-up."""
+        """Returns the largest peak of the steps, or of the set-up."""
         asked = {w: split for w, split in self.places.items() if (w.step < 0) == setup}
         where = max(asked, key=lambda where: sum(asked[where].values()))
         return where, asked[where]
@@ -98,10 +98,10 @@ class RankPeaks:
 def rehearse_rank(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks:
-    """Rehearses set-up, the first step and one cycle of the others (see Strategy.cycle) of one rank
-    of the cell, with this workload as its model.
+    """Rehearses one rank of the cell with this workload as its model: set-up, the first step and
+    one cycle of further steps (see Strategy.cycle).
 
-    Raises what torch raises where an operator does not run on tensors without data.
+    Raises torch's exception if an operator does not run on tensors without data.
     """
     ledger = Ledger()
     with tempfile.TemporaryDirectory() as scratch:
@@ -122,18 +122,22 @@ def rehearse_rank(
             split = peak.split()
             if sum(split.values()) > sum(places.get(where, {}).values()):
                 places[where] = split
-    dealt_out = _is_dealt_out(job.train_state)
-    return RankPeaks(rank, workload.blocks, places, kept, ledger.largest_buffer, dealt_out)
+    owns_some_parameters = _owns_some(job.train_state)
+    return RankPeaks(
+        rank, workload.blocks, places, kept, ledger.largest_buffer, owns_some_parameters
+    )
 
 
-def _is_dealt_out(train_state: TrainState) -> bool:
+def _owns_some(train_state: TrainState) -> bool:
     updated = sum(len(group["params"]) for o in train_state.optimizers for group in o.param_groups)
     return updated < sum(p.requires_grad for p in train_state.model.parameters())
 
 
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """The place, by its block's distance from the first and from the last block: one of the first
-    two, of the last two, or both in a model of three blocks."""
+    """Yields the region by its block's distance from the first and from the last block.
+
+    A block may be among the first two, the last two, or both in a model of three blocks.
+    """
     step, phase, model, block = place
     if block < 0:
         yield RelativeRegion(step, phase, model, "before the first block")
@@ -147,7 +151,7 @@ def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
 
 
 def with_blocks(workload: Workload, blocks: int) -> Workload | None:
-    """The same workload with so many blocks; None where its config is not the suite's own."""
+    """Returns the workload with this many blocks; None if its config is not the suite's own."""
     key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
     if key is None or not workload.block_path or workload.suffixes:
         return None
@@ -155,14 +159,13 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 
 
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
-    """The peaks of a rank of the model with so many blocks, from those at DEPTHS; None where they
-    do not grow evenly.
+    """Returns the peaks of a rank of the model with `blocks` blocks, from those at DEPTHS; None if
+    they do not grow evenly.
 
-    Every block adds the same bytes to what is in memory at a place: its part of the states, and its
-    activations if the place is one where they are in memory. The peak of a place is therefore a
-    straight line over the number of blocks, and the peak of the step is the largest of the lines'
-    values, whichever place that is in the deep model. Between the second and the last but one block
-    memory changes evenly from block to block, so that no block there has a higher peak than both.
+    Every block adds the same bytes to a region: its states, and its activations if they are in
+    memory there. So the peak of a region is a straight line over the number of blocks, and the peak
+    of the step is the largest value of these lines. Between the second and the last but one block
+    memory changes evenly, so no block there has a higher peak than both.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -186,14 +189,14 @@ class MemorySplit:
     """Bytes of a rank's tensors at one moment, by kind."""
 
     parameters: int
-    """Also gathered ones, while a module uses them."""
+    """Parameters, also gathered ones while a module uses them."""
     gradients: int
-    """Also those that are not reduced yet."""
+    """Gradients, also those not reduced yet."""
     optimizer: int
     activations: int
-    """What forward makes."""
+    """Tensors that forward makes."""
     buffers: int
-    """Of the model and of the library, and what collectives read and write."""
+    """Buffers of model and library, and tensors that collectives read and write."""
     temporaries: int
     """Other tensors that backward and the update make and free."""
 
@@ -204,30 +207,29 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory that a rehearsed rank's tensors need, in bytes as torch's allocator counts
-    them."""
+    """Memory of a rehearsed rank's tensors, in bytes as torch's allocator counts them."""
 
     rank: int
     peak_bytes: int
-    """The largest sum of all tensors at any moment of a step."""
+    """Largest sum of all tensors at any moment of a step."""
     at_peak: MemorySplit
-    """What is in memory at that moment."""
+    """Tensors in memory at that moment."""
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
-    """Where in the model, see `Where`: `block -1` is the last one, forward with the head behind
-    it."""
+    """Position in the model, see `RelativeRegion`; `block -1` is the last one, forward with the
+    head."""
     setup_peak_bytes: int
     kept_bytes: int
-    """Between two steps."""
+    """Bytes kept between two steps."""
     backend_buffer_bytes: int
-    """The largest buffer that gloo holds while a collective runs. It is part of the peak where it
-    coincides with it; a thread of gloo that frees it late, under load, can add it to the peak."""
+    """Largest buffer that gloo holds during a collective. It is part of the peak if they coincide;
+    under load, a gloo thread that frees it late can add it to the peak."""
     rehearsed_blocks: tuple[int, ...]
-    """Blocks of the models that were rehearsed: the cell's own, or those of shallow models from
-    which the cell's was extrapolated."""
+    """Blocks of the rehearsed models: the cell's own, or shallow ones that it was extrapolated
+    from."""
     seconds: float
-    """That the rehearsal took."""
+    """Duration of the rehearsal."""
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,10 @@ class Rehearsal:
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell.
 
-    `ranks`: those to rehearse; by default all of a world of up to SMALL_WORLD, and the first rank
+    `ranks`: ranks to rehearse; by default all of a world of up to SMALL_WORLD, and the first rank
     of each pipeline stage of a larger one. `every_block`: never extrapolate from shallow models.
-    Raises UsageError for what cannot be rehearsed, Refused and Unavailable as `validate` does.
+    Raises UsageError if the cell cannot be rehearsed, and Refused and Unavailable as `validate`
+    does.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -255,7 +258,7 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
     for rank in ranks:
         if not 0 <= rank < layout.processes:
             raise UsageError(
-                f"rank {rank} of {cell.name}: it has the ranks 0 to {layout.processes - 1}"
+                f"rank {rank} of {cell.name} does not exist; ranks are 0 to {layout.processes - 1}"
             )
     chosen = list(dict.fromkeys(ranks)) or default_ranks(layout)
     return Rehearsal(
@@ -264,21 +267,21 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
 
 
 def default_ranks(layout: Layout) -> list[int]:
-    """All ranks of a small world, of a larger one the first of each pipeline stage."""
+    """Returns all ranks of a small world, or the first of each pipeline stage of a larger one."""
     if layout.processes <= SMALL_WORLD:
         return list(range(layout.processes))
     return list(range(0, layout.pipeline * layout.tensor, layout.tensor))
 
 
 def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused for cells whose memory is not that of one CPU rank's tensors."""
+    """Raises Refused for cells whose memory cannot be rehearsed by one CPU rank."""
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
     alone = not strategy.process_group and layout.processes > 1
     if layout.devices_per_process > 1 or layout.servers or alone:
         raise Refused(
-            f"{cell.strategy} exchanges tensors without torch.distributed, so that other ranks"
-            " would have to be there to answer; measure it instead"
+            f"{cell.strategy} exchanges tensors without torch.distributed, so other ranks would"
+            " have to answer; measure it instead"
         )
 
 
@@ -295,8 +298,8 @@ def _memory(
         first_line = str(error).strip().partition("\n")[0]
         if "overflow" in first_line.lower():
             raise UsageError(
-                f"{cell.name} cannot be rehearsed: with {cell.sequence_length} tokens in a sample a"
-                f" tensor has more bytes than 64 bits count ({first_line}); give a smaller batch or"
+                f"{cell.name} cannot be rehearsed: with {cell.sequence_length} tokens in a sample,"
+                f" the bytes of a tensor overflow 64 bits ({first_line}); give a smaller batch or"
                 " shorter samples"
             ) from error
         raise UsageError(
@@ -323,10 +326,11 @@ def _memory(
 def _from_shallow(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks | None:
-    """The peaks extrapolated from shallow models; None where they cannot be, or need not be.
+    """Returns the peaks extrapolated from shallow models; None if that is impossible or
+    unnecessary.
 
-    A pipeline's rank has a part of the blocks only, and a rank to which whole parameters are dealt
-    out has others at each depth: these are rehearsed as they are.
+    A pipeline's rank has only some of the blocks, and a rank that owns whole parameters has others
+    at each depth, so these are rehearsed in full.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None
@@ -336,6 +340,6 @@ def _from_shallow(
         if shallow is None:
             return None
         peaks.append(rehearse_rank(cell, strategy, layout, shallow, rank))
-        if peaks[-1].dealt_out:
+        if peaks[-1].owns_some_parameters:
             return None
     return at_depth(peaks, workload.blocks)

@@ -1,7 +1,7 @@
-"""What is replaced in torch and other libraries while a strategy runs on tensors without data.
+"""Replaces parts of torch and other libraries while a strategy runs on tensors without data.
 
-SUBSTITUTIONS is the whole list, beside the process group `fake` (see
-harness/planner/rehearsal/world.py). Nothing is replaced in the strategies.
+SUBSTITUTIONS is the whole list, except the process group `fake` (see
+harness/planner/rehearsal/world.py). Strategies are never changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SWAP = torch.utils.swap_tensors
 
 @dataclass(frozen=True)
 class Substitution:
-    """A part of torch that cannot run without data or without other ranks, and its replacement."""
+    """Replacement of a part of torch that needs data or other ranks."""
 
     what: str
     instead: str
@@ -51,8 +51,8 @@ class Substitution:
 
 
 class CopyableFakeMode(FakeTensorMode):
-    """A fake mode that its tensors keep when they are copied, and that knows which of them are
-    answers of `all()`."""
+    """A fake mode that survives copies of its tensors, and remembers which ones `all()`
+    returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,7 @@ class CopyableFakeMode(FakeTensorMode):
 
 
 def values(job: Job) -> Iterator[Patch]:
-    """Answers to questions about values and addresses: (fake mode, operator, arguments) ->
-    result."""
+    """Yields implementations of operators that ask for values or addresses."""
     aten = torch.ops.aten
 
     def item(mode: CopyableFakeMode, func: object, tensor: Tensor) -> float:
@@ -101,8 +100,10 @@ def values(job: Job) -> Iterator[Patch]:
 
 
 def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
-    """Fake parameters would be exchanged also for themselves; weak references to them do not matter
-    here."""
+    """Swaps parameters only if device or dtype changes; torch would also swap equal fake ones.
+
+    Weak references to them do not matter here.
+    """
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
     if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
         with put(torch.utils, "weakref", none):
@@ -130,7 +131,7 @@ def saved_weights(job: Job) -> Iterator[Patch]:
 
 
 class CompletedWork:
-    """A call that has come to its end, with this result."""
+    """Completed asynchronous work with this result."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -157,7 +158,7 @@ def asynchronous_all_reduce(job: Job) -> Iterator[Patch]:
 
 @dataclass(frozen=True)
 class SentWork:
-    """Messages under way: they keep their tensors until nobody knows of them any more."""
+    """Messages being sent, which keep their tensors alive."""
 
     work: dist.Work
     tensors: Sequence[Tensor]
@@ -177,7 +178,7 @@ def messages(job: Job) -> Iterator[Patch]:
 
 
 def _outside(function: Function) -> Function:
-    """The function with the values of its tensors."""
+    """Returns the function, run with real tensors."""
 
     def call(*args: object, **kwargs: object) -> object:
         with unset_fake_temporarily():
@@ -195,7 +196,7 @@ def meshes(job: Job) -> Iterator[Patch]:
 
 
 class _BucketsOnce:
-    """DDP's reducer but for the second arrangement of its buckets."""
+    """DDP's reducer without the second arrangement of its buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self.reducer = reducer
@@ -216,7 +217,7 @@ def ddp_reducer(job: Job) -> Iterator[Patch]:
         self.reducer = _BucketsOnce(self.reducer)
 
     def all_reduce_in_python(self: Any) -> None:
-        # Before the first forward: the strategy has registered a hook by then, or wants none.
+        # Runs before the first forward, when the strategy has registered its hook if it wants one.
         if not self._comm_hooks:
             self.register_comm_hook(self.process_group, allreduce_hook)
         lazy_init(self)
@@ -255,7 +256,8 @@ def _hidden_shape(job: Job) -> torch.Size:
 
 
 def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
-    """What the stage before says of its hidden states, or the one behind of their gradients."""
+    """Returns the metadata of hidden states from the previous stage, or of gradients from the
+    next."""
     shape = _hidden_shape(job)
     before = peer < stage.stage_index
     kinds: Any = pipelining
@@ -332,5 +334,4 @@ SUBSTITUTIONS = (
         same_order_on_all_ranks,
     ),
 )
-"""All that is replaced in torch, beside the process group: `fake` stands in for gloo. Nothing is
-replaced in the strategies."""
+"""All replacements in torch, except the process group, where `fake` stands in for gloo."""

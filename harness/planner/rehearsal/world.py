@@ -1,9 +1,8 @@
-"""One rank of a world of any size, on tensors without data: what a strategy sets up and does in a
-step, in one process and in almost no memory.
+"""Simulates one rank of a world of any size in one process and almost no memory.
 
-The strategy's own code and torch's run as they are, on fake tensors: they have shape, dtype and
-device, and no values (torch's FakeTensorMode). What cannot run so is replaced, see
-harness/planner/rehearsal/substitutes.py.
+The strategy's and torch's code run unchanged on fake tensors, which have shape, dtype and device
+but no values (torch's FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces what
+cannot run this way.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from harness.strategy.job import Job
 
 @contextlib.contextmanager
 def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Until the block ends, this process is rank `job.rank` of the job's world, and new tensors
-    have no data.
+    """Makes this process rank `job.rank` of the job's world, with tensors without data, until the
+    block ends.
 
-    `more`: substitutions beside SUBSTITUTIONS.
+    `more`: substitutions in addition to SUBSTITUTIONS.
     """
     if strategy.process_group:
         size = job.layout.processes
@@ -48,14 +47,14 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
             yield
     finally:
         if strategy.process_group:
-            # Their meshes name groups, whose names are given anew.
+            # Cached meshes name groups, whose names are reused.
             tensor_caches._clear_python_sharding_prop_cache()
             tensor_caches._clear_fast_path_sharding_prop_cache()
             dist.destroy_process_group()
 
 
 def launcher_variables(job: Job) -> dict[str, str]:
-    """What torchrun sets, which some libraries read; all ranks are of one node."""
+    """Returns the environment variables of torchrun, with all ranks on one node."""
     rank, world = str(job.rank), str(job.layout.processes)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -63,8 +62,10 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """The global variables of these packages' modules are afterwards what they were: libraries keep
-    the process groups of the first world that they see."""
+    """Restores the global variables of these packages' modules when the block ends.
+
+    Libraries keep the process groups of the first world that they see.
+    """
     for package in packages:
         importlib.import_module(package)
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
@@ -77,7 +78,7 @@ def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
 
 
 def fake_batch(job: Job, step: int) -> Batch:
-    """This rank's share of the global batch of a step, on its device."""
+    """Returns this rank's share of the global batch of a step, on its device."""
     samples, length = job.cell.global_batch // job.layout.shares, job.cell.sequence_length
     inputs = job.workload.sample_inputs(samples, length).to(job.device)
     shape = (samples, length) if job.workload.kind == "causal" else (samples,)
@@ -86,8 +87,8 @@ def fake_batch(job: Job, step: int) -> Batch:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of libraries about what torch will no longer have; what they print goes
-    to stderr."""
+    """Hides libraries' warnings about deprecated parts of torch, and sends their output to
+    stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
