@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from harness.workloads.activations import OperatorObserver
 
 
 @dataclass(frozen=True, order=True)
@@ -107,25 +108,22 @@ _OPERATORS = {
 }
 
 
-def counting(calls: Counter[Call], operators: list[int]) -> TorchDispatchMode:
-    """A mode under which every collective is counted in `calls`, also those called from C++, and
-    every operator in `operators[0]`."""
+def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
+    """Returns a mode that counts every collective in `calls`, also those called from C++, and every
+    operator in `operators[0]`."""
     import torch
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(
+    from harness.workloads.activations import OperatorObserver
+
+    class Counting(OperatorObserver):
+        def observe(
             self,
             func: OpOverload,
-            types: Iterable[type],
-            args: Sequence[object] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object:
-            if any(t is DTensor for t in types):  # the operators on its parts follow one by one
-                return NotImplemented
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            result: object,
+        ) -> None:
             operators[0] += 1
-            result = func(*args, **(kwargs or {}))
             plain = not isinstance(func, torch._ops.HigherOrderOperator)
             if (
                 plain
@@ -133,9 +131,8 @@ def counting(calls: Counter[Call], operators: list[int]) -> TorchDispatchMode:
                 and (call := collective_call(func._opname, args))
             ):
                 calls[call] += 1
-            return result
 
-    return Counting()  # type: ignore[no-untyped-call]
+    return Counting()
 
 
 def collective_call(name: str, args: Sequence[object]) -> Call | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -24,11 +25,32 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 
-class Counter(TorchDispatchMode):
-    """Counts what operators do."""
+class OperatorObserver(TorchDispatchMode):
+    """A dispatch mode that calls `observe` after each operator, also those called from C++.
+
+    Operators on a DTensor are not observed, because those on its parts follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        """Is called with an operator, its arguments and its result."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        result: object = func(*args, **(kwargs or {}))
+        self.observe(func, args, kwargs or {}, result)
+        return result
 
     def watch(self, model: torch.nn.Module) -> None:
         """Is called with the model before it runs."""
@@ -102,7 +124,7 @@ def train_without_memory(
     samples: int,
     sequence_length: int,
     recompute: str,
-    counter: Counter,
+    counter: OperatorObserver,
     precision: str = "fp32",
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
@@ -135,29 +157,23 @@ def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
     return torch.zeros_like(inputs)
 
 
-class _Operations(Counter):
+class _Operations(OperatorObserver):
     """Counts floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
         if count := products().get(func._overloadpacket):
-            self.total += count(*args, **(kwargs or {}), out_val=result)
+            self.total += count(*args, **kwargs, out_val=result)
         elif torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
             self.total += result.numel()
-        return result
 
 
-class Held(Counter):
+class Held(OperatorObserver):
     """Follows the storages that operators make, from their making to their end.
 
     `with_gradients`: gradients of parameters stay, and count.
@@ -192,18 +208,12 @@ class Held(Counter):
         self.gradients.add(self.alive.get(parameter.grad.untyped_storage()._cdata, -1))
         parameter.grad = None
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.alive:
                 self._begin(tensor.untyped_storage())
-        return result
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         number, address = len(self.sizes), storage._cdata

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from harness.workloads.activations import Counter, activation_bytes, train_without_memory
+from harness.workloads.activations import OperatorObserver, activation_bytes, train_without_memory
 from harness.workloads.counts import keep, kept_file
 from harness.workloads.recompute import products
 from harness.workloads.registry import make_workload
@@ -106,7 +106,7 @@ def _count(
     return Operators(counter.number, counter.moved_bytes, counter.convolutions, held)
 
 
-class _Counter(Counter):
+class _Counter(OperatorObserver):
     """Counts operators, and the bytes of what they take and give."""
 
     def __init__(self) -> None:
@@ -115,14 +115,9 @@ class _Counter(Counter):
         self.convolutions = 0
         self.moved_bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
         if not func.is_view:
             self.number += 1
             self.convolutions += CONVOLUTIONS.get(func._opname, 0)
@@ -131,4 +126,3 @@ class _Counter(Counter):
                     leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
                 ]
                 self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return result

@@ -60,7 +60,7 @@ def test_a_layout_that_no_strategy_has_gives_no_cell() -> None:
     assert (
         cells_of_layout(QUESTION, "llama-7b", PlannedLayout(context=8, micro_batch=64), TRIED) == []
     )
-    with pytest.raises(UsageError, match="'llama-405b' "):
+    with pytest.raises(UsageError, match="'llama-405b'"):
         cells_of_layout(QUESTION, "llama-405b", PlannedLayout(data=8, micro_batch=8), TRIED)
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -23,12 +22,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.measure.collectives import Call, collective_call
 from harness.measure.states import local_part, retained
+from harness.workloads.activations import OperatorObserver
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -100,7 +99,7 @@ class RegionPeak:
         return sizes
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(OperatorObserver):
     """A dispatch mode that adds up the storages of fake tensors until they are freed or resized.
 
     It sees what torch's operators return, but neither their internal temporaries nor Python's
@@ -108,7 +107,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live: dict[int, Allocation] = {}
         """Allocations by the identity of the storage's Python object, which lives as long."""
         self.total = 0
@@ -294,22 +293,14 @@ class Ledger(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if any(t is DTensor for t in types):  # operators on its parts follow
-            return NotImplemented
-        result: object = func(*args, **(kwargs or {}))
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage(), _KIND_OF[self._phase()])
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._collective(func, args)
-        return result
 
     def _collective(self, func: OpOverload, args: Sequence[object]) -> None:
         call = collective_call(func._opname, args)
