@@ -1,5 +1,4 @@
-"""bench rehearse: the memory that a training would need, by running its code on tensors without
-data."""
+"""bench rehearse: finds the memory that a training needs by running its code without data."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ def rehearse(
         list[str],
         typer.Argument(
             metavar="STRATEGY...",
-            help="Strategies, also with options: fsdp2:reshard_after_forward=false.",
+            help="Strategies, optionally with options: fsdp2:reshard_after_forward=false.",
         ),
     ],
-    workload: Annotated[str, typer.Option("--workload", help="The model.")] = "llama-mini",
+    workload: Annotated[str, typer.Option("--workload", help="Model to rehearse.")] = "llama-mini",
     devices: Annotated[
-        int, typer.Option("--devices", min=1, help="Ranks of the world, any number.")
+        int, typer.Option("--devices", min=1, help="Ranks of the simulated world.")
     ] = 2,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Samples per step, all ranks together.")
+        int, typer.Option("--batch", min=1, help="Samples per step over all ranks.")
     ] = 8,
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", min=2, help="Tokens per sample.")
@@ -40,7 +39,8 @@ def rehearse(
         int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
     ] = 1,
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option("--precision", help="Of the arithmetic.")
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option("--precision", help="Precision of the arithmetic."),
     ] = "fp32",
     optimizer: Annotated[
         Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
@@ -50,24 +50,22 @@ def rehearse(
         typer.Option(
             "--rank",
             help=(
-                "Only this rank; may be repeated. By default all of up to 8, of more the first of"
-                " each pipeline stage."
+                "Only this rank; may be repeated. By default all of up to 8 ranks; of more, the"
+                " first rank of each pipeline stage."
             ),
         ),
     ] = None,
     every_block: Annotated[
         bool,
-        typer.Option("--every-block", help="Rehearse every block, never extrapolate from fewer."),
+        typer.Option("--every-block", help="Rehearse every block; do not extrapolate."),
     ] = False,
     measured: Annotated[
         bool,
-        typer.Option("--measure", help="Also train for real on this machine, and compare."),
+        typer.Option("--measure", help="Also train on this machine, and compare."),
     ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON list.")
-    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Says how much memory a training would need, before it is run: its own code, without data.
+    """Find how much memory a training needs before it runs, from its own code without data.
 
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]
@@ -104,7 +102,7 @@ def rehearse(
 
 
 def _cell(word: str, common: dict[str, object]) -> Cell:
-    """The cell of a strategy with options, as they are given; raises UsageError."""
+    """Returns the cell of a strategy with options; raises UsageError if they are invalid."""
     from bench.select import with_options
     from harness.spec.cell import Cell
     from harness.strategy.registry import make_strategy
@@ -116,7 +114,7 @@ def _cell(word: str, common: dict[str, object]) -> Cell:
 
 
 def _document(rehearsal: Rehearsal, real: Sequence[Sequence[AllocatedMemory]]) -> dict[str, object]:
-    """What a machine reads of a rehearsal."""
+    """Returns a rehearsal for JSON."""
     return {
         "cell": rehearsal.cell.model_dump(mode="json"),
         "fullest_rank": rehearsal.fullest.rank,
@@ -151,18 +149,18 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
         if freed_late > 0.001 * rehearsal.fullest.peak_bytes:
             console.print(
                 escape(
-                    f"{rehearsal.cell.name}: measured is each rank's step with the smallest peak;"
-                    f" in others gloo's threads freed up to {_size(freed_late)} late"
+                    f"{rehearsal.cell.name}: measured values are each rank's smallest peak; in"
+                    f" other steps gloo's threads freed up to {_size(freed_late)} late"
                 )
             )
     console.print(
-        "Memory of tensors, as torch's allocator counts it. Neither fragmentation, nor the Python"
-        " process, nor a GPU's context and kernels' workspaces are in it."
+        "Memory of tensors, as torch's allocator counts it: without fragmentation, the Python"
+        " process, a GPU's context and workspaces of kernels."
     )
 
 
 def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
-    """One row per rehearsed rank: its peak, and what is in memory then."""
+    """Returns a table with one row per rehearsed rank: its peak, and what is in memory then."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -192,6 +190,6 @@ def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMem
 
 
 def _size(size: int) -> str:
-    """Bytes in the unit that gives few digits."""
+    """Returns bytes as text, in MiB or GiB."""
     gibibytes = size / 2**30
     return f"{gibibytes:.2f} GiB" if gibibytes >= 1 else f"{size / 2**20:.1f} MiB"

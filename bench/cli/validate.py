@@ -1,4 +1,4 @@
-"""bench validate, bench calibrate: the planner's predictions beside measured runs."""
+"""bench validate and bench calibrate: compare the planner with measured runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _DATA = typer.Option(
     "--data",
     envvar="BENCH_PLANNER_DATA",
-    help="Measured runs: a CSV file with the columns of the Ultra-Scale Playbook's.",
+    help="CSV file of measured runs, with the columns of the Ultra-Scale Playbook's table.",
 )
 DataFile = Annotated[Path, _DATA]
 MaybeDataFile = Annotated[Path | None, _DATA]
@@ -29,13 +29,13 @@ ModelShapes = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="The shape of a model in the file, such as 1B=layers=16,hidden=2048; may be repeated.",
+        help="Shape of a model in the file, such as 1B=layers=16,hidden=2048; may be repeated.",
     ),
 ]
-DeviceName = Annotated[str, typer.Option("--device", help="The device that was measured.")]
-PerNode = Annotated[int, typer.Option("--per-node", help="Devices of each node.")]
-LinkText = Annotated[str, typer.Option("--link", help="Its links, as of bench plan.")]
-SequenceLength = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+DeviceName = Annotated[str, typer.Option("--device", help="Device that was measured.")]
+PerNode = Annotated[int, typer.Option("--per-node", help="Devices per node.")]
+LinkText = Annotated[str, typer.Option("--link", help="Its links, as in bench plan.")]
+SequenceLength = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.")]
 
 
 def validate(
@@ -49,22 +49,22 @@ def validate(
         Path | None,
         typer.Option(
             "--calibration",
-            help="Constants to predict with, or default for those that come with the suite; without"
-            " it each model, and each number of nodes, is predicted from all others.",
+            help="Constants to predict with, or default for those of the suite; without it, each"
+            " model and each number of nodes is predicted from all others.",
         ),
     ] = None,
     here: Annotated[
         bool,
         typer.Option(
             "--here",
-            help="Score predictions of this machine's CPU cells instead, each workload and each"
-            " emulated link predicted from all others.",
+            help="Score predictions of this machine's CPU cells instead: each workload and each"
+            " emulated link is predicted from all others.",
         ),
     ] = False,
     results: MeasuredHere = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Holds predictions against measured runs and scores them.
+    """Score predictions against measured runs.
 
     Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """
@@ -81,9 +81,9 @@ def validate(
     from harness.spec.errors import UsageError
 
     if results:
-        raise UsageError("--results goes with --here only; measured runs of others are --data")
+        raise UsageError("--results needs --here; give published runs as --data")
     if data is None:
-        raise UsageError("--data is missing: give a table of measured runs, or ask for --here")
+        raise UsageError("--data is missing: give a table of measured runs, or add --here")
     runs = read_runs(data, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)
@@ -100,8 +100,8 @@ def validate(
         }
     if not held:
         raise UsageError(
-            f"{str(data)!r} has runs of one model on one number of nodes, which nothing can predict"
-            " from others; give --calibration default"
+            f"{str(data)!r} has runs of only one model and number of nodes, so none can be"
+            " predicted from others; give --calibration default"
         )
     scored = {name: scores.score(runs, cluster, part) for name, part in held.items()}
     errors = {
@@ -123,19 +123,19 @@ def validate(
         console.print(_scores(name, scored[name]))
         console.print(_errors(name, errors[name]))
     listed = ", ".join(f"{value:.1%} on {nodes}" for nodes, value in noise.items())
-    console.print(f"noise of a row, from twins that differ in ZeRO's stage: {listed}")
+    console.print(f"noise of a row, from twins that differ only in ZeRO stage: {listed}")
 
 
 def calibrate(
     data: DataFile,
-    out: Annotated[Path, typer.Option("--out", help="File that the constants are written to.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write the constants to.")],
     model: ModelShapes = None,
     device: DeviceName = "h100-80gb",
     per_node: PerNode = 8,
     link: LinkText = "playbook-h100",
     seq: SequenceLength = 4096,
 ) -> None:
-    """Fits the planner's constants to measured runs, within their physical bounds.
+    """Fit the planner's constants to measured runs, within their physical bounds.
 
     Example: [bold]python -m bench calibrate --data RUNS.csv --out MY.yaml[/bold]
     """
@@ -155,7 +155,7 @@ def calibrate(
 
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
-    """The shapes of the models in a file by their names."""
+    """Returns the shapes of the models in a file, by name."""
     from harness.planner.cluster.measured_runs import MODELS
     from harness.spec.errors import UsageError
 
@@ -169,7 +169,7 @@ def _shapes(models: Sequence[str] | None) -> dict[str, str]:
 
 
 def _without_nan(value: object) -> object:
-    """The same with null for what is not known."""
+    """Returns the value with None for NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -18,6 +18,7 @@ from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
 from harness.analysis.setting import Setting
+from harness.planner.local import growth
 from harness.planner.local.cpu_prediction import (
     CellColumns,
     CellFacts,
@@ -48,7 +49,7 @@ from harness.planner.local.measurements import (
     variants_of,
 )
 from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from harness.spec.errors import Unavailable, UsageError
 from harness.strategy.formulas import BESIDE_BACKWARD
 from harness.strategy.registry import with_defaults
 from tests.commands import ask, told
@@ -349,6 +350,19 @@ def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: P
     by_label = {row["label"]: row["samples_per_second"] for row in answer["candidates"]}
     assert by_label["ddp"] == pytest.approx(100.0)
     assert by_label["ddp(compile=block)"] == pytest.approx(200.0)
+
+
+def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object) -> None:
+        raise Unavailable("its library is not installed")
+
+    monkeypatch.setattr(growth, "validate", unavailable)
+    (curve,) = json.loads(told(whatif, "ddp llama-nano*", "--results", folder, "--json"))["curves"]
+    assert curve["points"] == []
+    assert "its library is not installed" in curve["end"]
+    assert "its library is not installed" in told(whatif, "ddp llama-nano*", "--results", folder)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
     ):
         with pytest.raises(error, match=words):
             rehearse(one)
-    with pytest.raises(UsageError, match="ranks 0 to 1"):
+    with pytest.raises(UsageError, match="ranks are 0 to 1"):
         rehearse(cell("ddp", 2), ranks=[2])
 
 

@@ -142,7 +142,7 @@ class CpuTimeConstants:
         20.0,
         0.25,
         "1",
-        "how many times as fast they are in bf16",
+        "factor by which matrix products are faster in bf16",
         "a fraction where bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
     )
     fp16_rate: float = constant(
@@ -151,7 +151,7 @@ class CpuTimeConstants:
         1500.0,
         1.5,
         "GFLOP/s",
-        "the same in fp16",
+        "of matrix products in fp16 on one core",
         "most CPUs convert each element; products of 128 to 512 rows, measured on three machines: 4"
         " to 7",
     )
@@ -161,7 +161,7 @@ class CpuTimeConstants:
         200.0,
         12.0,
         "GB/s",
-        "at which a core reads and writes in operators that are no matrix products",
+        "at which a core reads and writes in operators other than matrix products",
         "between one core's share of the memory and its caches",
     )
     working_set: float = constant(
@@ -170,8 +170,8 @@ class CpuTimeConstants:
         1.0,
         0.15,
         "1",
-        "power of the activations' bytes, over 32e6, by which that rate falls: less of them is"
-        " found in caches",
+        "power of the activations' bytes over 32e6 by which that rate falls, because caches hold"
+        " less of them",
         "misses of caches follow a power of about one half of size (Hartstein and others, 2006)",
     )
     operator: float = constant(
@@ -198,7 +198,7 @@ class CpuTimeConstants:
         400e-6,
         25e-6,
         "s",
-        "to update and clear one parameter tensor beside its bytes",
+        "to update and clear one parameter tensor, besides its bytes",
         "several operators for each tensor",
     )
     coded: float = constant(
@@ -216,7 +216,7 @@ class CpuTimeConstants:
         2e-3,
         0.08e-3,
         "s",
-        "of a convolution beside its arithmetic: oneDNN orders its arguments in blocks",
+        "of a convolution besides its arithmetic: oneDNN reorders its arguments in blocks",
         "products of 8 to 32 channels: measured 0.05 to 0.3 ms each",
     )
     local_rate: float = constant(
@@ -234,7 +234,7 @@ class CpuTimeConstants:
         100.0,
         2.0,
         "GB/s",
-        "the same where ranks exchange through memory that they share",
+        "of a collective's bytes between ranks that exchange through shared memory",
         "two copies and a sum at a core's share of the memory's rate",
     )
     message: float = constant(
@@ -243,7 +243,7 @@ class CpuTimeConstants:
         10e-3,
         0.2e-3,
         "s",
-        "of a collective or transfer beside its bytes: handing over to a thread, and waiting for"
+        "of a collective or transfer besides its bytes: handing over to a thread and waiting for"
         " the slower rank",
         "tens of microseconds for gloo alone, milliseconds where ranks wait for each other",
     )
@@ -253,8 +253,8 @@ class CpuTimeConstants:
         20e-3,
         1.0e-3,
         "s",
-        "the same where a library gathers parameters or scatters gradients, which it also copies to"
-        " and from flat buffers, in hooks around a module",
+        "of a library's gather of parameters or scatter of gradients in hooks around a module, with"
+        " copies to and from flat buffers",
         "a collective's, and tens of operators for each of a module's parameters",
     )
     disk_rate: float = constant(
@@ -272,7 +272,7 @@ class CpuTimeConstants:
         4.0,
         0.3,
         "1",
-        "by how many times a collective's own work is longer between emulated nodes",
+        "factor by which a collective's work is longer between emulated nodes",
         "their packets pass a switch and shaping, which take time of the same cores",
     )
     link_hidden: float = constant(
@@ -290,7 +290,7 @@ class CpuTimeConstants:
         50e-3,
         2.0e-3,
         "s",
-        "of a step, whatever its model: batch, loss, loop",
+        "of a step of any model: batch, loss, loop",
         "milliseconds of Python",
     )
 
@@ -305,7 +305,7 @@ class CpuMemoryConstants:
         200.0,
         6.0,
         "MB",
-        "that training takes whatever its model: threads, code that is loaded late, batches",
+        "that training any model takes: threads, code that is loaded late, batches",
         "megabytes for each thread's heap and stack",
     )
     node_overhead: float = constant(
@@ -314,7 +314,7 @@ class CpuMemoryConstants:
         50.0,
         2.0,
         "MB",
-        "that a rank on an emulated node takes beside it",
+        "that a rank on an emulated node takes in addition",
         "its agent and its connections; measured on one machine: 3 to 6",
     )
     activations: float = constant(
@@ -332,7 +332,7 @@ class CpuMemoryConstants:
         4.0,
         0.5,
         "1",
-        "resident bytes for each byte that is needed for a while",
+        "resident bytes for each byte that is needed temporarily",
         "1, and temporaries of the update",
     )
     exchanged: float = constant(
