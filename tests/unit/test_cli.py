@@ -108,7 +108,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["rehearse", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
         (["rehearse", "ddp", "--workload", "gpt9"], ["unknown workload 'gpt9'"]),
         (["rehearse", "ddp", "--devices", "3"], ["does not divide", "use a multiple of 3"]),
-        (["rehearse", "ddp", "--rank", "2"], ["rank 2", "ranks 0 to 1"]),
+        (["rehearse", "ddp", "--rank", "2"], ["rank 2", "ranks are 0 to 1"]),
         (["list", "colours"], ["colours"]),
         (["fly"], ["fly"]),
     ],
