@@ -283,7 +283,9 @@ def _imported() -> list[str]:
     """Packages that ranks import."""
     from harness.strategy.registry import strategies
 
-    needed = {name for cls in strategies().values() for name in (*cls.requires, *cls.preload)}
+    needed = {
+        name for cls in strategies().values() for name in (*cls.requires, *cls.capabilities.preload)
+    }
     return sorted(needed | {"transformers", "transformers.trainer", "peft", "bitsandbytes"})
 
 

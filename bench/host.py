@@ -107,7 +107,7 @@ def admit_here(cell: Cell, host: Host) -> None:
 def _require_gpus(cell: Cell, host: Host) -> None:
     """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host
     has."""
-    needed = max(cell.devices, make_strategy(cell).least_devices)
+    needed = max(cell.devices, make_strategy(cell).capabilities.min_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:
         where = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""

@@ -206,7 +206,11 @@ def _compiled_ops() -> dict[str, str]:
         "gloo": "in torch" if built.is_gloo_available() else "missing: torch was built without it",
         "nccl": "in torch" if built.is_nccl_available() else "missing: needs a CUDA build of torch",
         "mpi": "in torch" if built.is_mpi_available() else "not in this torch",
-        **{part: state for cls in installed for part, state in cls.compiled().items()},
+        **{
+            part: state
+            for cls in installed
+            for part, state in cls.capabilities.compiled_parts().items()
+        },
     }
 
 

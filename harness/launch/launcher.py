@@ -138,8 +138,9 @@ class Launcher:
         """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status
         `interrupted`.
 
-        `command`: the strategy's own command line for a folder, see `Strategy.command`. `waited`:
-        seconds so far that the time limit does not count. `more`: further fields of TrialSpec.
+        `command`: returns the strategy's own command line for a folder, see
+        `Strategy.own_launcher`. `waited`: seconds so far that the time limit does not count.
+        `more`: further fields of TrialSpec.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)

@@ -29,4 +29,4 @@ class LaunchOptions(TrialOptions, total=False):
     """All that a caller of a launcher may set, the strategy's command with it."""
 
     command: Command
-    """The strategy's own command line for a folder, see `Strategy.command`."""
+    """The strategy's own command line for a folder, see `Strategy.own_launcher`."""

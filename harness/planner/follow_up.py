@@ -134,7 +134,7 @@ def cells_of_layout(
     fitting = [
         (cell, strategy)
         for cell, strategy in _matching(question, workload_of(model), layout, tried)
-        if layout.data == 1 or strategy.zero_stage == layout.zero
+        if layout.data == 1 or strategy.costs.zero_stage == layout.zero
     ]
     fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
     plain = [pair for pair in fitting if len(pair[1].requires) == fewest]

@@ -121,6 +121,6 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
     """DDP by torchrun without options, else the single process: see harness/analysis/baseline.py,
     which chooses among what was measured."""
     plain = [cell for cell in cells if cell.plain and not cell.options]
-    ddp = (cell for cell in plain if make_strategy(cell).same_as_ddp(cell) == "torchrun")
+    ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)
     return next(ddp, None) or next(single, None)

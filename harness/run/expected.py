@@ -150,7 +150,7 @@ def trial_seconds(
     )
     started += CONTEXT_SECONDS * (cell.device == "cuda")
     started += known.compile_seconds * (cell.compile != "none")
-    if cell.launcher == "spawn" or strategy.one_node:
+    if cell.launcher == "spawn" or strategy.own_launcher:
         started += known.interpreter_seconds
     busy, crowded = cell.devices, 1.0
     if cell.device == "cpu":
@@ -162,11 +162,11 @@ def trial_seconds(
     again = 1 / 3 if cell.recompute == "full" else 0.0
     flops = facts.flops_per_sample * cell.global_batch * (1 + again)
     computed = flops / (busy * rate)
-    sent = (strategy.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(cell, gpu)
+    sent = (strategy.costs.traffic(cell, layout, facts) or 0.0) / _link_bytes_per_second(cell, gpu)
     if cell.links:
-        messages = strategy.messages(cell, layout, facts) or 1.0
+        messages = strategy.costs.messages(cell, layout, facts) or 1.0
         sent += messages * Link.of(cell.links).delay_seconds
-    moved = strategy.moved_bytes(cell, layout, facts) / known.moved_bytes_per_second
+    moved = strategy.costs.disk_or_host_bytes(cell, layout, facts) / known.moved_bytes_per_second
     overhead = known.step_seconds * cell.micro_batches
     compared = facts.trained_bytes / known.compared_bytes_per_second
     # A GPU computes while its kernels are launched.

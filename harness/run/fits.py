@@ -27,7 +27,7 @@ def device_bytes(cell: Cell) -> float:
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
     facts = model_facts(workload, cell.sequence_length)
-    states = strategy.states(cell, layout, facts) or model_states(cell, facts)
+    states = strategy.costs.states(cell, layout, facts) or model_states(cell, facts)
     samples = max(1, cell.global_batch // cell.micro_batches)
     held = activation_bytes(workload, samples, cell.sequence_length, cell.recompute)
     activations = held / cell.devices

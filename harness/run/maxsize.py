@@ -123,7 +123,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
     facts = model_facts(workload, tokens or cell.sequence_length)  # of which states take the sizes
-    states = strategy.states(cell, layout, facts)
+    states = strategy.costs.states(cell, layout, facts)
     if states is None:
         return None
     kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
@@ -153,10 +153,10 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
         """Without a formula as of an unsplit model: the first guess needs a number."""
         probe = sized(cell, steps, tokens)
         workload = make_workload(probe.workload)
-        known = strategy.activation_bytes(probe, layout, workload)
+        known = strategy.costs.activation_bytes(probe, layout, workload)
         if known is None:
             unsplit = replace(layout, pipeline=1, tensor=1)
-            known = strategy.counted_activations(probe, unsplit, workload)
+            known = strategy.costs.counted_activations(probe, unsplit, workload)
         return int(known)
 
     activations = (held(1), held(2) - held(1))

@@ -3,7 +3,6 @@ whether it can be skipped."""
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.expected import has_control
 from harness.spec.cell import Cell
-from harness.strategy.registry import make_strategy, validate
+from harness.strategy.registry import make_strategy, own_command, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
@@ -65,11 +64,11 @@ class PreparedTrial:
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
             "reference": self.known.folder if self.known else None,
-            "max_restarts": self.strategy.max_restarts,
-            "command": functools.partial(self.strategy.command, cell),
+            "max_restarts": self.strategy.capabilities.max_restarts,
+            "command": own_command(self.strategy, cell),
         }
         if timed_seconds is not None and has_control(cell):
-            fixed = self.strategy.fixed_steps
+            fixed = self.strategy.capabilities.fixed_steps
             more |= {
                 "samples_per_control": SAMPLES_PER_CONTROL,
                 "timed_seconds": 0.0 if fixed else timed_seconds,
@@ -104,7 +103,7 @@ class PreparedTrial:
                 f"copies of its state need {needed / 2**30:.1f} GiB of memory, more than"
                 f" {MOST_OF_FREE_MEMORY:.0%} of what this process may still use here"
             )
-        return self.strategy.not_set_back
+        return self.strategy.rewind_skipped_reason
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,9 @@ def packages(cells: Sequence[Cell]) -> list[str]:
     """What the fork server imports for these cells: packages that strategies and workloads require,
     and modules of theirs."""
     strategies = [make_strategy(cell) for cell in cells]
-    needed = [p for strategy in strategies for p in (*strategy.requires, *strategy.preload)]
+    needed = [
+        p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)
+    ]
     needed += [p for cell in cells for p in make_workload(cell.workload).requires]
     with_gpus = device_type() == "cuda" or any(cell.device == "cuda" for cell in cells)
     return to_preload(list(dict.fromkeys(needed)), with_gpus)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from harness.record.profile import GPU_PARTS, ProfileRecord
 from harness.run.figures import all_known
 from harness.spec.cell import Cell
 from harness.spec.training import States
-from harness.strategy.registry import validate
+from harness.strategy.registry import own_command, validate
 from harness.worker.answer import ProfiledAnswer
 from harness.worker.profile import profiled_cell
 from harness.workloads import make_workload, prepare_data
@@ -39,16 +38,17 @@ def profile_cell(
         with_few_steps,
         prepare_data(cell.data, workload, cell.sequence_length),
         layout.processes,
-        max_restarts=strategy.max_restarts,
-        command=functools.partial(strategy.command, with_few_steps),
+        max_restarts=strategy.capabilities.max_restarts,
+        command=own_command(strategy, with_few_steps),
         profile=True,
         traces=traces,
     )
     facts = model_facts(workload, cell.sequence_length)
+    costs = strategy.costs
     theory = Theory(
-        strategy.traffic(cell, layout, facts),
-        strategy.states(cell, layout, facts),
-        strategy.activation_bytes(cell, layout, workload) if cell.precision == "fp32" else None,
+        costs.traffic(cell, layout, facts),
+        costs.states(cell, layout, facts),
+        costs.activation_bytes(cell, layout, workload) if cell.precision == "fp32" else None,
     )
     return profile_record(run_id, cell, attempt, outcome, theory, layout.servers)
 

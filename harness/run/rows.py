@@ -142,7 +142,7 @@ def trial_record(
         tensor_parallel=layout.tensor,
         sequence_parallel=layout.sequence,
         packages=strategy.requires,
-        wraps_ddp=strategy.same_as_ddp(cell),
+        wraps_ddp=strategy.ddp_equivalent_of(cell),
         stand_in=stand_in,
         oversubscribed=oversubscribed(
             cell, distinct_cores(nodes) if nodes else cores_of_nodes(cell), layout.processes
@@ -169,7 +169,7 @@ def trial_record(
     if nodes:
         names = tuple(node["name"] for node in nodes)
         trial = replace(trial, node_names=names, node_facts=json.dumps(nodes), **outcome.link)
-    if formula := strategy.states(cell, layout, facts):
+    if formula := strategy.costs.states(cell, layout, facts):
         trial = replace(
             trial,
             formula_parameter_bytes=formula.parameters,
@@ -183,7 +183,7 @@ def trial_record(
     if outcome.status != "ok" or verification.verdict is None:
         return trial
     trial = with_figures(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
-    added = strategy.recomputed_flops(cell, prepared.workload)
+    added = strategy.costs.recomputed_flops(cell, prepared.workload)
     trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]
     trial = replace(trial, bubble_fraction=bubble_fraction(busy) if busy else None)

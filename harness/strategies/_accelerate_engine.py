@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import EXACT, Cell, Layout, ModelFacts, States, Strategy, Tolerance, Workload
+from harness.strategy import (
+    EXACT,
+    Cell,
+    CostModel,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    Tolerance,
+    Workload,
+)
 from harness.strategy.formulas import model_states, whole_model_states
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
@@ -39,22 +49,6 @@ class AccelerateEngine(Strategy):
         """The same without Accelerate, where DeepSpeed is the engine."""
         stages: dict[str, Literal[2, 3]] = {"zero2": 2, "zero3": 3}
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
-
-    @property
-    def library(self) -> str:
-        return "deepspeed" if self.zero else self.engine
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.engine in ("zero3", "fsdp2")
-
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        return self.zero is not None or super().copies_to_flat_buffers
-
-    @property
-    def zero_stage(self) -> int:
-        return self.zero.zero_stage if self.zero else super().zero_stage
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.precision == "fp16" and cell.device == "cpu" and not self.zero:
@@ -87,16 +81,6 @@ class AccelerateEngine(Strategy):
             " over gloo"
         )
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        if self.zero:
-            return self.zero.states(cell, layout, facts)
-        if self.engine == "ddp":
-            return whole_model_states(cell, facts)
-        return model_states(cell, facts, shards=cell.devices)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return self.zero.messages(cell, layout, facts) if self.zero else None
-
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
         """What Accelerate is told of FSDP2, where that is the engine."""
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
@@ -109,6 +93,10 @@ class AccelerateEngine(Strategy):
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
         return self.zero.config(cell, self.layout(cell.devices), sizes)
 
+    @property
+    def costs(self) -> AccelerateEngineCosts:
+        return AccelerateEngineCosts(self)
+
 
 def recompute_by_transformers(
     model: nn.Module, blocks: Sequence[nn.Module], recompute: str
@@ -117,3 +105,33 @@ def recompute_by_transformers(
     activation checkpointing, which hands torch's checkpoint these arguments."""
     whole: Any = model
     whole.activation_checkpointing_enable(checkpoint_arguments(recompute))
+
+
+class AccelerateEngineCosts(CostModel[AccelerateEngine]):
+    @property
+    def backend_library(self) -> str:
+        return "deepspeed" if self.strategy.zero else self.strategy.engine
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.strategy.engine in ("zero3", "fsdp2")
+
+    @property
+    def copies_to_flat_buffers(self) -> bool:
+        return self.strategy.zero is not None or super().copies_to_flat_buffers
+
+    @property
+    def zero_stage(self) -> int:
+        zero = self.strategy.zero
+        return zero.stage if zero else super().zero_stage
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        if zero := self.strategy.zero:
+            return zero.costs.states(cell, layout, facts)
+        if self.strategy.engine == "ddp":
+            return whole_model_states(cell, facts)
+        return model_states(cell, facts, shards=cell.devices)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        zero = self.strategy.zero
+        return zero.costs.messages(cell, layout, facts) if zero else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from harness.strategies._deepspeed_swap import (
     largest_part,
     require_locked,
 )
-from harness.strategy import Cell, Layout, Strategy, Workload, model_facts
+from harness.strategy import Capabilities, Cell, CostModel, Layout, Strategy, Workload, model_facts
 
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements: DDP's bucket of 25 MiB.
@@ -45,11 +45,18 @@ which are then skipped.
 """
 
 
+def _compiled_parts() -> dict[str, str]:
+    return {f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")}
+
+
 class ZeroOptions(Strategy):
     """What DeepSpeed's strategies have in common before they train."""
 
     requires = ("deepspeed",)
-    preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo")
+    capabilities = Capabilities(
+        preload=("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo"),
+        compiled_parts=_compiled_parts,
+    )
 
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
@@ -68,32 +75,14 @@ class ZeroOptions(Strategy):
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
     """Stage 3 leaves parameters of up to this size whole on every rank."""
 
-    @classmethod
-    def compiled(cls) -> dict[str, str]:
-        return {
-            f"DeepSpeed's {part}": missing(part) or "built" for part in ("cpu_adam", "async_io")
-        }
-
-    @property
-    def zero_stage(self) -> int:
-        return self.stage
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.stage == 3
-
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        return self.stage > 0
-
     @property
     def on_disk(self) -> bool:
         """Whether anything is offloaded to a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property
-    def not_set_back(self) -> str:
-        return "states are on a disk" if self.on_disk else super().not_set_back
+    def rewind_skipped_reason(self) -> str:
+        return "states are on a disk" if self.on_disk else super().rewind_skipped_reason
 
     def check(self, cell: Cell, workload: Workload) -> None:
         check_zero(self, cell, workload)
@@ -160,6 +149,10 @@ class ZeroOptions(Strategy):
             }
             zero["offload_param"] = pinned | (disk | buffers if place == "nvme" else {})
         return config | {"zero_optimization": zero}
+
+    @property
+    def costs(self) -> ZeroOptionsCosts:
+        return ZeroOptionsCosts(self)
 
 
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
@@ -256,3 +249,17 @@ def _require_swapped(options: ZeroOptions, cell: Cell, workload: Workload) -> No
                 f" {cell.devices} ranks, and DeepSpeed keeps all below 1 MiB in memory; use a"
                 " larger model or fewer devices"
             )
+
+
+class ZeroOptionsCosts(CostModel[ZeroOptions]):
+    @property
+    def zero_stage(self) -> int:
+        return self.strategy.stage
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.strategy.stage == 3
+
+    @property
+    def copies_to_flat_buffers(self) -> bool:
+        return self.strategy.stage > 0

@@ -6,7 +6,16 @@ from pydantic import Field
 
 from harness.strategies._distributed_config import Sizes, check_mesh
 from harness.strategies._distributed_formulas import mesh_states
-from harness.strategy import Cell, Layout, ModelFacts, Refused, States, Strategy
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Layout,
+    ModelFacts,
+    Refused,
+    States,
+    Strategy,
+)
 from harness.workloads import Workload, make_workload
 
 
@@ -14,7 +23,7 @@ class MeshStrategy(Strategy):
     """A strategy that splits a model by its own plans in transformers; ranks that are neither
     tensor parallel nor replicas shard what is left by FSDP2."""
 
-    precisions = ("fp32", "bf16")
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     tensor: int = Field(default=1, ge=1)
     """Ranks over which weights are split by the model's own plan (`tp_plan="auto"`)."""
@@ -37,8 +46,15 @@ class MeshStrategy(Strategy):
         check_mesh(cell, workload, self.sizes(cell.devices))
 
     @property
+    def costs(self) -> MeshStrategyCosts:
+        return MeshStrategyCosts(self)
+
+
+class MeshStrategyCosts(CostModel[MeshStrategy]):
+    @property
     def shards_parameters(self) -> bool:
         return True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        return mesh_states(cell, make_workload(cell.workload), self.sizes(cell.devices), facts)
+        sizes = self.strategy.sizes(cell.devices)
+        return mesh_states(cell, make_workload(cell.workload), sizes, facts)

@@ -9,7 +9,7 @@ from harness.strategies import _accelerate
 from harness.strategies._accelerate_config import accelerate_export, check_launch, launch_command
 from harness.strategies._accelerate_engine import AccelerateEngine, recompute_by_transformers
 from harness.strategies._ddp import ddp_buckets
-from harness.strategy import Cell, Export, Job, TrainStep, Workload
+from harness.strategy import Cell, Export, Job, OwnLauncher, TrainStep, Workload
 
 
 class Accelerate(AccelerateEngine):
@@ -37,13 +37,15 @@ class Accelerate(AccelerateEngine):
         return name if self.engine == "ddp" else None
 
     @property
-    def one_node(self) -> str | None:
-        return "accelerate launch" if self.config_file else None
-
-    def command(self, cell: Cell, scratch: Path) -> list[str] | None:
+    def own_launcher(self) -> OwnLauncher | None:
         if not self.config_file:
             return None
-        return launch_command(cell, scratch, self.fsdp2_settings(cell), self.deepspeed_config(cell))
+
+        def command(cell: Cell, scratch: Path) -> list[str]:
+            fsdp2, deepspeed = self.fsdp2_settings(cell), self.deepspeed_config(cell)
+            return launch_command(cell, scratch, fsdp2, deepspeed)
+
+        return OwnLauncher("accelerate launch", command)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Its config file says the same as the Python API."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from harness.spec.errors import Refused
 from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import EXACT, Cell, Job, Strategy, Tolerance, TrainStep, Workload
+from harness.strategy import EXACT, Cell, CostModel, Job, Strategy, Tolerance, TrainStep, Workload
 from harness.strategy.step import loss_scaler, own_precision, standard_step
 from harness.workloads.precision import halve
 
@@ -33,7 +33,6 @@ class Amp(Strategy):
     below 6e-8 becomes zero, and the step is then divided by epsilon alone.
     """
 
-    wraps = "ddp"
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half.
     """
@@ -45,6 +44,10 @@ class Amp(Strategy):
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return TOLERANCES.get((self.opt_level, cell.precision), EXACT)
+
+    @property
+    def costs(self) -> AmpCosts:
+        return AmpCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         whole = job.model()
@@ -78,3 +81,9 @@ class Amp(Strategy):
         return standard_step(
             plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler
         )
+
+
+class AmpCosts(CostModel[Amp]):
+    @property
+    def backend_library(self) -> str:
+        return "ddp"

@@ -9,7 +9,17 @@ from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.strategies._collectives import average, average_gradients, broadcast
-from harness.strategy import EXACT, Batch, Cell, Job, Layout, Strategy, Tolerance, TrainStep
+from harness.strategy import (
+    EXACT,
+    Batch,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    Strategy,
+    Tolerance,
+    TrainStep,
+)
 from harness.strategy.formulas import all_reduced
 from harness.strategy.step import standard_step
 from harness.workloads import Workload
@@ -54,14 +64,9 @@ class Collectives(Strategy):
         same = self.average == "gradients" or linear or cell.devices == 1
         return EXACT if same else LOCAL[cell.moments]
 
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return (
-            all_reduced(layout.data, facts.trained_bytes) if self.average == "gradients" else None
-        )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """One for each parameter, once a period."""
-        return len(facts.sizes) / self.period
+    @property
+    def costs(self) -> CollectivesCosts:
+        return CollectivesCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
@@ -81,3 +86,14 @@ class Collectives(Strategy):
             return loss
 
         return step
+
+
+class CollectivesCosts(CostModel[Collectives]):
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        if self.strategy.average == "parameters":
+            return None
+        return all_reduced(layout.data, facts.trained_bytes)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """One for each parameter, once a period."""
+        return len(facts.sizes) / self.strategy.period

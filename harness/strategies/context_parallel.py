@@ -9,6 +9,7 @@ from harness.strategies import _sequence
 from harness.strategy import (
     Batch,
     Cell,
+    CostModel,
     Job,
     Layout,
     ModelFacts,
@@ -51,8 +52,9 @@ class ContextParallel(Strategy):
                 f" {2 * cell.devices} as sequence_length"
             )
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts)
+    @property
+    def costs(self) -> ContextParallelCosts:
+        return ContextParallelCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -78,3 +80,8 @@ class ContextParallel(Strategy):
                 return step(Batch(batch.step, buffers[0], buffers[1]))
 
         return ring_step
+
+
+class ContextParallelCosts(CostModel[ContextParallel]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.strategy import Cell, Job, Layout, Strategy, TrainStep, standard_step
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    Strategy,
+    TrainStep,
+    standard_step,
+)
 
 
 class DataParallel(Strategy):
@@ -20,7 +29,7 @@ class DataParallel(Strategy):
     dtype on GPUs is fp16: bf16 cells would train in fp16.
     """
 
-    process_group = False
+    capabilities = Capabilities(process_group=False)
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, devices_per_process=devices)
@@ -33,8 +42,8 @@ class DataParallel(Strategy):
         return None
 
     @property
-    def in_memory(self) -> bool:
-        return True
+    def costs(self) -> DataParallelCosts:
+        return DataParallelCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -51,3 +60,9 @@ class DataParallel(Strategy):
         else:
             model = on_threads(job, first)
         return standard_step(job, model, optimizer)
+
+
+class DataParallelCosts(CostModel[DataParallel]):
+    @property
+    def uses_shared_memory(self) -> bool:
+        return True

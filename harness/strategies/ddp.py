@@ -9,7 +9,17 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategies._ddp import COMPRESSED, compress, ddp_buckets, least_bucket_mib, wrap_in_ddp
-from harness.strategy import Cell, Export, Job, ModelFacts, Strategy, Workload, make_workload
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    ModelFacts,
+    Strategy,
+    Workload,
+    make_workload,
+)
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
 from harness.strategy.step import standard_step
 
@@ -21,8 +31,10 @@ class Ddp(Strategy):
     On CPUs PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
     """
 
-    compiles = ("block", "block_cudagraphs")
-    further_optimizers = ("adamw_8bit", "muon")
+    capabilities = Capabilities(
+        compiles=("block", "block_cudagraphs"),
+        extra_optimizers=("adamw_8bit", "muon"),
+    )
 
     bucket_cap_mb: float | None = None
     """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the
@@ -49,30 +61,7 @@ class Ddp(Strategy):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return COMPRESSED.get(self.comm_hook, EXACT)
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        whole = whole_model_states(cell, facts)
-        return dataclasses.replace(whole, transient=0.0) if self.gradient_as_bucket_view else whole
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of every gradient, and rank 0's buffers to all.
-
-        PowerSGD's has no formula here.
-        """
-        width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.comm_hook)
-        if width is None:
-            return None
-        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
-            layout.data, facts.buffer_bytes
-        )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """One for each bucket of a stated size; torch's own size has no formula here."""
-        if self.bucket_cap_mb is None:
-            return None
-        buckets = -(-facts.trained_bytes // int(self.bucket_cap_mb * 2**20))
-        return 1.0 + BESIDE_BACKWARD * (buckets - 1)
-
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
         return None if self.model_fields_set else names[cell.launcher]
 
@@ -82,6 +71,10 @@ class Ddp(Strategy):
         if to == "accelerate":
             return accelerate_export(cell, ddp=self.model_dump() | bucket)
         return Export("ddp.py.j2", bucket) if to in ("torchrun", "slurm") else None
+
+    @property
+    def costs(self) -> DdpCosts:
+        return DdpCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         least = least_bucket_mib(self.comm_hook, job.cell, job.workload)
@@ -97,3 +90,29 @@ class Ddp(Strategy):
         optimizer = job.optimizer_of(model)
         job.register(model, optimizer, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
+
+
+class DdpCosts(CostModel[Ddp]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        whole = whole_model_states(cell, facts)
+        views = self.strategy.gradient_as_bucket_view
+        return dataclasses.replace(whole, transient=0.0) if views else whole
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of every gradient, and rank 0's buffers to all.
+
+        PowerSGD's has no formula here.
+        """
+        width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
+        if width is None:
+            return None
+        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
+            layout.data, facts.buffer_bytes
+        )
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """One for each bucket of a stated size; torch's own size has no formula here."""
+        if self.strategy.bucket_cap_mb is None:
+            return None
+        buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))
+        return 1.0 + BESIDE_BACKWARD * (buckets - 1)

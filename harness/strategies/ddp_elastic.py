@@ -4,14 +4,25 @@ snapshot."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.strategies._ddp import wrap_in_ddp
 from harness.strategies._snapshot import Snapshots
-from harness.strategy import Batch, Cell, Job, Layout, ModelFacts, Strategy, TrainStep, Workload
+from harness.strategy import (
+    Batch,
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    ModelFacts,
+    Strategy,
+    TrainStep,
+    Workload,
+)
 from harness.strategy.step import loss_scaler, standard_step
 
 if TYPE_CHECKING:
@@ -25,12 +36,13 @@ class DdpElastic(Strategy):
     Nothing of the training is lost: it must end where a run without the crash ends.
     """
 
-    wraps = "ddp"
-
-    least_devices: ClassVar[int] = 2
-    # One is needed; the others are for a rank that fails on its own in warm-up.
-    max_restarts: ClassVar[int] = 3
-    fixed_steps: ClassVar[bool] = True  # a snapshot holds the losses of all of them
+    capabilities = Capabilities(
+        min_devices=2,
+        # One is needed; the others are for a rank that fails on its own in warm-up.
+        max_restarts=3,
+        # A snapshot holds the losses of all of them.
+        fixed_steps=True,
+    )
 
     crash_at_step: int = Field(default=2, ge=0)
     """The warm-up step at whose start the last rank leaves, before the first restart only."""
@@ -51,8 +63,9 @@ class DdpElastic(Strategy):
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 
-    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return 3.0 * facts.trained_bytes / self.snapshot_every
+    @property
+    def costs(self) -> DdpElasticCosts:
+        return DdpElasticCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         model = wrap_in_ddp(job, job.model())
@@ -75,3 +88,12 @@ class DdpElastic(Strategy):
             return loss
 
         return step
+
+
+class DdpElasticCosts(CostModel[DdpElastic]):
+    @property
+    def backend_library(self) -> str:
+        return "ddp"
+
+    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        return 3.0 * facts.trained_bytes / self.strategy.snapshot_every

@@ -7,6 +7,7 @@ from harness.strategies import _deepspeed_formulas as formulas
 from harness.strategies._deepspeed_engine import HALF
 from harness.strategies._deepspeed_export import zero_export
 from harness.strategies._deepspeed_training import ZeroTraining
+from harness.strategies._deepspeed_zero import ZeroOptionsCosts
 from harness.strategy import Cell, Export
 from harness.workloads import Workload
 from harness.workloads.counts import ModelFacts
@@ -26,21 +27,27 @@ class Deepspeed(ZeroTraining):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return HALF if cell.precision == "bf16" else EXACT
 
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         plain = self.stage == 0 and self.model_fields_set <= {"stage"}
         return "DeepSpeed stage 0" if plain else None
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return formulas.zero_states(self, cell, layout, facts)
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return formulas.zero_traffic(self, cell, layout, facts)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return formulas.zero_messages(self, cell, facts)
-
-    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return formulas.zero_moves(self, facts)
-
     def export(self, cell: Cell, to: str) -> Export | None:
         return zero_export(self, cell, to)
+
+    @property
+    def costs(self) -> DeepspeedCosts:
+        return DeepspeedCosts(self)
+
+
+class DeepspeedCosts(ZeroOptionsCosts):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return formulas.zero_states(self.strategy, cell, layout, facts)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return formulas.zero_traffic(self.strategy, cell, layout, facts)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        return formulas.zero_messages(self.strategy, cell, facts)
+
+    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        return formulas.zero_moves(self.strategy, facts)

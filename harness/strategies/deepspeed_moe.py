@@ -10,7 +10,18 @@ from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_formulas import zero_states
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Cell, Job, Layout, ModelFacts, Refused, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    ModelFacts,
+    Refused,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.workloads import Workload, make_workload
 
 
@@ -25,8 +36,10 @@ class DeepspeedMoe(Strategy):
     """
 
     requires = ("deepspeed",)
-    preload = Deepspeed.preload
-    precisions = ("fp32",)
+    capabilities = Capabilities(
+        preload=Deepspeed.capabilities.preload,
+        precisions=("fp32",),
+    )
 
     expert: int = Field(default=2, ge=1)
     """Ranks among which the experts of each layer are divided (`ep_size`)."""
@@ -49,23 +62,9 @@ class DeepspeedMoe(Strategy):
                     f" {count}"
                 )
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """As ZeRO stage 0 of a model with this rank's experts alone."""
-        inside = make_workload(cell.workload).mixture_path + ".experts."
-        sizes = [
-            size // self.expert if inside in name else size
-            for name, size in zip(facts.trainable, facts.sizes, strict=True)
-        ]
-        size = 4 * sum(sizes)
-        own = dataclasses.replace(
-            facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
-        )
-        return zero_states(Deepspeed(stage=0), cell, layout, own)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """To the experts and back, forward and backward, in each block, and the reductions of the
-        experts' gradients and of all others."""
-        return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches
+    @property
+    def costs(self) -> DeepspeedMoeCosts:
+        return DeepspeedMoeCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -89,3 +88,23 @@ class DeepspeedMoe(Strategy):
             routers=moe.routers(mixtures),
         )
         return engines.engine_step(job, engine)
+
+
+class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """As ZeRO stage 0 of a model with this rank's experts alone."""
+        inside = make_workload(cell.workload).mixture_path + ".experts."
+        sizes = [
+            size // self.strategy.expert if inside in name else size
+            for name, size in zip(facts.trainable, facts.sizes, strict=True)
+        ]
+        size = 4 * sum(sizes)
+        own = dataclasses.replace(
+            facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
+        )
+        return zero_states(Deepspeed(stage=0), cell, layout, own)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """To the experts and back, forward and backward, in each block, and the reductions of the
+        experts' gradients and of all others."""
+        return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_pipe import pipeline_buffers, timed_instructions
 from harness.strategies._deepspeed_zero import deepspeed_config
-from harness.strategy import Batch, Cell, Job, Layout, Strategy, TrainStep, Workload
+from harness.strategy import (
+    Batch,
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    Strategy,
+    TrainStep,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec
@@ -26,7 +36,7 @@ class DeepspeedPipeline(Strategy):
     """
 
     requires = ("deepspeed",)
-    precisions = ("fp32",)
+    capabilities = Capabilities(precisions=("fp32",))
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -34,29 +44,9 @@ class DeepspeedPipeline(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         workload.check_split(self.layout(cell.devices))
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of a rank's stage, and the buffers of the engine, see `engine_buffers`."""
-        from harness.strategies._deepspeed_pipe_formulas import engine_buffers
-        from harness.strategy.formulas import a_stage_each, pipeline_states
-        from harness.workloads import make_workload
-
-        workload = make_workload(cell.workload)
-        buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
-        return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the micro-batches in flight under 1F1B, with the copies that the engine makes of what
-        it receives, see `held_beside_gradients`.
-
-        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
-        torch's allocator has given out (llama-128x4 on two ranks); the formula agrees with the
-        allocator, see docs/studies/recompute-memory.md.
-        """
-        from harness.strategy.formulas import a_stage_each
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
-
-        engine = Engine("1f1b", copies_inputs=True)
-        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+    @property
+    def costs(self) -> DeepspeedPipelineCosts:
+        return DeepspeedPipelineCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -100,3 +90,29 @@ class DeepspeedPipeline(Strategy):
         if count == 1 or not shared:
             return LayerSpec(Stage, job, index, count)
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
+
+
+class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Those of a rank's stage, and the buffers of the engine, see `engine_buffers`."""
+        from harness.strategies._deepspeed_pipe_formulas import engine_buffers
+        from harness.strategy.formulas import a_stage_each, pipeline_states
+        from harness.workloads import make_workload
+
+        workload = make_workload(cell.workload)
+        buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
+        return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Of the micro-batches in flight under 1F1B, with the copies that the engine makes of what
+        it receives, see `held_beside_gradients`.
+
+        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
+        torch's allocator has given out (llama-128x4 on two ranks); the formula agrees with the
+        allocator, see docs/studies/recompute-memory.md.
+        """
+        from harness.strategy.formulas import a_stage_each
+        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+
+        engine = Engine("1f1b", copies_inputs=True)
+        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)

@@ -10,7 +10,7 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._outer import outer_optimizer, outer_tolerance
-from harness.strategy import Cell, Job, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload
@@ -29,7 +29,7 @@ class DiLoCo(Strategy):
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
     # fp16's loss scaling would skip a step on one rank only, and that rank's period.
-    precisions = ("fp32", "bf16")
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     period: int = Field(default=4, ge=1)
     """Steps between two outer ones."""
@@ -57,18 +57,9 @@ class DiLoCo(Strategy):
         periods = cell.parity_steps // self.period
         return outer_tolerance(self.outer_learning_rate, self.outer_momentum, periods)
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Beside those of the inner optimizer: where the period began, in host memory, and the
-        outer momentum. At the outer step there are the inner gradients, the outer ones and a copy
-        of the parameters."""
-        inner = model_states(cell, facts)
-        momentum = facts.parameter_bytes if self.outer_momentum else 0
-        return dataclasses.replace(
-            inner,
-            optimizer=inner.optimizer + momentum,
-            library=inner.library + facts.parameter_bytes,
-            transient=inner.transient + 2 * facts.parameter_bytes,
-        )
+    @property
+    def costs(self) -> DiLoCoCosts:
+        return DiLoCoCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torchft.local_sgd import DiLoCo as TorchftDiLoCo
@@ -90,3 +81,18 @@ class DiLoCo(Strategy):
             waits=[(manager, name, "communication") for name in ("start_quorum", "should_commit")],
         )
         return standard_step(job, model, inner)
+
+
+class DiLoCoCosts(CostModel[DiLoCo]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """Beside those of the inner optimizer: where the period began, in host memory, and the
+        outer momentum. At the outer step there are the inner gradients, the outer ones and a copy
+        of the parameters."""
+        inner = model_states(cell, facts)
+        momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0
+        return dataclasses.replace(
+            inner,
+            optimizer=inner.optimizer + momentum,
+            library=inner.library + facts.parameter_bytes,
+            transient=inner.transient + 2 * facts.parameter_bytes,
+        )

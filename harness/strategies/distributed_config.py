@@ -8,7 +8,7 @@ from pydantic import Field
 
 from harness.strategies import _distributed_config as mesh
 from harness.strategies import _distributed_formulas as formulas
-from harness.strategies._distributed_mesh import MeshStrategy
+from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
 from harness.strategies._fsdp import sharded_messages
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep
 from harness.strategy.step import standard_step
@@ -30,10 +30,30 @@ class DistributedConfigParallel(MeshStrategy):
     def sizes(self, devices: int) -> mesh.Sizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
 
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """Not with tensor parallelism, whose ranks see the same samples."""
+        if to not in ("torchrun", "slurm") or self.tensor > 1:
+            return None
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}
+        shards = self.sizes(cell.devices).shards
+        return Export("distributed_config.py.j2", {"shards": shards}, variables=hidden)
+
+    @property
+    def costs(self) -> DistributedConfigParallelCosts:
+        return DistributedConfigParallelCosts(self)
+
+    def setup(self, job: Job) -> TrainStep:
+        model = mesh.load(job, self.sizes(job.cell.devices))
+        optimizer = job.optimizer(model.parameters())
+        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
+        return standard_step(job, model, optimizer)
+
+
+class DistributedConfigParallelCosts(MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """See `sharded_traffic` and `tensor_traffic` of _distributed_formulas.py; None for both at
         once, and in bf16."""
-        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
+        workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return formulas.sharded_traffic(cell, layout, workload, sizes, facts)
         if layout.data > 1:
@@ -43,22 +63,8 @@ class DistributedConfigParallel(MeshStrategy):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """FSDP2's, to the experts and back, forward and backward, and the numbers of their tokens;
         None with tensor parallelism."""
-        sizes, workload = self.sizes(cell.devices), make_workload(cell.workload)
+        sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None
         exchanged = 5 * workload.blocks * cell.micro_batches if sizes.expert > 1 else 0
         return exchanged + sharded_messages(cell, workload.blocks, True, False, False)
-
-    def export(self, cell: Cell, to: str) -> Export | None:
-        """Not with tensor parallelism, whose ranks see the same samples."""
-        if to not in ("torchrun", "slurm") or self.tensor > 1:
-            return None
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}
-        shards = self.sizes(cell.devices).shards
-        return Export("distributed_config.py.j2", {"shards": shards}, variables=hidden)
-
-    def setup(self, job: Job) -> TrainStep:
-        model = mesh.load(job, self.sizes(job.cell.devices))
-        optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
-        return standard_step(job, model, optimizer)

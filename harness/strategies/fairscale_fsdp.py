@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from harness.spec.errors import Unavailable
 from harness.strategies import _fairscale
-from harness.strategy import Cell, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
@@ -24,8 +34,10 @@ class FairscaleFsdp(Strategy):
     when it runs."""
 
     requires = ("fairscale",)
-    preload = ("fairscale.nn.data_parallel",)
-    recomputes_whole_blocks = True
+    capabilities = Capabilities(
+        preload=("fairscale.nn.data_parallel",),
+        recomputes_whole_blocks=True,
+    )
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep
@@ -44,18 +56,8 @@ class FairscaleFsdp(Strategy):
             )
 
     @property
-    def shards_parameters(self) -> bool:
-        return True
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        shard = model_states(cell, facts, shards=layout.data)
-        if self.cpu_offload:
-            shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
-        return (
-            shard
-            if self.reshard_after_forward
-            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
-        )
+    def costs(self) -> FairscaleFsdpCosts:
+        return FairscaleFsdpCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -87,3 +89,19 @@ class FairscaleFsdp(Strategy):
         )
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)
+
+
+class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        shard = model_states(cell, facts, shards=layout.data)
+        if self.strategy.cpu_offload:
+            shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
+        return (
+            shard
+            if self.strategy.reshard_after_forward
+            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        )

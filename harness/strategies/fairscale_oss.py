@@ -12,7 +12,7 @@ from harness.parity.verdict import widest
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _fairscale
-from harness.strategy import Cell, Job, ModelFacts, Strategy, Workload
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy, Workload
 from harness.strategy.formulas import BESIDE_BACKWARD, model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
 
@@ -27,8 +27,10 @@ class FairscaleOss(Strategy):
     """
 
     requires = ("fairscale",)
-    preload = ("fairscale.nn.data_parallel",)
-    recomputes_whole_blocks = True
+    capabilities = Capabilities(
+        preload=("fairscale.nn.data_parallel",),
+        recomputes_whole_blocks=True,
+    )
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
     """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps;
@@ -51,33 +53,8 @@ class FairscaleOss(Strategy):
         return widest(reduced, _fairscale.BROADCAST if self.broadcast_fp16 else EXACT)
 
     @property
-    def zero_stage(self) -> int:
-        return 2
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""
-        shares: list[list[int]] = [[] for _ in range(layout.data)]
-        for size in facts.sizes:
-            min(shares, key=sum).append(size)
-        room = min(self.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
-        # Smallest first, as long as there is more room than needed.
-        filled = sum(
-            max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
-            for share in shares
-        )
-        whole, kept = model_states(cell, facts), 4.0 * filled
-        return dataclasses.replace(
-            whole,
-            optimizer=whole.optimizer * max(map(sum, shares)) / sum(facts.sizes),
-            library=whole.library + kept,
-            transient=whole.transient - kept,
-        )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """A reduction for each rank's gradients, or for each gradient, and as many broadcasts as
-        there are ranks."""
-        reduced = layout.data if self.reduce_buffer_size else len(facts.sizes)
-        return layout.data + BESIDE_BACKWARD * reduced
+    def costs(self) -> FairscaleOssCosts:
+        return FairscaleOssCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -103,3 +80,34 @@ class FairscaleOss(Strategy):
             scaler=sharded_loss_scaler(job),
             clear=lambda: _fairscale.clear(model, optimizer),
         )
+
+
+class FairscaleOssCosts(CostModel[FairscaleOss]):
+    @property
+    def zero_stage(self) -> int:
+        return 2
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""
+        shares: list[list[int]] = [[] for _ in range(layout.data)]
+        for size in facts.sizes:
+            min(shares, key=sum).append(size)
+        room = min(self.strategy.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
+        # Smallest first, as long as there is more room than needed.
+        filled = sum(
+            max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
+            for share in shares
+        )
+        whole, kept = model_states(cell, facts), 4.0 * filled
+        return dataclasses.replace(
+            whole,
+            optimizer=whole.optimizer * max(map(sum, shares)) / sum(facts.sizes),
+            library=whole.library + kept,
+            transient=whole.transient - kept,
+        )
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """A reduction for each rank's gradients, or for each gradient, and as many broadcasts as
+        there are ranks."""
+        reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
+        return layout.data + BESIDE_BACKWARD * reduced

@@ -12,7 +12,17 @@ from harness.strategies._fsdp import (
     summoned_parameters,
     wrap_policy,
 )
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import model_states
 from harness.strategy.sharding import check_hybrid, shard_mesh
 from harness.strategy.step import sharded_loss_scaler, standard_step
@@ -22,8 +32,6 @@ from harness.workloads import Workload, make_workload
 class Fsdp1(Strategy):
     """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat
     tensor when it runs."""
-
-    wraps = "fsdp2"
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
     """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each
@@ -49,25 +57,12 @@ class Fsdp1(Strategy):
             reason = "FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one;"
             raise Unavailable(f"{reason} fsdp2 offloads without")
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        shards = cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices
-        return model_states(cell, facts, shards)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        units = make_workload(cell.workload).blocks if self.auto_wrap else 0
-        again = self.sharding != "shard_grad_op"
-        return sharded_messages(cell, units, again, self.sharding == "hybrid_shard")
-
-    @property
-    def shards_parameters(self) -> bool:
-        return True
-
-    @property
-    def zero_stage(self) -> int:
-        return 2 if self.sharding == "shard_grad_op" else 3
-
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
+
+    @property
+    def costs(self) -> Fsdp1Costs:
+        return Fsdp1Costs(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
@@ -88,3 +83,26 @@ class Fsdp1(Strategy):
         job.register(model, optimizer, gather=lambda: summoned_parameters(model))
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
+
+
+class Fsdp1Costs(CostModel[Fsdp1]):
+    @property
+    def backend_library(self) -> str:
+        return "fsdp2"
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
+        return model_states(cell, facts, shards)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        units = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0
+        again = self.strategy.sharding != "shard_grad_op"
+        return sharded_messages(cell, units, again, self.strategy.sharding == "hybrid_shard")
+
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    @property
+    def zero_stage(self) -> int:
+        return 2 if self.strategy.sharding == "shard_grad_op" else 3

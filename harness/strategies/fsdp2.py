@@ -9,7 +9,7 @@ import functools
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _fsdp
 from harness.strategies._accelerate_config import fsdp2_export
-from harness.strategy import Cell, Export, Job, ModelFacts, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.strategy.sharding import shard_mesh
 from harness.strategy.step import own_precision, standard_step
@@ -20,8 +20,10 @@ class Fsdp2(Strategy):
     """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are
     needed."""
 
-    compiles = ("block",)
-    further_optimizers = ("muon",)
+    capabilities = Capabilities(
+        compiles=("block",),
+        extra_optimizers=("muon",),
+    )
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them
@@ -43,54 +45,9 @@ class Fsdp2(Strategy):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return _fsdp.MIXED if self.mixed_precision else EXACT
 
-    @property
-    def shards_parameters(self) -> bool:
-        return True
-
-    @property
-    def zero_stage(self) -> int:
-        return 3 if self.reshard_after_forward else 2
-
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
         return "no device to leave: parameters are already in host memory" if offload else None
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        shard = model_states(cell, facts, shards=cell.devices // 2 if self.hybrid else cell.devices)
-        return (
-            shard
-            if self.reshard_after_forward
-            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
-        )
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Parameters gathered for forward, a block's again for backward, gradients scattered:
-        ZeRO-3's 3P less what the root keeps.
-
-        Embedding and head stay gathered between forward and backward. Without `no_sync` each
-        micro-batch scatters its gradients; hybrid sharding also all-reduces the shards' between the
-        replicas.
-        """
-        shards, parts = cell.devices // 2 if self.hybrid else cell.devices, cell.micro_batches
-        if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
-            return None
-        path = make_workload(cell.workload).block_path
-        blocks = sum(
-            size
-            for name, size in zip(facts.trainable, facts.sizes, strict=True)
-            if path and name.startswith(path + ".")
-        )
-        whole = 4.0 * facts.parameters
-        gathered = whole + (4.0 * blocks if self.reshard_after_forward else 0.0)
-        scattered = whole * (1 if self.no_sync else parts)
-        between = all_reduced(2, scattered / shards) if self.hybrid else 0.0
-        return passed_once(shards, parts * gathered + scattered) + between
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        blocks = make_workload(cell.workload).blocks
-        return _fsdp.sharded_messages(
-            cell, blocks, self.reshard_after_forward, self.hybrid, self.no_sync
-        )
 
     def export(self, cell: Cell, to: str) -> Export | None:
         if to == "accelerate":
@@ -98,6 +55,10 @@ class Fsdp2(Strategy):
             return None if own else fsdp2_export(cell, self.reshard_after_forward, self.cpu_offload)
         values: dict[str, object] = {"autocast": False} if self.mixed_precision else {}
         return Export("fsdp2.py.j2", values) if to in ("torchrun", "slurm") else None
+
+    @property
+    def costs(self) -> Fsdp2Costs:
+        return Fsdp2Costs(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.fsdp import fully_shard
@@ -115,3 +76,51 @@ class Fsdp2(Strategy):
         job = own_precision(job) if self.mixed_precision else job
         no_sync = functools.partial(_fsdp.without_sync, root) if self.no_sync else None
         return standard_step(job, model, optimizer, no_sync=no_sync)
+
+
+class Fsdp2Costs(CostModel[Fsdp2]):
+    @property
+    def shards_parameters(self) -> bool:
+        return True
+
+    @property
+    def zero_stage(self) -> int:
+        return 3 if self.strategy.reshard_after_forward else 2
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        shard = model_states(cell, facts, shards=self._shards(cell))
+        if self.strategy.reshard_after_forward:
+            return shard
+        return dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Parameters gathered for forward, a block's again for backward, gradients scattered:
+        ZeRO-3's 3P less what the root keeps.
+
+        Embedding and head stay gathered between forward and backward. Without `no_sync` each
+        micro-batch scatters its gradients; hybrid sharding also all-reduces the shards' between the
+        replicas.
+        """
+        shards, parts = self._shards(cell), cell.micro_batches
+        if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
+            return None
+        path = make_workload(cell.workload).block_path
+        blocks = sum(
+            size
+            for name, size in zip(facts.trainable, facts.sizes, strict=True)
+            if path and name.startswith(path + ".")
+        )
+        whole = 4.0 * facts.parameters
+        gathered = whole + (4.0 * blocks if self.strategy.reshard_after_forward else 0.0)
+        scattered = whole * (1 if self.strategy.no_sync else parts)
+        between = all_reduced(2, scattered / shards) if self.strategy.hybrid else 0.0
+        return passed_once(shards, parts * gathered + scattered) + between
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        blocks, chosen = make_workload(cell.workload).blocks, self.strategy
+        return _fsdp.sharded_messages(
+            cell, blocks, chosen.reshard_after_forward, chosen.hybrid, chosen.no_sync
+        )
+
+    def _shards(self, cell: Cell) -> int:
+        return cell.devices // 2 if self.strategy.hybrid else cell.devices

@@ -11,7 +11,19 @@ from typing import Literal
 from pydantic import Field
 
 from harness.strategies import _horovod
-from harness.strategy import Cell, Job, Layout, States, Strategy, Tolerance, TrainStep, Workload
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Layout,
+    OwnLauncher,
+    States,
+    Strategy,
+    Tolerance,
+    TrainStep,
+    Workload,
+)
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
 from harness.strategy.step import standard_step
 from harness.workloads.counts import ModelFacts
@@ -23,7 +35,10 @@ class Horovod(Strategy):
 
     requires = ("horovod",)
     install = "make setup builds it from its source release (needs g++ and make)"
-    preload = ("horovod.torch",)
+    capabilities = Capabilities(
+        preload=("horovod.torch",),
+        compiled_parts=_horovod.compiled,
+    )
 
     controller: Literal["gloo", "mpi"] = "gloo"
     """Who coordinates the ranks and carries the tensors: Gloo's ring, or MPI_Allreduce of the ranks
@@ -40,59 +55,28 @@ class Horovod(Strategy):
     cycle_time_ms: float = Field(default=1.0, gt=0)
     """Pause between two looks for gradients that all ranks have ready."""
 
-    @classmethod
-    def compiled(cls) -> dict[str, str]:
-        return _horovod.compiled()
-
     def check(self, cell: Cell, workload: Workload) -> None:
         _horovod.check(cell, workload, self.controller, adasum=self.op == "adasum")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return _horovod.tolerance(cell, self.compression == "fp16", self.op == "adasum")
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Everything on every rank, and the fusion buffer; Adasum also keeps what each update
-        started from.
-
-        The buffer is allocated as large as its threshold when two gradients are first fused; on a
-        CPU it costs address space at once, and memory only as far as gradients fill it.
-        """
-        kept = self._buffer_size + (4.0 * facts.parameters if self.op == "adasum" else 0.0)
-        return dataclasses.replace(
-            model_states(cell, facts), library=kept if cell.devices > 1 else 0.0
-        )
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of every gradient.
-
-        Adasum adds in pairs of ranks at growing distances instead, which has no formula here.
-        """
-        half = 2 if self.compression == "fp16" else 1
-        return (
-            all_reduced(layout.data, facts.trained_bytes / half) if self.op == "average" else None
-        )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Ranks agree on which gradients are ready once a cycle, and fuse those: for a few at a
-        time, or for each gradient where none are fused."""
-        fused = _horovod.GRADIENTS_FUSED if self.fusion_threshold_mib else 1
-        agreed = 0.0 if self.controller == "mpi" else len(facts.sizes) / _horovod.GRADIENTS_FUSED
-        return 1.0 + BESIDE_BACKWARD * (len(facts.sizes) / fused + agreed)
-
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
 
     @property
-    def in_memory(self) -> bool:
-        return self.controller == "mpi" and self.transport == "auto"
+    def own_launcher(self) -> OwnLauncher | None:
+        if self.controller != "mpi":
+            return None
+
+        def command(cell: Cell, scratch: Path) -> list[str]:
+            return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp")
+
+        return OwnLauncher("mpirun", command)
 
     @property
-    def one_node(self) -> str | None:
-        return "mpirun" if self.controller == "mpi" else None
-
-    def command(self, cell: Cell, scratch: Path) -> list[str] | None:
-        over_tcp = self.transport == "tcp"
-        return _horovod.mpirun(cell.devices, scratch, over_tcp) if self.one_node else None
+    def costs(self) -> HorovodCosts:
+        return HorovodCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         _horovod.initialize(job, self.controller, self._buffer_size, self.cycle_time_ms)
@@ -107,3 +91,41 @@ class Horovod(Strategy):
     @property
     def _buffer_size(self) -> int:
         return int(self.fusion_threshold_mib * 2**20)
+
+
+class HorovodCosts(CostModel[Horovod]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """Everything on every rank, and the fusion buffer; Adasum also keeps what each update
+        started from.
+
+        The buffer is allocated as large as its threshold when two gradients are first fused; on a
+        CPU it costs address space at once, and memory only as far as gradients fill it.
+        """
+        starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
+        kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
+        return dataclasses.replace(model_states(cell, facts), library=kept)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of every gradient.
+
+        Adasum adds in pairs of ranks at growing distances instead, which has no formula here.
+        """
+        if self.strategy.op == "adasum":
+            return None
+        half = 2 if self.strategy.compression == "fp16" else 1
+        return all_reduced(layout.data, facts.trained_bytes / half)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Ranks agree on which gradients are ready once a cycle, and fuse those: for a few at a
+        time, or for each gradient where none are fused."""
+        one_by_one, over_mpi = (
+            not self.strategy.fusion_threshold_mib,
+            self.strategy.controller == "mpi",
+        )
+        fused = 1 if one_by_one else _horovod.GRADIENTS_FUSED
+        agreed = 0.0 if over_mpi else len(facts.sizes) / _horovod.GRADIENTS_FUSED
+        return 1.0 + BESIDE_BACKWARD * (len(facts.sizes) / fused + agreed)
+
+    @property
+    def uses_shared_memory(self) -> bool:
+        return self.strategy.controller == "mpi" and self.strategy.transport == "auto"

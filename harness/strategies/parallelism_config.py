@@ -10,7 +10,7 @@ from harness.strategies import _distributed_formulas as formulas
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._accelerate_engine import FSDP2_HALF, recompute_by_transformers
 from harness.strategies._distributed_config import load, retained_parts
-from harness.strategies._distributed_mesh import MeshStrategy
+from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
 from harness.strategy import (
     EXACT,
     Cell,
@@ -57,13 +57,9 @@ class ParallelismConfigMesh(MeshStrategy):
         real = "Accelerate takes a ParallelismConfig on GPUs only: told to be on one, its own"
         return f"{real} preparation then runs over gloo" if cell.device == "cpu" else None
 
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """As transformers' own (_distributed_formulas.py), whose units Accelerate has too; but it
-        reduces gradients after the last micro-batch only."""
-        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
-        if sizes.tensor > 1:
-            return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
-        return formulas.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)
+    @property
+    def costs(self) -> ParallelismConfigMeshCosts:
+        return ParallelismConfigMeshCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from accelerate.parallelism_config import ParallelismConfig
@@ -79,3 +75,13 @@ class ParallelismConfigMesh(MeshStrategy):
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         job.register(model, optimizer, states=lambda: retained_parts(model, optimizer))
         return _accelerate.train_step(job, accelerator, model, optimizer)
+
+
+class ParallelismConfigMeshCosts(MeshStrategyCosts):
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """As transformers' own (_distributed_formulas.py), whose units Accelerate has too; but it
+        reduces gradients after the last micro-batch only."""
+        workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
+        if sizes.tensor > 1:
+            return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
+        return formulas.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)

@@ -4,10 +4,10 @@ new parameters."""
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategy import Cell, Job, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.formulas import model_states
 from harness.workloads import Workload
 from harness.workloads.counts import ModelFacts
@@ -24,8 +24,11 @@ class ParameterServer(Strategy):
     by 1/N of a step what only one worker has gradients for, such as the embedding of a rare token.
     """
 
-    process_group = False
-    fixed_steps: ClassVar[bool] = True  # a worker waits for its last message
+    capabilities = Capabilities(
+        process_group=False,
+        # a worker waits for its last message
+        fixed_steps=True,
+    )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Update once a step with the average of all gradients, or with each worker's as they come."""
@@ -46,18 +49,9 @@ class ParameterServer(Strategy):
             "each worker's gradients are applied alone, to parameters that have moved on",
         )
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """The server's: a worker keeps parameters alone.
-
-        Within a step, the server has the gradients of all.
-        """
-        return dataclasses.replace(
-            model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
-        )
-
-    def moved_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """All gradients in and all parameters out, through the server."""
-        return 2.0 * layout.data * facts.trained_bytes
+    @property
+    def costs(self) -> ParameterServerCosts:
+        return ParameterServerCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import _parameter_server as processes
@@ -72,3 +66,18 @@ class ParameterServer(Strategy):
         job.register(model, optimizer, over_tcp=tcp, waits=processes.waits())
         processes.join(job, tcp)
         return processes.serve(job, optimizer, together)
+
+
+class ParameterServerCosts(CostModel[ParameterServer]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """The server's: a worker keeps parameters alone.
+
+        Within a step, the server has the gradients of all.
+        """
+        return dataclasses.replace(
+            model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
+        )
+
+    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """All gradients in and all parameters out, through the server."""
+        return 2.0 * layout.data * facts.trained_bytes

@@ -6,7 +6,18 @@ from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.strategies._pipeline_export import pipeline_export
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
@@ -16,7 +27,7 @@ class Pipeline(Strategy):
     """Pipeline parallelism (torch.distributed.pipelining): layers split over ranks, micro-batches
     keep them at work."""
 
-    precisions = ("fp32", "bf16")
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards; the zero-bubble ones and dualpipev compute weight gradients
@@ -56,23 +67,41 @@ class Pipeline(Strategy):
             return rank, count - 1 - rank
         return tuple(range(rank, count, ranks))
 
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return pipeline_export(cell, to, self.schedule, self._per_rank)
+
+    @property
+    def costs(self) -> PipelineCosts:
+        return PipelineCosts(self)
+
+    def setup(self, job: Job) -> TrainStep:
+        from harness.strategy.pipelining import Pipe, train_step
+        from harness.strategy.stage import Stage
+
+        ranks = job.layout.pipeline
+        own, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
+        pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
+        return train_step(job, pipe, job.optimizer(pipe.parameters))
+
+
+class PipelineCosts(CostModel[Pipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Those of the rank whose stages have most parameters, and the buffers in which each rank
         receives hidden states and gradients of all micro-batches."""
         ranks = layout.pipeline
         return pipeline_states(
-            cell, layout, facts, [self._stages_of(r, ranks) for r in range(ranks)]
+            cell, layout, facts, [self.strategy._stages_of(r, ranks) for r in range(ranks)]
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Of the micro-batches in flight, see `held_beside_gradients`; None where gradients of
         weights are computed in passes of their own."""
-        if self.schedule in WEIGHTS_APART:
+        if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
-        own = [self._stages_of(rank, layout.pipeline) for rank in range(layout.pipeline)]
-        return held_beside_gradients(cell, layout, workload, own, Engine(self.schedule))
+        own = [self.strategy._stages_of(rank, layout.pipeline) for rank in range(layout.pipeline)]
+        return held_beside_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Hidden states forward and their gradients back over each boundary between ranks, and tied
@@ -85,21 +114,9 @@ class Pipeline(Strategy):
         if hidden is None:
             return None
         ranks, split = layout.pipeline, make_workload(cell.workload).split
-        v_shaped = self.schedule in V_SHAPED
-        boundaries = 2 * (ranks - 1) if v_shaped else ranks * self._per_rank - 1
+        v_shaped = self.strategy.schedule in V_SHAPED
+        boundaries = 2 * (ranks - 1) if v_shaped else ranks * self.strategy._per_rank - 1
         sizes = dict(zip(facts.trainable, facts.sizes, strict=True))
         apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
-
-    def export(self, cell: Cell, to: str) -> Export | None:
-        return pipeline_export(cell, to, self.schedule, self._per_rank)
-
-    def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, train_step
-        from harness.strategy.stage import Stage
-
-        ranks = job.layout.pipeline
-        own, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
-        pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
-        return train_step(job, pipe, job.optimizer(pipe.parameters))

@@ -8,7 +8,17 @@ from typing import Any
 from pydantic import Field
 
 from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import EXACT, Cell, Job, Strategy, Tolerance, TrainStep, Workload
+from harness.strategy import (
+    EXACT,
+    Capabilities,
+    Cell,
+    CostModel,
+    Job,
+    Strategy,
+    Tolerance,
+    TrainStep,
+    Workload,
+)
 from harness.strategy.step import standard_step
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
@@ -30,12 +40,10 @@ class PostLocalSgd(Strategy):
     the local steps.
     """
 
-    wraps = "ddp"
-
-    precisions = (
-        "fp32",
-        "bf16",
-    )  # fp16's loss scaling would skip a step on one rank only, and that rank its average
+    capabilities = Capabilities(
+        # fp16's loss scaling would skip a step on one rank only, and that rank its average
+        precisions=("fp32", "bf16"),
+    )
 
     start_step: int = Field(default=4, ge=0)
     """First step without averaged gradients."""
@@ -48,6 +56,10 @@ class PostLocalSgd(Strategy):
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return EXACT if self.start_step >= cell.total_steps or cell.devices == 1 else LOCAL
+
+    @property
+    def costs(self) -> PostLocalSgdCosts:
+        return PostLocalSgdCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -65,3 +77,9 @@ class PostLocalSgd(Strategy):
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         job.register(model, optimizer.optim, counters=((state, "iter"), (averager, "step")))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
+
+
+class PostLocalSgdCosts(CostModel[PostLocalSgd]):
+    @property
+    def backend_library(self) -> str:
+        return "ddp"

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import model_states
 from harness.strategy.step import standard_step
 
@@ -10,19 +21,27 @@ from harness.strategy.step import standard_step
 class Single(Strategy):
     """One process on one device."""
 
-    process_group = False
-    max_devices = 1
-    compiles = ("block", "block_cudagraphs")
-    further_optimizers = ("adamw_8bit", "muon")
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts)
+    capabilities = Capabilities(
+        process_group=False,
+        max_devices=1,
+        compiles=("block", "block_cudagraphs"),
+        extra_optimizers=("adamw_8bit", "muon"),
+    )
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("single.py.j2") if to in ("torchrun", "slurm") else None
+
+    @property
+    def costs(self) -> SingleCosts:
+        return SingleCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
         optimizer = job.optimizer_of(model)
         job.register(model, optimizer)
         return standard_step(job, model, optimizer)
+
+
+class SingleCosts(CostModel[Single]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from harness.strategies._batch_norm import all_reduced_batch_norm
 from harness.strategies._ddp import wrap_in_ddp
 from harness.strategy import (
+    Capabilities,
     Cell,
+    CostModel,
     Job,
     Layout,
     ModelFacts,
@@ -25,7 +27,7 @@ class SyncBatchNorm(Strategy):
     differentiable all-reduce.
     """
 
-    synchronizes_batch_norm = True
+    capabilities = Capabilities(synchronizes_batch_norm=True)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if not workload.batch_norm:
@@ -45,10 +47,9 @@ class SyncBatchNorm(Strategy):
             else None
         )
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """DDP's, and one of each BatchNorm forward and backward, which every convolution has: three
-        parameters for each beside the last layer's two."""
-        return 1.0 + 2 * (len(facts.sizes) - 2) // 3
+    @property
+    def costs(self) -> SyncBatchNormCosts:
+        return SyncBatchNormCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch import nn
@@ -59,3 +60,10 @@ class SyncBatchNorm(Strategy):
         optimizer = job.optimizer(replica.parameters())
         job.register(replica, optimizer)
         return standard_step(job, replica, optimizer)
+
+
+class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """DDP's, and one of each BatchNorm forward and backward, which every convolution has: three
+        parameters for each beside the last layer's two."""
+        return 1.0 + 2 * (len(facts.sizes) - 2) // 3

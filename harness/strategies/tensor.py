@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from harness.spec.errors import Refused
 from harness.strategies._tensor_export import tensor_export
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
@@ -14,8 +25,10 @@ class TensorParallel(Strategy):
     """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by
     row."""
 
-    precisions = ("fp32", "bf16")
-    compiles = ("block",)
+    capabilities = Capabilities(
+        precisions=("fp32", "bf16"),
+        compiles=("block",),
+    )
 
     sequence_parallel: bool = False
     """Also split the sequence over the ranks, where each token is treated alone (norms, residuals).
@@ -39,57 +52,12 @@ class TensorParallel(Strategy):
                 f" not {cell.sequence_length}"
             )
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """An equal part of each layer of attention and MLP, with sequence parallelism of embedding
-        and head too; the rest whole."""
-        split = make_workload(cell.workload).split
-        if split is None:
-            return None
-
-        def held(name: str) -> float:
-            return 1 / layout.tensor if split.is_split(name, self.sequence_parallel) else 1
-
-        own = facts_of_part(facts, held)
-        return model_states(cell, own) if own else None
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the rank's share of each layer, and with sequence parallelism of its part of the
-        tokens outside of attention and MLP (arXiv 2205.05198, section 4.2.2)."""
-        if workload.split is None:
-            return None
-        shared = self.sequence_parallel and layout.tensor > 1
-        return self.counted_activations(cell, layout, workload, shared)
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of hidden states forward for each layer of a block that is split by row,
-        and backward by column.
-
-        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their
-        input could add their gradients before they reduce them. torch's styles reduce layer by
-        layer: seven for Llama with its separate query, key, value, gate, up. A block that is
-        computed again repeats the forward's but the last, on whose result no gradient depends.
-        """
-        workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
-        if hidden is None or workload.split is None or self.sequence_parallel:
-            return None
-        forward = len(workload.split.by_row)
-        repeated = forward - 1 if cell.recompute != "none" else 0
-        reduced = len(workload.split.by_column) + forward + repeated
-        return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """In each block an all-reduce for each layer that is split (see `traffic`); with sequence
-        parallelism four gathers and four scatters, and the gradients of each norm."""
-        workload = make_workload(cell.workload)
-        if layout.tensor == 1 or workload.split is None:
-            return 0.0
-        split = len(workload.split.by_column) + len(workload.split.by_row)
-        of_block = 8 if self.sequence_parallel else split
-        norms = 2 * workload.blocks + 1 if self.sequence_parallel else 0
-        return float(workload.blocks * cell.micro_batches * of_block + norms)
-
     def export(self, cell: Cell, to: str) -> Export | None:
         return tensor_export(cell, to, self.sequence_parallel)
+
+    @property
+    def costs(self) -> TensorParallelCosts:
+        return TensorParallelCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
@@ -105,3 +73,54 @@ class TensorParallel(Strategy):
         # Split along the sequence, hidden states have their own positions, which the stage knows;
         # else the model's own forward serves.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
+
+
+class TensorParallelCosts(CostModel[TensorParallel]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """An equal part of each layer of attention and MLP, with sequence parallelism of embedding
+        and head too; the rest whole."""
+        split = make_workload(cell.workload).split
+        if split is None:
+            return None
+
+        def held(name: str) -> float:
+            return 1 / layout.tensor if split.is_split(name, self.strategy.sequence_parallel) else 1
+
+        own = facts_of_part(facts, held)
+        return model_states(cell, own) if own else None
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Of the rank's share of each layer, and with sequence parallelism of its part of the
+        tokens outside of attention and MLP (arXiv 2205.05198, section 4.2.2)."""
+        if workload.split is None:
+            return None
+        shared = self.strategy.sequence_parallel and layout.tensor > 1
+        return self.counted_activations(cell, layout, workload, shared)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """An all-reduce of hidden states forward for each layer of a block that is split by row,
+        and backward by column.
+
+        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their
+        input could add their gradients before they reduce them. torch's styles reduce layer by
+        layer: seven for Llama with its separate query, key, value, gate, up. A block that is
+        computed again repeats the forward's but the last, on whose result no gradient depends.
+        """
+        workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
+        if hidden is None or workload.split is None or self.strategy.sequence_parallel:
+            return None
+        forward = len(workload.split.by_row)
+        repeated = forward - 1 if cell.recompute != "none" else 0
+        reduced = len(workload.split.by_column) + forward + repeated
+        return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """In each block an all-reduce for each layer that is split (see `traffic`); with sequence
+        parallelism four gathers and four scatters, and the gradients of each norm."""
+        workload = make_workload(cell.workload)
+        if layout.tensor == 1 or workload.split is None:
+            return 0.0
+        split = len(workload.split.by_column) + len(workload.split.by_row)
+        of_block = 8 if self.strategy.sequence_parallel else split
+        norms = 2 * workload.blocks + 1 if self.strategy.sequence_parallel else 0
+        return float(workload.blocks * cell.micro_batches * of_block + norms)

@@ -9,7 +9,18 @@ from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.strategies._three_d_export import three_d_export
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Capabilities,
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import a_stage_each, pipeline_states
 from harness.strategy.schedules import check_micro_batches
 from harness.workloads import Workload
@@ -18,7 +29,7 @@ from harness.workloads import Workload
 class ThreeD(Strategy):
     """3D parallelism: data x pipeline x tensor on one mesh, tensor innermost."""
 
-    precisions = ("fp32", "bf16")
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     tensor: int = Field(default=2, ge=1)
     """Ranks over which each weight is split."""
@@ -29,10 +40,6 @@ class ThreeD(Strategy):
     ZeroRedundancyOptimizer; or DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
-
-    @property
-    def zero_stage(self) -> int:
-        return {"fsdp2": 3, "zero1": 1}.get(self.data_axis, 0)
 
     def layout(self, devices: int) -> Layout:
         if devices % (self.tensor * self.pipeline):
@@ -47,25 +54,12 @@ class ThreeD(Strategy):
         if workload.split and self.tensor > 1:
             workload.split.check_tensor(sequence_parallel=False)
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of a rank's stage and of its part of each layer, shared on the data axis (see
-        `axis_states`), and the buffers in which it receives hidden states and their gradients."""
-        from harness.strategies._three_d_formulas import axis_states
-
-        keeps = functools.partial(axis_states, axis=self.data_axis, ranks=layout.data)
-        return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the micro-batches in flight, and under FSDP2 the parameters that it has gathered and
-        gradients before they are scattered, see `held_beside_gradients`."""
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
-
-        shards = layout.data if self.data_axis == "fsdp2" else 0
-        engine = Engine(self.schedule, layout.tensor, shards)
-        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
-
     def export(self, cell: Cell, to: str) -> Export | None:
         return three_d_export(cell, to, self.layout(cell.devices), self.data_axis, self.schedule)
+
+    @property
+    def costs(self) -> ThreeDCosts:
+        return ThreeDCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
@@ -91,3 +85,26 @@ class ThreeD(Strategy):
         )
         averaged = data if self.data_axis in ("all_reduce", "zero1") else None
         return train_step(job, pipe, optimizer, averaged, restore=restore)
+
+
+class ThreeDCosts(CostModel[ThreeD]):
+    @property
+    def zero_stage(self) -> int:
+        return {"fsdp2": 3, "zero1": 1}.get(self.strategy.data_axis, 0)
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Those of a rank's stage and of its part of each layer, shared on the data axis (see
+        `axis_states`), and the buffers in which it receives hidden states and their gradients."""
+        from harness.strategies._three_d_formulas import axis_states
+
+        keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
+        return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Of the micro-batches in flight, and under FSDP2 the parameters that it has gathered and
+        gradients before they are scattered, see `held_beside_gradients`."""
+        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+
+        shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
+        engine = Engine(self.strategy.schedule, layout.tensor, shards)
+        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)

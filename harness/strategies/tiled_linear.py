@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from harness.strategies._tiled_linear import join_tiles, tile_largest
-from harness.strategies.deepspeed import Deepspeed
+from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
 from harness.strategy import Cell, Job, Refused, Workload
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ class TiledLinear(Deepspeed):
     Under ZeRO-3 a layer must fit whole beside the partitions, with its gradient and the buffers of
     both; tiled, only a tile must. All `torch.nn.Linear` of the largest size are exchanged.
     """
-
-    wraps = "deepspeed"
 
     stage: Literal[3] = 3
     """ZeRO stage: tiles are gathered one by one in stage 3 only."""
@@ -47,3 +45,13 @@ class TiledLinear(Deepspeed):
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         return join_tiles(engine.module, super().whole(engine))
+
+    @property
+    def costs(self) -> TiledLinearCosts:
+        return TiledLinearCosts(self)
+
+
+class TiledLinearCosts(DeepspeedCosts):
+    @property
+    def backend_library(self) -> str:
+        return "deepspeed"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from harness.spec.errors import Refused
 from harness.strategies._accelerate_engine import AccelerateEngine
 from harness.strategies._ddp import ddp_buckets
-from harness.strategy import Cell, Job, TrainStep, Workload
+from harness.strategy import Capabilities, Cell, Job, TrainStep, Workload
 
 
 class TransformersTrainer(AccelerateEngine):
@@ -23,8 +23,11 @@ class TransformersTrainer(AccelerateEngine):
     """
 
     # Accelerate imports the second wherever it is installed.
-    preload = ("transformers.trainer", "deepspeed")
-    fixed_steps: ClassVar[bool] = True  # Trainer's `max_steps`
+    capabilities = Capabilities(
+        preload=("transformers.trainer", "deepspeed"),
+        # Trainer's `max_steps`
+        fixed_steps=True,
+    )
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
@@ -34,7 +37,7 @@ class TransformersTrainer(AccelerateEngine):
                 " unshifted labels only; use ddp"
             )
 
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return "transformers Trainer" if self.engine == "ddp" else None
 
     def setup(self, job: Job) -> TrainStep:

@@ -10,7 +10,7 @@ from harness.spec.training import Layout, States, TrainStep
 from harness.strategies import _sequence
 from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies._deepspeed import settle
-from harness.strategy import Cell, Export, Job, ModelFacts, Strategy, Workload
+from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy, Workload
 from harness.strategy.formulas import model_states
 
 if TYPE_CHECKING:
@@ -37,25 +37,16 @@ class Ulysses(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts)
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """All-to-alls of queries, keys, values, outputs and their gradients, and an all-reduce of
-        every gradient."""
-        exchanged = _sequence.exchanged_for_heads(cell, layout)
-        return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Exchanges, and an all-reduce of each gradient."""
-        return _sequence.exchanges(cell, layout) + len(facts.sizes)
-
     def export(self, cell: Cell, to: str) -> Export | None:
         """Not in fp16, whose gradients are scaled until after they are averaged."""
         if to not in ("torchrun", "slurm") or cell.precision == "fp16":
             return None
         parts = self.layout(cell.devices).sequence
         return Export("ulysses.py.j2", {"sequence": parts}, variables=deepspeed_variables(cell))
+
+    @property
+    def costs(self) -> UlyssesCosts:
+        return UlyssesCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -85,3 +76,18 @@ class Ulysses(Strategy):
         part = _sequence.Part.of(job)
         step = _sequence.averaging_step(job, model, part.positions(job))
         return lambda batch: step(part.cut(batch))
+
+
+class UlyssesCosts(CostModel[Ulysses]):
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        return model_states(cell, facts)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """All-to-alls of queries, keys, values, outputs and their gradients, and an all-reduce of
+        every gradient."""
+        exchanged = _sequence.exchanged_for_heads(cell, layout)
+        return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Exchanges, and an all-reduce of each gradient."""
+        return _sequence.exchanges(cell, layout) + len(facts.sizes)

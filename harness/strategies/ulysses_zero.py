@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
 from harness.strategies._deepspeed_export import ulysses_export
-from harness.strategies.deepspeed import Deepspeed
+from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ class UlyssesZero(Deepspeed):
     over the data-parallel and the sequence-parallel ranks together.
     """
 
-    precisions = ("fp32", "bf16")
-    wraps = "deepspeed"
+    capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data
@@ -41,20 +41,8 @@ class UlyssesZero(Deepspeed):
         _sequence.check_config(workload)
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return None
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """ZeRO's, all-to-alls of queries, keys, values, outputs and their gradients, and an
-        all-gather of the tokens' places for each block."""
-        of_zero = super().traffic(cell, layout, facts)
-        exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
-        return None if of_zero is None or exchanged is None else of_zero + exchanged
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        of_zero = super().messages(cell, layout, facts)
-        exchanges = _sequence.exchanges(cell, layout, gathers_positions=True)
-        return None if of_zero is None else of_zero + exchanges
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return ulysses_export(self, cell, to, self.gradient_factor(self.layout(cell.devices)))
@@ -88,3 +76,25 @@ class UlyssesZero(Deepspeed):
         as if each rank's loss were that of the whole sequence; stage 3 divides by all ranks.
         """
         return layout.sequence if self.stage < 3 else 1
+
+    @property
+    def costs(self) -> UlyssesZeroCosts:
+        return UlyssesZeroCosts(self)
+
+
+class UlyssesZeroCosts(DeepspeedCosts):
+    @property
+    def backend_library(self) -> str:
+        return "deepspeed"
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """ZeRO's, all-to-alls of queries, keys, values, outputs and their gradients, and an
+        all-gather of the tokens' places for each block."""
+        of_zero = super().traffic(cell, layout, facts)
+        exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
+        return None if of_zero is None or exchanged is None else of_zero + exchanged
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        of_zero = super().messages(cell, layout, facts)
+        exchanges = _sequence.exchanges(cell, layout, gathers_positions=True)
+        return None if of_zero is None else of_zero + exchanges

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from harness.strategy import (
+    Capabilities,
     Cell,
+    CostModel,
     Job,
     Layout,
     ModelFacts,
@@ -20,7 +22,7 @@ class Vertical(Strategy):
     """Naive vertical model parallelism: layers split over ranks, one rank at work while the others
     wait."""
 
-    precisions = ("fp32", "bf16")
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -33,6 +35,19 @@ class Vertical(Strategy):
                 " strategy pipeline for that"
             )
 
+    @property
+    def costs(self) -> VerticalCosts:
+        return VerticalCosts(self)
+
+    def setup(self, job: Job) -> TrainStep:
+        from harness.strategy.pipelining import Pipe, train_step
+        from harness.strategy.stage import Stage
+
+        pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
+        return train_step(job, pipe, job.optimizer(pipe.parameters))
+
+
+class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Those of a rank's stage, and the buffers in which it receives hidden states and their
         gradients, of the whole batch."""
@@ -43,10 +58,3 @@ class Vertical(Strategy):
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))
-
-    def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, train_step
-        from harness.strategy.stage import Stage
-
-        pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
-        return train_step(job, pipe, job.optimizer(pipe.parameters))

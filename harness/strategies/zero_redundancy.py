@@ -4,7 +4,17 @@ and broadcasts it."""
 from __future__ import annotations
 
 from harness.strategies._ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, States, Strategy, TrainStep
+from harness.strategy import (
+    Cell,
+    CostModel,
+    Export,
+    Job,
+    Layout,
+    ModelFacts,
+    States,
+    Strategy,
+    TrainStep,
+)
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
@@ -22,10 +32,35 @@ class ZeroRedundancy(Strategy):
     settle, another training.
     """
 
-    wraps = "ddp"
-
     parameters_as_bucket_view: bool = False
     """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
+
+    @property
+    def costs(self) -> ZeroRedundancyCosts:
+        return ZeroRedundancyCosts(self)
+
+    def setup(self, job: Job) -> TrainStep:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = wrap_in_ddp(job, job.model())
+        factory, kwargs = job.optimizer_class()
+        trained = [
+            p for p in model.parameters() if p.requires_grad
+        ]  # it would broadcast the frozen ones too
+        optimizer = ZeroRedundancyOptimizer(
+            trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
+        )
+        job.register(model, optimizer.optim, library=lambda: ddp_buckets(model))
+        return standard_step(job, model, optimizer, no_sync=model.no_sync)
+
+
+class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
+    @property
+    def backend_library(self) -> str:
+        return "ddp"
 
     @property
     def zero_stage(self) -> int:
@@ -44,20 +79,3 @@ class ZeroRedundancy(Strategy):
         """DDP's, and a broadcast of each parameter by the rank that updates it; the broadcasts are
         all begun before the first is waited for."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
-
-    def export(self, cell: Cell, to: str) -> Export | None:
-        return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
-
-    def setup(self, job: Job) -> TrainStep:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        model = wrap_in_ddp(job, job.model())
-        factory, kwargs = job.optimizer_class()
-        trained = [
-            p for p in model.parameters() if p.requires_grad
-        ]  # it would broadcast the frozen ones too
-        optimizer = ZeroRedundancyOptimizer(
-            trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
-        )
-        job.register(model, optimizer.optim, library=lambda: ddp_buckets(model))
-        return standard_step(job, model, optimizer, no_sync=model.no_sync)

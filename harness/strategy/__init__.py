@@ -4,7 +4,6 @@ Everything that a strategy needs is here, whether it is a file of harness/strate
 another package. Importing it does not import torch.
 """
 
-from harness import RENAMED_NAMES, warn_renamed
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import (
@@ -17,7 +16,8 @@ from harness.spec.training import (
     Tolerance,
     TrainStep,
 )
-from harness.strategy.base import Export, Strategy
+from harness.strategy.base import Capabilities, Export, OwnLauncher, Strategy
+from harness.strategy.costs import CostModel
 from harness.strategy.formulas import all_reduced, model_states, passed_once, whole_model_states
 from harness.strategy.job import Job, TrainState
 from harness.strategy.step import loss_scaler, own_precision, standard_step
@@ -27,11 +27,14 @@ from harness.workloads.counts import ModelFacts, model_facts
 __all__ = [
     "EXACT",
     "Batch",
+    "Capabilities",
     "Cell",
+    "CostModel",
     "Export",
     "Job",
     "Layout",
     "ModelFacts",
+    "OwnLauncher",
     "Refused",
     "Retained",
     "StateKind",
@@ -52,11 +55,3 @@ __all__ = [
     "standard_step",
     "whole_model_states",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """A former name of the seam, which still works and warns."""
-    if (now := RENAMED_NAMES.get(name, "")) not in globals():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_renamed(f"{__name__}.{name}", now)
-    return globals()[now]

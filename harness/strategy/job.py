@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from harness import warn_renamed
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
@@ -213,17 +212,6 @@ class Job:
         """Forward and mean loss, under the cell's autocast."""
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
-
-    def expose(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
-        """Former name of `register`."""
-        warn_renamed("Job.expose", "register")
-        self.register(model, *optimizers, **shown)
-
-    @property
-    def exposed(self) -> TrainState | None:
-        """Former name of `train_state`."""
-        warn_renamed("Job.exposed", "train_state")
-        return self.train_state
 
     def register(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
         """Shows the harness the trained module and optimizers (see `TrainState`).

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PACKAGES = {"adamw_8bit": "bitsandbytes"}
 """That an optimizer needs beside torch."""
 OF_SOME = ("adamw_8bit", "muon")
-"""Optimizers that only strategies which name them can use (`Strategy.further_optimizers`)."""
+"""Optimizers that only strategies which name them can use (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
     1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"
 )

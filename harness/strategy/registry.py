@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import pkgutil
-from functools import cache
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -46,7 +48,7 @@ def _load(module_name: str, name: str) -> type[Strategy]:
     return classes[0]
 
 
-@cache
+@functools.cache
 def strategies() -> dict[str, type[Strategy]]:
     """All strategies by name: files of harness/strategies/, then other packages' entry points.
 
@@ -105,10 +107,17 @@ def with_defaults(cell: Cell) -> Cell:
     return cell.model_copy(update={"defaults": left_out})
 
 
+def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
+    """Returns the function that makes the command line of the strategy's own launcher for a scratch
+    folder; it returns None if the cell's launcher starts the ranks."""
+    launcher = strategy.own_launcher
+    return functools.partial(launcher.command, cell) if launcher else lambda scratch: None
+
+
 def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
     """Whether BatchNorm sees only a part of the global batch, which is another training."""
     parts = layout.data * cell.micro_batches
-    return workload.batch_norm and not strategy.synchronizes_batch_norm and parts > 1
+    return workload.batch_norm and not strategy.capabilities.synchronizes_batch_norm and parts > 1
 
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
@@ -132,12 +141,11 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
         raise Refused(
             "torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out"
         )
-    if strategy.max_restarts:
+    if strategy.capabilities.max_restarts:
         raise Refused(f"{cell.strategy} is restarted by the agent of one node: leave nodes out")
-    if strategy.one_node:
+    if launcher := strategy.own_launcher:
         raise Refused(
-            f"{strategy.one_node} starts ranks on one node only here: leave nodes out, or that"
-            " option"
+            f"{launcher.name} starts ranks on one node only here: leave nodes out, or that option"
         )
 
 
@@ -169,26 +177,29 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
             _require(package, strategy.install)
         for package in (*workload.requires, *packages_of(cell)):
             _require(package)
-    if strategy.max_devices is not None and cell.devices > strategy.max_devices:
+    capabilities = strategy.capabilities
+    if capabilities.max_devices is not None and cell.devices > capabilities.max_devices:
         raise Refused(
-            f"{cell.strategy} runs on {strategy.max_devices} device, not on {cell.devices}"
+            f"{cell.strategy} runs on {capabilities.max_devices} device, not on {cell.devices}"
         )
     layout = strategy.layout(cell.devices)
     if cell.links and cell.nodes < 2:
         raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
-    if cell.optimizer in OF_SOME and cell.optimizer not in strategy.further_optimizers:
+    if cell.optimizer in OF_SOME and cell.optimizer not in capabilities.extra_optimizers:
         able = [
-            name for name, cls in strategies().items() if cell.optimizer in cls.further_optimizers
+            name
+            for name, cls in strategies().items()
+            if cell.optimizer in cls.capabilities.extra_optimizers
         ]
         raise Refused(
             f"{cell.strategy} cannot use {cell.optimizer}: it needs whole parameters, and their"
             f" names; use {', '.join(able)}, or optimizer adamw"
         )
-    if cell.precision not in strategy.precisions:
+    if cell.precision not in capabilities.precisions:
         raise Refused(
-            f"{cell.strategy} runs in {', '.join(strategy.precisions)}, not in {cell.precision}"
+            f"{cell.strategy} runs in {', '.join(capabilities.precisions)}, not in {cell.precision}"
         )
     pieces = layout.data * cell.micro_batches
     if cell.global_batch % pieces:
@@ -200,7 +211,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         workload.check_split(layout)
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
-    workload.check(cell, strategy.shards_parameters)
+    workload.check(cell, strategy.costs.shards_parameters)
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)
     if cell.compile != "none":
@@ -231,8 +242,8 @@ def _admit_cuda_graphs(cell: Cell) -> None:
 def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
     """Raises Refused where the blocks cannot be compiled one by one, Unavailable where there is no
     compiler."""
-    if cell.compile not in strategy.compiles:
-        able = [name for name, cls in strategies().items() if cell.compile in cls.compiles]
+    if cell.compile not in strategy.capabilities.compiles:
+        able = [name for name, cls in strategies().items() if cell.compile in cls.capabilities.compiles]
         raise Refused(
             f"{cell.strategy} is not known to train the same with compile {cell.compile}; use"
             f" {', '.join(able)}, or compile none"

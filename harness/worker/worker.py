@@ -258,14 +258,14 @@ def _train(
     torch.manual_seed(cell.seed)
     show("torchao")  # transformers has looked for it
     harness.worker.preload.import_packages(
-        (*strategy.requires, *strategy.preload, *workload.requires)
+        (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
     )
     prepare_to_compile(cell)
     progress.heartbeat.beat(MEETING)
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if strategy.process_group:
+    if strategy.capabilities.process_group:
         # torchrun keeps one store over its restarts: without a prefix a rank may read the address
         # of one that has died.
         meet: Any = rendezvous

@@ -27,7 +27,7 @@ def launcher(plugin: object) -> Launcher:
             dict.fromkeys(
                 p
                 for one in strategies().values()
-                for p in (*one.requires, *one.preload)
+                for p in (*one.requires, *one.capabilities.preload)
                 if find_spec(p.split(".")[0])
             )
         )

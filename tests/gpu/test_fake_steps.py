@@ -21,7 +21,7 @@ from harness.measure.states import retained
 from harness.parity.deviations import full_parameters
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, TrainStep
-from harness.strategy.base import Strategy
+from harness.strategy.base import Capabilities, Strategy
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
 from harness.strategy.step import standard_step
@@ -201,7 +201,9 @@ def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor
 class Misplaced(Strategy):
     """One process that leaves something in another place than its device."""
 
-    process_group = False
+    capabilities = Capabilities(
+        process_group=False,
+    )
 
     what: Literal["nothing", "weight", "spare parameter", "moment", "loss"]
     """What is left elsewhere."""

@@ -157,7 +157,9 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
         for cell in planned(matrix, number, card).cells:
             strategy, workload = make_strategy(cell), make_workload(cell.workload)
             layout = strategy.layout(cell.devices)
-            states = strategy.states(cell, layout, model_facts(workload, cell.sequence_length))
+            states = strategy.costs.states(
+                cell, layout, model_facts(workload, cell.sequence_length)
+            )
             if states is None:
                 continue
             samples = max(1, cell.global_batch // layout.data // cell.micro_batches)

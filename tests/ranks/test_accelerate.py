@@ -144,5 +144,5 @@ def test_stand_ins_and_who_wraps_ddp() -> None:
     plain, sharded = cell("accelerate"), cell("accelerate", options={"engine": "fsdp2"})
     assert Accelerate().stand_in(plain) is None
     assert "over gloo" in str(Accelerate(engine="fsdp2").stand_in(sharded))
-    assert Accelerate(config_file=True).same_as_ddp(plain) == "Accelerate (config.yaml)"
-    assert Accelerate(engine="fsdp2").same_as_ddp(sharded) is None
+    assert Accelerate(config_file=True).ddp_equivalent_of(plain) == "Accelerate (config.yaml)"
+    assert Accelerate(engine="fsdp2").ddp_equivalent_of(sharded) is None

@@ -47,15 +47,6 @@ def test_a_strategy_of_another_installed_package_runs(run_cells: RunCells) -> No
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact")
 
 
-def test_a_strategy_written_with_former_names_runs_and_its_tolerance_counts(
-    run_cells: RunCells,
-) -> None:
-    with pytest.warns(DeprecationWarning, match="Former.deviation is deprecated"):
-        trial = run_cells(cell("former")).trials.iloc[0]
-    assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact")
-    assert (trial["parity_loss_tolerance"], trial["parity_update_tolerance"]) == (2e-5, 2e-3)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [("collectives", {"average": "parameters"}), ("post_local_sgd", {"start_step": 0})],

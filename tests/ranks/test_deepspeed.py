@@ -73,7 +73,7 @@ def test_it_trains_the_same_and_keeps_what_the_formula_says(
 def test_what_it_stands_beside_and_stands_for() -> None:
     """On a CPU there is no device to leave."""
     plain, offloads = Deepspeed(stage=0), Deepspeed(stage=2, offload_optimizer="cpu")
-    assert plain.same_as_ddp(cell("deepspeed")) == "DeepSpeed stage 0"
+    assert plain.ddp_equivalent_of(cell("deepspeed")) == "DeepSpeed stage 0"
     assert offloads.stand_in(cell("deepspeed", options={"offload_optimizer": "cpu"})) == (
         "no device to leave: optimizer states are already in host memory"
     )

@@ -92,7 +92,7 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
     strategy, layout = validate(one, make_workload(one.workload))
 
     def held(workload: str) -> int:
-        return int(strategy.activation_bytes(one, layout, make_workload(workload)) or 0)
+        return int(strategy.costs.activation_bytes(one, layout, make_workload(workload)) or 0)
 
     if layout.pipeline > 1:
         whole = held(one.workload)

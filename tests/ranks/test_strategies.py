@@ -101,7 +101,7 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     assert trial["parity_verdict"] in ("exact", "within tolerance")
     if trial["parity_loss_tolerance"] == 1e-5:
         assert trial["parity_verdict"] == "exact"
-    if (why_not := make_strategy(one).not_set_back) == "":
+    if (why_not := make_strategy(one).rewind_skipped_reason) == "":
         assert trial["set_backs"] >= 1, trial["not_set_back"]
     else:
         assert (trial["set_backs"], trial["not_set_back"]) == (0, why_not)

@@ -158,5 +158,5 @@ def test_stand_ins_and_who_wraps_ddp() -> None:
     plain, sharded = cell("trainer"), cell("trainer", options={"engine": "fsdp2"})
     assert TransformersTrainer().stand_in(plain) is None
     assert "over gloo" in str(TransformersTrainer(engine="fsdp2").stand_in(sharded))
-    assert TransformersTrainer().same_as_ddp(plain) == "transformers Trainer"
-    assert TransformersTrainer(engine="fsdp2").same_as_ddp(sharded) is None
+    assert TransformersTrainer().ddp_equivalent_of(plain) == "transformers Trainer"
+    assert TransformersTrainer(engine="fsdp2").ddp_equivalent_of(sharded) is None

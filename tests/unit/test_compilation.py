@@ -31,7 +31,7 @@ def test_each_block_is_compiled_in_the_cells_mode(
     monkeypatch.setattr(nn.Module, "compile", lambda _, mode=None: modes.append(mode))
     cell = cell.model_copy(update={"workload": "llama-nano"})
     strategy, layout = validate(cell, make_workload(cell.workload), here=False)
-    assert cell.compile in strategy.compiles
+    assert cell.compile in strategy.capabilities.compiles
     workload = make_workload(cell.workload)
     job = Job(cell, workload, layout, torch.device("cpu"), 0, tmp_path)
     assert modes == [mode] * len(workload.blocks_of(job.model()))

@@ -1,22 +1,12 @@
-"""What a reader of the code may rely on: what is imported, former names, short files and lines."""
+"""What a reader of the code may rely on: what is imported, short files and lines."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-import harness
-import harness.strategy
-from harness.spec.training import EXACT
-from harness.strategy import Strategy, TrainStep
-from tests.ranks.conftest import cell
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bench", "harness", "reports")
@@ -32,42 +22,6 @@ loaded += [name for name in sys.modules if name.split(".")[:2] in [["harness", x
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("former", harness.RENAMED)
-def test_a_former_module_is_still_there(former: str) -> None:
-    sys.modules.pop(former, None)
-    with pytest.warns(DeprecationWarning, match=former):
-        module = importlib.import_module(former)
-    for home in map(importlib.import_module, harness.RENAMED[former]):
-        for name in vars(home):
-            if not name.startswith("__"):
-                assert hasattr(module, name)
-    sys.modules.pop(former, None)
-
-
-@pytest.mark.parametrize("former", ["Deviation", "Exposed", "Held"])
-def test_a_former_name_of_the_seam_is_still_there(former: str) -> None:
-    with pytest.warns(DeprecationWarning, match=former):
-        value = getattr(harness.strategy, former)
-    assert value is getattr(harness.strategy, harness.RENAMED_NAMES[former])
-    with pytest.raises(AttributeError):
-        _ = harness.strategy.Unheard
-
-
-def test_a_strategy_that_declares_its_deviation_under_the_former_name_is_heard() -> None:
-    class Old(Strategy):
-        def deviation(self, cell: object, workload: object) -> object:
-            return harness.strategy.Tolerance(0.5, 0.5, "an older plug-in")
-
-        def setup(self, job: object) -> TrainStep:
-            raise AssertionError
-
-    no_model: Any = None
-    with pytest.warns(DeprecationWarning, match="Old.deviation"):
-        tolerance = Old().tolerance(cell("single", 1), no_model)
-    assert tolerance.reason == "an older plug-in"
-    assert EXACT.reason
 
 
 def test_no_test_file_is_long() -> None:

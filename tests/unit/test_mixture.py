@@ -219,8 +219,8 @@ def test_traffic_by_hand() -> None:
     dense = {name: size for name, size in named.items() if ".experts." not in name}
     kept = named["lm_head.weight"] + named["model.norm.weight"]
     gathered = 4 * (3 * sum(dense.values()) - kept) / 2
-    assert strategy.traffic(one, layout, facts) == rows + gathered
-    states = strategy.states(one, layout, facts)
+    assert strategy.costs.traffic(one, layout, facts) == rows + gathered
+    states = strategy.costs.states(one, layout, facts)
     assert states is not None
     assert states.parameters == facts.parameter_bytes / 2
 

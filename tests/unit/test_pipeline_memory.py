@@ -87,7 +87,7 @@ def test_more_micro_batches_in_flight_hold_more() -> None:
             options={"schedule": schedule},
         )
         strategy = make_strategy(cell)
-        held[schedule] = strategy.activation_bytes(
+        held[schedule] = strategy.costs.activation_bytes(
             cell, strategy.layout(2), make_workload(cell.workload)
         )
     assert held["gpipe"] is not None
@@ -99,7 +99,7 @@ def test_gradients_apart_have_no_formula() -> None:
     cell = Cell(strategy="pipeline", devices=2, micro_batches=4, options={"schedule": "zbv"})
     strategy = make_strategy(cell)
     workload = make_workload(cell.workload)
-    assert strategy.activation_bytes(cell, strategy.layout(2), workload) is None
+    assert strategy.costs.activation_bytes(cell, strategy.layout(2), workload) is None
 
 
 @pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
@@ -109,7 +109,7 @@ def test_a_rank_of_tensor_parallelism_has_its_share_of_each_layer(workload: str)
 
     cell = Cell(strategy="tensor", devices=2, workload=workload)
     made, strategy = make_workload(workload), make_strategy(cell)
-    states = strategy.states(cell, strategy.layout(2), model_facts(made, 32))
+    states = strategy.costs.states(cell, strategy.layout(2), model_facts(made, 32))
     assert states is not None
     assert made.split is not None
     model = made.build(0)

@@ -194,11 +194,13 @@ def test_the_peak_of_ranks_with_parts_of_a_model_follows_the_formula(
     cell = Cell(**{"devices": 2, **sizes, **PARTS[name], "recompute": recompute})
     workload, strategy = make_workload(cell.workload), make_strategy(cell)
     layout = strategy.layout(cell.devices)
-    held = strategy.activation_bytes(cell, layout, workload)
+    held = strategy.costs.activation_bytes(cell, layout, workload)
     assert held is not None
     one_block = held
     if layout.pipeline == 1:
-        one_block = strategy.activation_bytes(cell, layout, make_workload("llama-128x1")) or 0.0
+        one_block = (
+            strategy.costs.activation_bytes(cell, layout, make_workload("llama-128x1")) or 0.0
+        )
     steps = workload.blocks - 1 if layout.pipeline == 1 else 1
     needed = formula(cell, (int(one_block), round((held - one_block) / steps)))
     assert needed is not None
@@ -259,7 +261,7 @@ def test_tensor_parallelism_repeats_collectives(workload: str, layers: int, agai
     strategy = make_strategy(plain)
     facts = model_facts(make_workload(workload), plain.sequence_length)
     sent = [
-        strategy.traffic(
+        strategy.costs.traffic(
             plain.model_copy(update={"recompute": recompute}), strategy.layout(2), facts
         )
         for recompute in ("none", "full")

@@ -59,12 +59,12 @@ def sent_bytes(
     gradients back.
     """
     if layout.servers:
-        return strategy.moved_bytes(cell, layout, facts)
-    by_formula = strategy.traffic(cell, layout, facts)
+        return strategy.costs.disk_or_host_bytes(cell, layout, facts)
+    by_formula = strategy.costs.traffic(cell, layout, facts)
     if by_formula is not None:
         return by_formula
     trained = facts.trained_bytes / (layout.pipeline * layout.tensor)
-    total = passed_once(layout.data, trained * (3.0 if strategy.shards_parameters else 2.0))
+    total = passed_once(layout.data, trained * (3.0 if strategy.costs.shards_parameters else 2.0))
     if layout.tensor > 1 or layout.pipeline > 1:
         hidden = 4.0 * cell.global_batch / layout.data * cell.sequence_length * workload.hidden_size
         total += all_reduced(layout.tensor, 4 * workload.blocks / layout.pipeline * hidden)
@@ -75,8 +75,8 @@ def sent_bytes(
 
 def engine_of(strategy: Strategy, name: str) -> str:
     """Returns the strategy whose library does the work besides the model's own."""
-    library = strategy.library or name
-    return f"{library}, sharded" if strategy.shards_parameters else library
+    library = strategy.costs.backend_library or name
+    return f"{library}, sharded" if strategy.costs.shards_parameters else library
 
 
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
@@ -103,7 +103,7 @@ def messages(
     schedule accounts for their waiting. The data axis has one, or three for each block if
     parameters are sharded.
     """
-    by_formula = strategy.messages(cell, layout, facts) if layout.devices > 1 else 0.0
+    by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
         return by_formula
     count = 0.0
@@ -113,7 +113,7 @@ def messages(
         count += 2.0 * BESIDE_BACKWARD * cell.micro_batches
     if layout.data > 1:
         sharded = 3.0 * (blocks + 1) * cell.micro_batches
-        count += sharded if strategy.shards_parameters else 1.0
+        count += sharded if strategy.costs.shards_parameters else 1.0
     return count
 
 
@@ -228,14 +228,14 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     layout = strategy.layout(cell.devices)
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
-    states = strategy.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
+    states = strategy.costs.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
     # Ranks that train the same part of the model; some may share the tokens of a sample.
     replicas = layout.devices // split
     shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
     precision, engine = workload.arithmetic or cell.precision, engine_of(strategy, cell.strategy)
     counted = operators(workload, samples, cell.sequence_length, cell.recompute, precision)
-    more = strategy.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
+    more = strategy.costs.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
     link = measured.link_of(cell.links) if cell.nodes > 1 and cell.links else None
     return CellFacts(
         workload=cell.workload,
@@ -263,12 +263,12 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
         optimizer_bytes=states.optimizer,
         activation_bytes=counted.held_bytes / shared,
         served=layout.servers > 0,
-        flat=strategy.copies_to_flat_buffers,
+        flat=strategy.costs.copies_to_flat_buffers,
         sent_bytes=sent_bytes(cell, strategy, layout, facts, workload),
         messages=messages(cell, strategy, layout, facts, workload.blocks),
-        sharded=strategy.shards_parameters,
-        in_memory=strategy.in_memory,
-        disk_bytes=0.0 if layout.servers else strategy.moved_bytes(cell, layout, facts),
+        sharded=strategy.costs.shards_parameters,
+        in_memory=strategy.costs.uses_shared_memory,
+        disk_bytes=0.0 if layout.servers else strategy.costs.disk_or_host_bytes(cell, layout, facts),
         threads=layout.devices_per_process,
         coded_elements=2.0 * sum(facts.sizes) if cell.optimizer == "adamw_8bit" else 0.0,
         optimizer_flops=optimizer_flops(cell, workload, facts),

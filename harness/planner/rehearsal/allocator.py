@@ -122,7 +122,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
-    if strategy.process_group:
+    if strategy.capabilities.process_group:
         shared = FileStore(store, world)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
     torch.manual_seed(cell.seed)
@@ -143,7 +143,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
                 for _ in range(strategy.cycle):
                     step(fake_batch(job, next(steps)))
     _KEPT.extend([job, step])
-    if strategy.process_group:
+    if strategy.capabilities.process_group:
         dist.barrier()
         dist.destroy_process_group()
     assert profiler.profiler is not None

@@ -277,7 +277,7 @@ def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
     """Raises Refused for cells whose memory cannot be rehearsed by one CPU rank."""
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
-    alone = not strategy.process_group and layout.processes > 1
+    alone = not strategy.capabilities.process_group and layout.processes > 1
     if layout.devices_per_process > 1 or layout.servers or alone:
         raise Refused(
             f"{cell.strategy} exchanges tensors without torch.distributed, so other ranks would"

@@ -33,7 +33,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
 
     `more`: substitutions in addition to SUBSTITUTIONS.
     """
-    if strategy.process_group:
+    if strategy.capabilities.process_group:
         size = job.layout.processes
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
     try:
@@ -46,7 +46,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
             stack.enter_context(CopyableFakeMode())
             yield
     finally:
-        if strategy.process_group:
+        if strategy.capabilities.process_group:
             # Cached meshes name groups, whose names are reused.
             tensor_caches._clear_python_sharding_prop_cache()
             tensor_caches._clear_fast_path_sharding_prop_cache()

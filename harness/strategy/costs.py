@@ -1,0 +1,120 @@
+"""What a step of a strategy's cells costs, by formulas: states, activations, bytes sent, messages.
+
+Formulas serve predictions and are shown next to what was measured. A strategy without a cost model
+of its own has this one, which knows next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from harness.spec.cell import Cell
+from harness.spec.training import Layout, States
+
+if TYPE_CHECKING:
+    from harness.strategy.base import Strategy
+    from harness.workloads import Workload
+    from harness.workloads.counts import ModelFacts
+
+S_co = TypeVar("S_co", bound="Strategy", covariant=True)
+
+
+@dataclass(frozen=True)
+class CostModel(Generic[S_co]):
+    """Formulas for the cells of one strategy with its options."""
+
+    strategy: S_co
+
+    @property
+    def backend_library(self) -> str:
+        """Name of the strategy whose library does most of the work; empty: its own does all."""
+        return ""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are cut into parts, which are gathered when their layer runs."""
+        return False
+
+    @property
+    def copies_to_flat_buffers(self) -> bool:
+        """Whether the library copies all parameters or gradients to and from flat buffers."""
+        return self.shards_parameters
+
+    @property
+    def zero_stage(self) -> int:
+        """What the data axis shards, as stages of ZeRO (arXiv 1910.02054): 0 nothing, 1 optimizer
+        states, 2 gradients too, 3 parameters too."""
+        return 3 if self.shards_parameters else 0
+
+    @property
+    def uses_shared_memory(self) -> bool:
+        """Whether ranks of a node exchange tensors through shared memory, or within one process,
+        instead of over TCP as gloo does."""
+        return False
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Bytes that the fullest rank keeps between steps, for the dtypes and copies that the
+        library keeps; None: no formula."""
+        return None
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Peak bytes of a micro-batch's forward, loss and backward in a rank, without states and
+        gradients, in fp32.
+
+        Counted once per model, see harness/workloads/activations.py. None: no formula, for instance
+        if ranks hold parts of the model and do not say which.
+        """
+        if layout.tensor > 1 or layout.pipeline > 1:
+            return None
+        return self.counted_activations(cell, layout, workload)
+
+    def counted_activations(
+        self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
+    ) -> float:
+        """Activation bytes of a rank's share of the tokens and of each layer.
+
+        `sequence_parallel`: see harness/workloads/activations.py.
+        """
+        from harness.workloads.activations import activation_bytes
+
+        samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
+        tokens = cell.sequence_length // layout.sequence
+        split = {"tensor_ranks": layout.tensor, "sequence_parallel": sequence_parallel}
+        return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Bytes that a rank must send per step for its library's collectives, mean of the ranks;
+        None: no formula.
+
+        Counted as harness/measure/collectives.py does: an all-reduce of S bytes over N ranks is
+        2(N-1)/N S, a reduce-scatter or an all-gather (N-1)/N S. Overrides say where the library
+        differs from the paper.
+        """
+        return None
+
+    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Collectives and transfers that a rank waits for in a step, one after the other, mean of
+        the steps of a cycle; None: no formula.
+
+        Those that overlap with backward count a part, see `BESIDE_BACKWARD`.
+        """
+        return None
+
+    def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
+        """Floating-point operations that recomputation adds to a step, over all ranks.
+
+        Counted once per model, see harness/workloads/activations.py.
+        """
+        if cell.recompute == "none":
+            return 0.0
+        from harness.workloads.activations import recomputed_flops
+
+        whole = self.strategy.capabilities.recomputes_whole_blocks
+        per_sample = recomputed_flops(workload, cell.sequence_length, cell.recompute, whole)
+        return float(cell.global_batch * per_sample)
+
+    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
+        """Bytes that a step moves to and from a disk, or through one process in host memory, over
+        all ranks, roughly."""
+        return 0.0
