@@ -32,7 +32,7 @@ class Accelerate(AccelerateEngine):
         if self.config_file:
             check_launch(cell)
 
-    def same_as_ddp(self, cell: Cell) -> str | None:
+    def ddp_equivalent_of(self, cell: Cell) -> str | None:
         name = "Accelerate (config.yaml)" if self.config_file else "Accelerate"
         return name if self.engine == "ddp" else None
 
