@@ -33,7 +33,8 @@ def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
             return total(gradients[0])
 
     def mean_over_ranks(part: Tensor) -> Tensor:
-        summed: Tensor = Total.apply(part)
+        apply: Any = Total.apply
+        summed: Tensor = apply(part)
         return summed / ranks
 
     class AllReducedBatchNorm(nn.BatchNorm2d):

@@ -39,9 +39,8 @@ def launcher() -> Launcher:
         for package in ("accelerate", "deepspeed", "peft", "bitsandbytes", "fairscale")
         if find_spec(package)
     ]
-    return Launcher(
-        [*packages, *(module for strategy in strategies().values() for module in strategy.preload)]
-    )
+    preloaded = (name for cls in strategies().values() for name in cls.capabilities.preload)
+    return Launcher([*packages, *preloaded])
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def _lines_of_training(source: str) -> int:
 
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: _lines_of_training(p.read_text()) for p in FILES}
-    assert min(lengths.values()) <= 35
+    assert min(lengths.values()) <= 45
     assert max(lengths.values()) <= 90, lengths
 
 

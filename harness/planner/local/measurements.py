@@ -225,17 +225,18 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
+    costs = strategy.costs
     layout = strategy.layout(cell.devices)
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
-    states = strategy.costs.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
+    states = costs.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
     # Ranks that train the same part of the model; some may share the tokens of a sample.
     replicas = layout.devices // split
     shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
     precision, engine = workload.arithmetic or cell.precision, engine_of(strategy, cell.strategy)
     counted = operators(workload, samples, cell.sequence_length, cell.recompute, precision)
-    more = strategy.costs.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
+    more = costs.recomputed_flops(cell, workload) if cell.recompute != "none" else 0.0
     link = measured.link_of(cell.links) if cell.nodes > 1 and cell.links else None
     return CellFacts(
         workload=cell.workload,
@@ -263,12 +264,12 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
         optimizer_bytes=states.optimizer,
         activation_bytes=counted.held_bytes / shared,
         served=layout.servers > 0,
-        flat=strategy.costs.copies_to_flat_buffers,
+        flat=costs.copies_to_flat_buffers,
         sent_bytes=sent_bytes(cell, strategy, layout, facts, workload),
         messages=messages(cell, strategy, layout, facts, workload.blocks),
-        sharded=strategy.costs.shards_parameters,
-        in_memory=strategy.costs.uses_shared_memory,
-        disk_bytes=0.0 if layout.servers else strategy.costs.disk_or_host_bytes(cell, layout, facts),
+        sharded=costs.shards_parameters,
+        in_memory=costs.uses_shared_memory,
+        disk_bytes=0.0 if layout.servers else costs.disk_or_host_bytes(cell, layout, facts),
         threads=layout.devices_per_process,
         coded_elements=2.0 * sum(facts.sizes) if cell.optimizer == "adamw_8bit" else 0.0,
         optimizer_flops=optimizer_flops(cell, workload, facts),
