@@ -34,10 +34,7 @@ class FairscaleFsdp(Strategy):
     when it runs."""
 
     requires = ("fairscale",)
-    capabilities = Capabilities(
-        preload=("fairscale.nn.data_parallel",),
-        recomputes_whole_blocks=True,
-    )
+    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep
@@ -92,6 +89,10 @@ class FairscaleFsdp(Strategy):
 
 
 class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        return True
+
     @property
     def shards_parameters(self) -> bool:
         return True

@@ -27,10 +27,7 @@ class FairscaleOss(Strategy):
     """
 
     requires = ("fairscale",)
-    capabilities = Capabilities(
-        preload=("fairscale.nn.data_parallel",),
-        recomputes_whole_blocks=True,
-    )
+    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
     """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps;
@@ -83,6 +80,10 @@ class FairscaleOss(Strategy):
 
 
 class FairscaleOssCosts(CostModel[FairscaleOss]):
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        return True
+
     @property
     def zero_stage(self) -> int:
         return 2

@@ -52,9 +52,6 @@ class Capabilities:
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: int = 0
     """Elastic restarts that a trial may take."""
-    recomputes_whole_blocks: bool = False
-    """Whether recomputation runs blocks to their end; torch's checkpoint stops at the last tensor
-    that backward needs."""
     compiles: tuple[str, ...] = ()
     """Values of the cell's compile axis with which it trains the same."""
     extra_optimizers: tuple[str, ...] = ()

@@ -13,18 +13,17 @@ from harness.spec.cell import Cell
 from harness.spec.training import Layout, States
 
 if TYPE_CHECKING:
-    from harness.strategy.base import Strategy
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-S_co = TypeVar("S_co", bound="Strategy", covariant=True)
+StrategyT_co = TypeVar("StrategyT_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class CostModel(Generic[S_co]):
+class CostModel(Generic[StrategyT_co]):
     """Formulas for the cells of one strategy with its options."""
 
-    strategy: S_co
+    strategy: StrategyT_co
 
     @property
     def backend_library(self) -> str:
@@ -46,6 +45,12 @@ class CostModel(Generic[S_co]):
         """What the data axis shards, as stages of ZeRO (arXiv 1910.02054): 0 nothing, 1 optimizer
         states, 2 gradients too, 3 parameters too."""
         return 3 if self.shards_parameters else 0
+
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        """Whether recomputation runs blocks to their end; torch's checkpoint stops at the last
+        tensor that backward needs."""
+        return False
 
     @property
     def uses_shared_memory(self) -> bool:
@@ -110,8 +115,9 @@ class CostModel(Generic[S_co]):
             return 0.0
         from harness.workloads.activations import recomputed_flops
 
-        whole = self.strategy.capabilities.recomputes_whole_blocks
-        per_sample = recomputed_flops(workload, cell.sequence_length, cell.recompute, whole)
+        per_sample = recomputed_flops(
+            workload, cell.sequence_length, cell.recompute, self.recomputes_whole_blocks
+        )
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:

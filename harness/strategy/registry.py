@@ -243,7 +243,9 @@ def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bo
     """Raises Refused where the blocks cannot be compiled one by one, Unavailable where there is no
     compiler."""
     if cell.compile not in strategy.capabilities.compiles:
-        able = [name for name, cls in strategies().items() if cell.compile in cls.capabilities.compiles]
+        able = [
+            name for name, cls in strategies().items() if cell.compile in cls.capabilities.compiles
+        ]
         raise Refused(
             f"{cell.strategy} is not known to train the same with compile {cell.compile}; use"
             f" {', '.join(able)}, or compile none"
