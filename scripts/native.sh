@@ -27,7 +27,7 @@ mkdir -p "$wheels" || { say "cannot write $wheels; name another folder in PARALL
 
 has() { printf '#include <%s>\n' "$1" | "$CXX" -E -x c++ - >/dev/null 2>&1; }
 mpi=none aio=0
-command -v mpirun mpicxx >/dev/null && mpi=$(mpicxx -show 2>/dev/null || echo unknown)
+[ "${PARALLELISM_BENCH_MPI:-}" != no ] && command -v mpirun mpicxx >/dev/null && mpi=$(mpicxx -show 2>/dev/null || echo unknown)
 has libaio.h && aio=1
 cuda=none # describes what Horovod's operations on GPUs are built with
 [ "$cuda_by" = none ] || cuda="$cuda_version, $cuda_why, NCCL $nccl_version, GPUs $cuda_capabilities"
