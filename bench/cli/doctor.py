@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench.cli.gpu_check import CheckDevice, CheckOptions
 from bench.cli.options import JsonObject
 
 if TYPE_CHECKING:
@@ -30,24 +31,33 @@ def doctor(
         bool,
         typer.Option(
             "--gpu-check",
-            help="Check the suite on this host's GPUs in ten minutes (see docs/gpu-check.md).",
+            help="Check the suite on this host's GPUs in a few minutes (see docs/gpu.md).",
         ),
     ] = False,
-    out_file: Annotated[
+    out_folder: Annotated[
         Path,
-        typer.Option("--out", help="With --gpu-check: file to write."),
-    ] = Path("gpu-check.json"),
+        typer.Option("--out", help="With --gpu-check: folder to write to."),
+    ] = Path("gpu-check"),
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="With --gpu-check: go on with that file."),
+        typer.Option("--resume", help="With --gpu-check: go on with the check in that folder."),
     ] = False,
     budget_minutes: Annotated[
         float,
-        typer.Option("--minutes", min=0, help="With --gpu-check: minutes for all steps."),
+        typer.Option("--minutes", min=0, help="With --gpu-check: minutes for this call."),
     ] = 10.0,
+    again: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--again", help="With --resume: repeat this step of the check; may be repeated."
+        ),
+    ] = None,
+    device: Annotated[
+        CheckDevice,
+        typer.Option("--device", help="With --gpu-check: cpu rehearses it without a GPU."),
+    ] = "cuda",
     steps: Annotated[
-        Path | None,
-        typer.Option("--steps", hidden=True, help="Another list of steps, which need no GPU."),
+        Path | None, typer.Option("--steps", hidden=True, help="Another plan of the check.")
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
@@ -59,7 +69,9 @@ def doctor(
     if gpu_check:
         from bench.cli.gpu_check import gpu_check as check
 
-        check(out_file, resume, 60 * budget_minutes, steps)
+        check(
+            CheckOptions(out_folder, resume, 60 * budget_minutes, device, tuple(again or ()), steps)
+        )
         return
     from bench.cli import terminal
 

@@ -1,58 +1,78 @@
-"""bench doctor --gpu-check: what the first minutes on a GPU showed, claim by claim, and a file with
-all of it."""
+"""bench doctor --gpu-check: the first minutes on a GPU, and a folder with what they showed."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import typer
 
+CheckDevice = Literal["cuda", "cpu"]
 
-def gpu_check(file: Path, resume: bool, budget_seconds: float, steps: Path | None) -> None:
-    """Runs the steps and prints what each showed; exit code 1 where one refuted its claim. Raises
-    UsageError without a GPU.
 
-    `steps`: another list, which then also runs without a GPU.
-    """
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of doctor that are for a GPU check."""
+
+    out: Path
+    resume: bool = False
+    budget_seconds: float = 600.0
+    device: CheckDevice = "cuda"
+    again: tuple[str, ...] = ()
+    """Names of settled steps to repeat."""
+    plan: Path | None = None
+    """Another plan than the suite's."""
+
+
+def gpu_check(options: CheckOptions) -> None:
+    """Runs the steps and prints what each showed; exit code 1 if one refuted its claim or nothing
+    trained, 130 if it was stopped. Raises UsageError without a GPU, and for bad options."""
     from rich.markup import escape
 
-    from bench import gpu_check as check
     from bench.cli import terminal
+    from bench.gpu_check.driver import Driver, Timing
+    from bench.gpu_check.out_folder import Folders
+    from bench.gpu_check.plan import HOME, read_plan
+    from bench.gpu_check.report import NO_TIME
     from harness.host.environment import device_type, unused_gpus
     from harness.spec.errors import UsageError
 
-    if steps is None and device_type() != "cuda":
-        raise UsageError(f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}")
-    if resume and not file.is_file():
-        raise UsageError(f"--resume goes on with {str(file)!r}, which is not there")
-    out, began = terminal.console(), time.monotonic()
-    report = check.Report.read(file) if resume else check.Report()
+    plan = read_plan(options.plan or HOME)
+    names = [step.name for _, step in plan.steps()]
+    if unknown := [name for name in options.again if name not in names]:
+        raise UsageError(f"--again {unknown[0]!r} is no step; the steps are: {', '.join(names)}")
+    if options.device == "cuda" and device_type() != "cuda":
+        raise UsageError(
+            f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}; --device cpu"
+            " rehearses the check without one"
+        )
+    folders = Folders.prepare(options.out)
+    out = terminal.console()
+    with folders.locked():
+        start = folders.resume if options.resume else folders.start
+        report = start(options.device)
+        if report.stand_in:
+            out.print(f"rehearsal: {report.stand_in}, so nothing is shown about GPUs")
+        driver = Driver(
+            plan,
+            report,
+            folders,
+            Timing(options.budget_seconds),
+            lambda text: out.print(escape(text)),
+            options.again,
+        )
+        driver.run()
     colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
-
-    def show_outcome(outcome: check.Outcome) -> None:
+    outcomes = driver.report.outcomes
+    for outcome in (outcome for outcome in outcomes if outcome.reason != NO_TIME):
         colour = colours[outcome.verdict]
         out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
-
-    if report.host is None:
-        out.print(
-            "versions, topology, what would falsify a measurement, which imports initialise CUDA"
-        )
-        report.host = check.host_facts()
-        report.write(file)
-        for name in (name for name, does in report.host.initialises_cuda.items() if does):
-            out.print(
-                f"importing {escape(name)} initialises CUDA: it must not be imported before ranks"
-                " are forked"
-            )
-    results = file.resolve().with_suffix(".results")
-    seconds_left = budget_seconds - (time.monotonic() - began)
-    check.run_steps(
-        check.read_steps(steps or check.HOME), report, file, results, seconds_left, show_outcome
-    )
-    out.print(
-        f"all of it is in {escape(str(file))}; records of the runs are in {escape(str(results))}"
-    )
-    if any(outcome.verdict == "refuted" for outcome in report.outcomes):
+    if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
+        out.print(f"no time was left for: {', '.join(waiting)}")
+    out.print(f"everything is in {escape(str(folders.out))}; --resume goes on with it")
+    if driver.stopped:
+        raise typer.Exit(130)
+    if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):
         raise typer.Exit(1)

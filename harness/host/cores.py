@@ -72,17 +72,6 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
     )
 
 
-def few_cores(count: int, gpus: int) -> set[int]:
-    """`count` cores of each GPU's share, with all their hardware threads: to measure how much more
-    cores help."""
-    return {
-        thread
-        for share in _shares(gpus)
-        for core in physical_cores(share)[:count]
-        for thread in core
-    }
-
-
 def share_cores(
     cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:

@@ -1,134 +1,319 @@
-"""The list of the first ten minutes on a GPU, run here on the CPU with small steps."""
+"""The GPU check's driver, run on the CPU with probes that hold, die and hang."""
 
+from __future__ import annotations
+
+import csv
 import json
+import os
+import signal
+import subprocess
 import sys
+import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import typer
 
-from bench import gpu_check as check
-from bench.cli.gpu_check import gpu_check
+from bench.cli.gpu_check import CheckOptions, gpu_check
+from bench.gpu_check import driver as driver_module
+from bench.gpu_check.driver import Driver, Timing, interleaved
+from bench.gpu_check.out_folder import Folders, packed
+from bench.gpu_check.plan import Plan, Step
+from bench.gpu_check.process import Ended, Limits
+from bench.gpu_check.report import Report
 from harness.spec.errors import UsageError
+from tests.conftest import runs
+from tests.gpu.check_steps import FOLDER, begun
 
-STEP = check.Step(name="a", claim="it runs", limit_seconds=60, words=("run",))
+ROOT = Path(__file__).parents[2]
 
 
-def test_without_a_gpu_it_says_so_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--gpu-check needs a GPU"):
-        gpu_check(tmp_path / "out.json", resume=False, budget_seconds=600, steps=None)
+def step(name: str, probe: str = "holds", limit: float = 60) -> dict[str, object]:
+    """A step whose probe is one of check_steps."""
+    probe = f"tests.gpu.check_steps:{probe}"
+    return {"name": name, "claim": "it runs", "limit_seconds": limit, "probe": probe}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the probes note that they began; the cache is a fresh one."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def plan_file(folder: Path, **sections: object) -> Path:
+    file = folder / "plan.yaml"
+    file.write_text(json.dumps(sections))
+    return file
+
+
+def check(folder: Path, plan: Path, resume: bool = False, **more: object) -> tuple[int, Report]:
+    """The exit code of a call on the CPU, and the report that it leaves."""
+    out, code = folder / "not" / "there", 0
+    options = CheckOptions(out, resume, 280, "cpu", plan=plan, **more)  # type: ignore[arg-type]
+    try:
+        gpu_check(options)
+    except typer.Exit as ended:
+        code = ended.exit_code
+    return code, Report.read(out / "report.json")
+
+
+def drive(folder: Path, plan: dict[str, object], timing: Timing) -> Report:
+    """What a driver reports of a plan, with limits that are short enough for a test."""
+    folders = Folders.prepare(folder / "out")
+    driver = Driver(Plan.model_validate(plan), folders.start("cpu"), folders, timing, print)
+    driver.run()
+    return driver.report
+
+
+def words_of(plan: Path, out: Path) -> list[str]:
+    """The command line of a call of five minutes on the CPU."""
+    words = [sys.executable, "-m", "bench", "doctor", "--gpu-check", "--minutes", "5"]
+    return [*words, "--device", "cpu", "--steps", str(plan), "--out", str(out)]
+
+
+def verdicts(report: Report) -> dict[str, tuple[str, int | None]]:
+    return {o.name: (o.verdict, o.exit_code) for o in report.outcomes}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--device cpu"):
+        gpu_check(CheckOptions(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
-def test_the_list_is_one_of_commands_that_there_are() -> None:
-    """Each step's words are understood, and its cells are in its matrix on a host with a GPU."""
-    import typer.main
-
-    from bench.cli import app
-
-    known: Any = typer.main.get_command(app)
-    steps = check.read_steps()
-    assert len({step.name for step in steps}) == len(steps)
-    for step in steps:
-        command = known.commands[step.words[0]]
-        command.make_context(step.words[0], [*step.words[1:], "--json"], resilient_parsing=False)
+def test_a_missing_folder_is_made_before_anything_runs(folder: Path) -> None:
+    code, report = check(folder, plan_file(folder, probes=[step("one")]))
+    assert (code, verdicts(report)) == (0, {"one": ("confirmed", 0)})
+    assert report.stand_in
+    (folder / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        gpu_check(CheckOptions(folder / "file", device="cpu", plan=folder / "plan.yaml"))
+    assert begun("holds", folder) == begun("holds", folder)[:1]
 
 
-@pytest.mark.parametrize(
-    ("cells", "status", "verdict"),
-    [
-        ([{"status": "ok", "parity_verdict": "exact"}], "ok", "confirmed"),
-        ([{"status": "ok", "parity_verdict": None}], "ok", "confirmed"),
-        ([{"status": "ok", "parity_verdict": "diverged"}], "ok", "refuted"),
-        ([{"status": "failed", "reason": "Cannot re-initialize CUDA"}], "ok", "refuted"),
-        ([{"status": "ok"}, {"status": "unavailable", "reason": "no horovod"}], "ok", "confirmed"),
-        ([{"status": "unavailable", "reason": "no horovod"}], "ok", "not checked"),
-        ([{"status": "out_of_memory"}], "out_of_memory", "confirmed"),
-        ([{"status": "failed"}], "out_of_memory", "refuted"),
-    ],
-)
-def test_a_claim_is_confirmed_by_what_its_cells_did(
-    cells: list[dict[str, Any]], status: str, verdict: str
-) -> None:
-    found, reason = check.judge(STEP.model_copy(update={"status": status}), {"cells": cells})
-    assert found == verdict
-    assert reason
+def test_settled_steps_are_not_repeated_unless_they_are_named(folder: Path) -> None:
+    plan = plan_file(folder, probes=[step("one")], lanes=[[step("two")], [step("three")]])
+    check(folder, plan)
+    assert len(begun("holds", folder)) == 3
+    check(folder, plan, resume=True)
+    assert len(begun("holds", folder)) == 3
+    check(folder, plan, resume=True, again=("two",))
+    assert len(begun("holds", folder)) == 4
+    with pytest.raises(UsageError, match="nowhere"):
+        check(folder, plan, resume=True, again=("nowhere",))
+    with pytest.raises(UsageError, match="--resume"):
+        check(folder, plan)
 
 
-def test_steps_run_go_on_and_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A real cell on the CPU, one that fails, one that is out of time: none ends the others, and
-    --resume does what is open."""
-    facts = check.HostFacts(initialises_cuda={"bad": True, "good": False})
-    monkeypatch.setattr(check, "host_facts", lambda: facts)
-    small = [
-        "--only",
-        "single",
-        "--trials",
-        "1",
-        "--set",
-        "workload=llama-micro",
-        "--set",
-        "batch=2",
-    ]
-    steps = [
-        {
-            "name": "a cell",
-            "words": ["run", "--matrix", "smoke", *small, "--set", "sequence_length=16"],
-            "limit_seconds": 120,
-        },
-        {"name": "a mistake", "words": ["run", "--matrix", "nowhere"], "limit_seconds": 60},
-        {"name": "too slow", "words": ["run", "--matrix", "full"], "limit_seconds": 1},
-    ]
-    listed = tmp_path / "steps.yaml"
-    listed.write_text(json.dumps([one | {"claim": "it runs"} for one in steps]))
-    file = tmp_path / "out.json"
-    with pytest.raises(typer.Exit) as ended:
-        gpu_check(file, resume=False, budget_seconds=300, steps=listed)
-    assert ended.value.exit_code == 1
-    report = check.Report.read(file)
-    assert [one.verdict for one in report.outcomes] == ["confirmed", "refuted", "not checked"]
-    assert report.outcomes[0].shown["cells"][0]["status"] == "ok"
-    assert "nowhere" in report.outcomes[1].reason
-    said = capsys.readouterr().out
-    assert "importing bad initialises CUDA" in said
-    assert "importing good" not in said
-    before = report.outcomes[0]
-    listed.write_text(listed.read_text().replace('"limit_seconds": 1,', '"limit_seconds": 2,'))
-    with pytest.raises(typer.Exit):
-        gpu_check(file, resume=True, budget_seconds=0, steps=listed)
-    again = check.Report.read(file)
-    assert next(one for one in again.outcomes if one.name == "a cell") == before, (
-        "what is settled does not run again"
-    )
-    assert (
-        "--resume goes on" in next(one for one in again.outcomes if one.name == "too slow").reason
-    )
-
-
-def test_a_step_past_its_limit_leaves_no_process() -> None:
-    """What it started is killed with it."""
-    import psutil
-
-    child = (
-        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time;"
-        " time.sleep(99)']); time.sleep(99)"
-    )
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    code, _, _ = check.command([sys.executable, "-c", child], 2.0)
-    assert code is None
-    left = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if p.info["cmdline"] and "time.sleep(99)" in " ".join(p.info["cmdline"])
-    ]
-    assert not [p for p in left if p.pid not in before]
-
-
-def test_imports_are_asked_in_processes_of_their_own(tmp_path: Path) -> None:
-    assert check.imports_that_initialise(["json", "no_such_module"]) == {
-        "json": False,
-        "no_such_module": None,
+def test_a_step_that_dies_is_recorded_with_its_last_lines(folder: Path) -> None:
+    plan = plan_file(folder, lanes=[[step("bad", "dies"), step("good")]])
+    code, report = check(folder, plan)
+    assert code == 1
+    assert verdicts(report) == {
+        "bad": ("refuted", -signal.SIGKILL),
+        "good": ("confirmed", 0),
     }
+    bad = report.outcome("bad")
+    assert bad is not None
+    assert bad.log[-1] == "the last thing it said"
+    check(folder, plan, resume=True)
+    assert len(begun("dies", folder)) == 1, "that it died is its answer"
+
+
+def test_a_step_that_hangs_is_ended_with_all_its_processes(folder: Path) -> None:
+    lanes = [[step("stuck", "hangs", limit=2), step("good")]]
+    report = drive(folder, {"lanes": lanes}, Timing(120, stop_seconds=1))
+    assert verdicts(report) == {"stuck": ("not checked", None), "good": ("confirmed", 0)}
+    left = [*begun("hangs", folder), *begun("children", folder)]
+    assert len(left) == 2
+    assert not [pid for pid in left if psutil.pid_exists(pid) and runs(psutil.Process(pid))]
+    (folder / "free").touch()
+    folders = Folders.prepare(folder / "out")
+    again = Driver(
+        Plan(lanes=[[Step(**step("stuck", "hangs"))]]),
+        folders.resume("cpu"),
+        folders,
+        Timing(60),
+        print,
+    )
+    again.run()
+    assert verdicts(again.report)["stuck"] == ("confirmed", 0)
+
+
+def test_a_step_for_which_no_time_is_left_waits_for_the_next_call(folder: Path) -> None:
+    plan = {"probes": [step("first")], "later": [[step("last", limit=50)]]}
+    report = drive(folder, {"lanes": [[step("last")]]}, Timing(budget_seconds=5))
+    assert verdicts(report) == {"last": ("not checked", None)}
+    assert not begun("holds", folder)
+    assert [s.name for _, s in Plan.model_validate(plan).steps()] == ["first", "last"]
+
+
+def test_a_call_that_is_killed_leaves_a_report_that_the_next_call_goes_on_with(
+    folder: Path,
+) -> None:
+    """Nothing of it runs on, and what it had shown is not run again."""
+    plan = plan_file(folder, probes=[step("one")], lanes=[[step("stuck", "hangs")], [step("two")]])
+    out = folder / "out"
+    command = words_of(plan, out)
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: bool(begun("children", folder)))
+    killed.kill()
+    killed.wait()
+    stuck = psutil.Process(begun("hangs", folder)[0])
+    wait_until(lambda: not runs(stuck))
+    report = Report.read(out / "report.json")
+    assert verdicts(report)["one"] == ("confirmed", 0)
+    assert verdicts(report)["stuck"] == ("not checked", None)
+    names = {file.name for file in out.iterdir()} - {".partial"}
+    assert names == {"report.json", "logs.tgz"}
+    with tarfile.open(out / "logs.tgz") as archive:
+        assert "logs/one.out" in archive.getnames()
+    (folder / "free").touch()
+    ended = subprocess.run([*command, "--resume"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert ended.returncode == 0
+    report = Report.read(out / "report.json")
+    assert verdicts(report) == dict.fromkeys(("one", "stuck", "two"), ("confirmed", 0))
+    assert (len(begun("holds", folder)), len(begun("hangs", folder))) == (2, 2)
+    for pid in begun("children", folder):  # of the killed step: its parent could not end it
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_ends_the_steps_and_keeps_what_there_is(folder: Path) -> None:
+    plan = plan_file(folder, probes=[step("one")], lanes=[[step("stuck", "waits")]])
+    command = words_of(plan, folder / "out")
+    stopped = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: bool(begun("waits", folder)))
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(60) == 130
+    report = Report.read(folder / "out" / "report.json")
+    assert verdicts(report) == {"one": ("confirmed", 0), "stuck": ("not checked", None)}
+
+
+def test_a_check_ends_where_nothing_trains_and_tries_again(folder: Path) -> None:
+    plan = plan_file(
+        folder, probes=[step("one")], gate=step("gate", "trains_nothing"), alone=[step("two")]
+    )
+    code, report = check(folder, plan)
+    assert (code, verdicts(report)) == (1, {"one": ("confirmed", 0), "gate": ("refuted", 0)})
+    code, _ = check(folder, plan, resume=True)
+    assert (code, len(begun("gate", folder))) == (1, 2)
+    (folder / "mended").touch()
+    code, report = check(folder, plan, resume=True)
+    assert (code, set(verdicts(report).values())) == (0, {("confirmed", 0)})
+    check(folder, plan, resume=True)
+    assert (len(begun("gate", folder)), len(begun("holds", folder))) == (3, 2)
+
+
+def test_another_machine_goes_on_with_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, on the same machine, with what it worked on where the folder was emptied meanwhile."""
+    plan = plan_file(folder, probes=[step("one")])
+    check(folder, plan)
+    monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(folder / "other cache"))
+    code, report = check(folder, plan, resume=True)
+    assert (code, verdicts(report)["one"]) == (0, ("confirmed", 0))
+    out = folder / "not" / "there"
+    assert Folders.prepare(out).log("one").with_suffix(".out").exists()
+    (out / "report.json").unlink()
+    check(folder, plan, resume=True)
+    assert len(begun("holds", folder)) == 1
+    with pytest.raises(UsageError, match="device"):
+        Folders.prepare(out).resume("cuda")
+    monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(folder / "third cache"))
+    with pytest.raises(UsageError, match="no report"):
+        Folders.prepare(folder / "new").resume("cpu")
+    (out / "report.json").write_text("[]")
+    with pytest.raises(UsageError, match="no report of a GPU check"):
+        Folders.prepare(out).resume("cpu")
+
+
+def test_two_checks_never_share_a_working_folder(folder: Path) -> None:
+    first = Folders.prepare(folder / "a")
+    with first.locked(), pytest.raises(UsageError, match="another"), first.locked():
+        pass
+    with first.locked():
+        pass
+
+
+def test_records_of_real_cells_come_back(folder: Path) -> None:
+    """A run that trains on the CPU, a command that is wrong, and one that is out of time."""
+    small = "--only single --trials 1 --timed-seconds 0 --set workload=llama-micro"
+    words = {
+        "cell": f"run --matrix smoke {small} --set batch=2 --set sequence_length=16",
+        "mistake": "run --matrix nowhere",
+        "slow": "run --matrix full",
+    }
+    lane = [
+        {"name": name, "claim": "it runs", "limit_seconds": 120, "words": text}
+        for name, text in words.items()
+    ]
+    lane[-1]["limit_seconds"] = 0.3
+    code, report = check(folder, plan_file(folder, gate=lane[0], lanes=[lane[1:]]))
+    assert code == 1
+    assert {o.name: o.verdict for o in report.outcomes} == {
+        "cell": "confirmed",
+        "mistake": "refuted",
+        "slow": "not checked",
+    }
+    out = folder / "not" / "there"
+    assert len((out / "cells.txt").read_text().splitlines()) == 1
+    with open(out / "cells.csv", newline="") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["ok"]
+    with tarfile.open(out / "results.tgz") as archive:
+        assert [name for name in archive.getnames() if name.startswith("results/runs/cell-")]
+
+
+def test_an_archive_leaves_the_largest_files_out_where_it_would_be_too_large(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "logs").mkdir()
+    for name, size in (("small", 1000), ("large", 50_000), ("larger", 60_000)):
+        (tmp_path / "logs" / name).write_bytes(os.urandom(size))
+    content, left_out = packed(tmp_path, "logs", 55_000)
+    assert left_out == ["logs/larger"]
+    assert 50_000 < len(content) <= 55_000
+    assert packed(tmp_path, "nothing") == (b"", [])
+
+
+def test_lanes_take_turns_where_one_follows_the_other() -> None:
+    a, b, c, d = (Step(**step(name)) for name in "abcd")  # type: ignore[arg-type]
+    assert interleaved([[a, b, c], [d]]) == [a, d, b, c]
+
+
+def test_lanes_share_the_cores_and_several_gpus_make_one_lane(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several GPUs a step uses all of them."""
+    taken: list[tuple[str, tuple[int, ...]]] = []
+
+    def run_limited(words: list[str], log: Path, limits: Limits, *_: object) -> Ended:
+        taken.append((words[1], limits.cores))
+        Path(f"{log}.out").write_text('{"verdict": "confirmed"}')
+        Path(f"{log}.err").touch()
+        return Ended(0, 1.0)
+
+    monkeypatch.setattr(driver_module, "run_limited", run_limited)
+    monkeypatch.setattr(driver_module, "allowed_cores", lambda: list(range(8)))
+    names = ("a", "b", "c", "d")
+    plan = {"lanes": [[step(name, name)] for name in names]}
+    drive(folder, plan, Timing(120))
+    shares = {cores for _, cores in taken}
+    assert shares == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    taken.clear()
+    monkeypatch.setattr(Driver, "_gpus", lambda self: 8)
+    (folder / "out" / "report.json").unlink()
+    drive(folder, plan, Timing(120))
+    assert [cores for _, cores in taken] == [tuple(range(8))] * 4

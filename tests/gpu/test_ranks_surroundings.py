@@ -68,15 +68,6 @@ def test_cores_that_are_not_allowed_are_not_near(monkeypatch: pytest.MonkeyPatch
     assert pinned(monkeypatch, 4, 4, cores=4) == [(0,), (1,), (2,), (3,)]
 
 
-def test_a_step_of_the_check_may_use_few_cores_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: what one core a rank costs is seen by the check on a GPU."""
-    from harness.host.cores import few_cores
-
-    pinned(monkeypatch, 4, 4)
-    assert few_cores(1, 4) == {0, 8, 16, 24}
-    assert few_cores(2, 3) == {0, 1, 8, 9, 16, 17}
-
-
 def test_hardware_threads_stay_with_their_core() -> None:
     """Finding 7."""
     from harness.host.cores import share_cores

@@ -1,0 +1,162 @@
+"""The folder that a check leaves: few files, each whole at any moment and small enough to send.
+
+The steps write into a working folder in the cache. It outlives a call, so that the next call on the
+same machine goes on even if the results folder was emptied meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu_check.cells import lines, trials
+from bench.gpu_check.report import Report
+from harness.host.cache import cache_folder
+from harness.spec.errors import UsageError
+
+MOST_BYTES = 15 * 2**20
+"""Size of the largest file, since some machines send back no larger ones."""
+ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
+"""Archive -> folder of the working folder that it holds."""
+REPORT = "report.json"
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file next to its place, then renames it."""
+    temporary = file.with_name(".partial")
+    temporary.write_bytes(content)
+    temporary.replace(file)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a check works, and where it leaves what is worth keeping."""
+
+    out: Path
+    work: Path
+
+    @classmethod
+    def prepare(cls, out: Path) -> Folders:
+        """Makes both folders; raises UsageError if they cannot be written."""
+        folders = cls(out.resolve(), cache_folder() / "gpu-check")
+        for folder in (folders.out, folders.work):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / ".partial").write_bytes(b"")
+                (folder / ".partial").unlink()
+            except OSError as error:
+                raise UsageError(
+                    f"{str(folder)!r} cannot be written: {error.strerror or error}"
+                ) from None
+        return folders
+
+    @property
+    def results(self) -> Path:
+        return self.work / "results"
+
+    @property
+    def traces(self) -> Path:
+        return self.work / "traces"
+
+    def log(self, name: str) -> Path:
+        """Where a step's output goes, without `.out` or `.err`."""
+        return self.work / "logs" / name
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other checks out of the working folder; raises UsageError if one is running."""
+        descriptor = os.open(self.work / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise UsageError(f"another GPU check is running in {str(self.work)!r}") from None
+        finally:
+            os.close(descriptor)
+
+    def start(self, device: str) -> Report:
+        """Empties the working folder for a new check; raises UsageError if the results folder has
+        a report already."""
+        if (self.out / REPORT).exists():
+            raise UsageError(
+                f"{str(self.out)!r} has the report of an earlier check: --resume goes on with it,"
+                " or name another folder with --out"
+            )
+        self._empty()
+        return Report.new(device)
+
+    def resume(self, device: str) -> Report:
+        """The report to go on with: the results folder's, else that of the last check on this
+        machine. Raises UsageError if there is none, or if it is for another device."""
+        kept = self.work / REPORT
+        file = self.out / REPORT if (self.out / REPORT).exists() else kept
+        if not file.exists():
+            raise UsageError(f"--resume finds no report in {str(self.out)!r}")
+        report = Report.read(file)
+        if report.device != device:
+            raise UsageError(
+                f"--resume: the report in {str(file.parent)!r} is of device {report.device!r}; this"
+                f" check is for {device!r}"
+            )
+        if file != kept and not (
+            kept.exists() and Report.read(kept).check_id == report.check_id
+        ):  # from another machine
+            self._empty()
+            for name in ARCHIVES:
+                if (self.out / name).exists():
+                    with tarfile.open(self.out / name) as archive:
+                        archive.extractall(self.work, filter="data")
+        return report
+
+    def _empty(self) -> None:
+        for name in ARCHIVES.values():
+            shutil.rmtree(self.work / name, ignore_errors=True)
+        (self.work / REPORT).unlink(missing_ok=True)
+
+    def write_report(self, report: Report) -> None:
+        for folder in (self.work, self.out):
+            write_whole(folder / REPORT, report.to_json().encode())
+
+    def collect(self) -> list[str]:
+        """Writes the tables and archives; returns the names of files that were too large."""
+        table = trials(self.results)
+        if table is not None:
+            write_whole(self.out / "cells.csv", table.to_csv(index=False).encode())
+            write_whole(self.out / "cells.txt", "".join(f"{x}\n" for x in lines(table)).encode())
+        left_out = []
+        for name, folder in ARCHIVES.items():
+            content, too_large = packed(self.work, folder)
+            left_out += too_large
+            if content:
+                write_whole(self.out / name, content)
+        return left_out
+
+
+def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
+    """An archive of a folder, empty without files, and the names of the largest files that had to
+    be left out to keep it this small."""
+    files: dict[str, bytes] = {}
+    for file in sorted((home / folder).rglob("*")):
+        with contextlib.suppress(OSError):  # a step removes its temporary files
+            if file.is_file() and not file.name.endswith((".tmp", ".lock")):
+                files[str(file.relative_to(home))] = file.read_bytes()
+    left_out: list[str] = []
+    while files:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=4) as archive:
+            for name, content in files.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+        if buffer.tell() <= most_bytes:
+            return buffer.getvalue(), left_out
+        left_out.append(max(files, key=lambda name: len(files[name])))
+        del files[left_out[-1]]
+    return b"", left_out

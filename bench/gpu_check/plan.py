@@ -1,0 +1,82 @@
+"""The steps of a GPU check, as a YAML file lists them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from harness.spec.errors import UsageError
+
+HOME = Path(__file__).with_name("plan.yaml")
+
+
+class Step(BaseModel):
+    """A command or a probe, and the claim that it settles."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,40}$")
+    claim: str
+    limit_seconds: float = Field(gt=0)
+    words: str = ""
+    """Arguments of `python -m bench`; empty for a probe."""
+    probe: str = ""
+    """Module in bench/gpu_check/probes, or MODULE:FUNCTION elsewhere."""
+    status: str = "ok"
+    """Status that the command's cells must have."""
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Step:
+        if bool(self.words) == bool(self.probe):
+            raise ValueError(f"step {self.name!r} needs either words or a probe")
+        return self
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The words of its command."""
+        return tuple(shlex.split(self.words))
+
+
+class Plan(BaseModel):
+    """All steps, the most valuable first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    probes: tuple[Step, ...] = ()
+    """Run first, several at a time."""
+    gate: Step | None = None
+    """If nothing trains in it, the check ends at once."""
+    lanes: tuple[tuple[Step, ...], ...] = ()
+    """Run side by side, each lane on its share of the cores."""
+    alone: tuple[Step, ...] = ()
+    """Run after the lanes with nothing next to them, because they are timed."""
+    later: tuple[tuple[Step, ...], ...] = ()
+    """More lanes, for the time that is left."""
+
+    @model_validator(mode="after")
+    def _has_distinct_names(self) -> Plan:
+        names = [step.name for _, step in self.steps()]
+        if len(set(names)) < len(names):
+            raise ValueError("two steps have the same name")
+        return self
+
+    def steps(self) -> Iterator[tuple[str, Step]]:
+        """Yields every step with the name of its section, in order."""
+        yield from (("probes", step) for step in self.probes)
+        if self.gate:
+            yield "gate", self.gate
+        yield from (("lanes", step) for lane in self.lanes for step in lane)
+        yield from (("alone", step) for step in self.alone)
+        yield from (("later", step) for lane in self.later for step in lane)
+
+
+def read_plan(file: Path = HOME) -> Plan:
+    """Reads a plan; raises UsageError if the file is missing or is no plan."""
+    try:
+        return Plan.model_validate(yaml.safe_load(file.read_text()))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{str(file)!r} is no plan of a GPU check: {error}") from None

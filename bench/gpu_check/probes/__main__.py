@@ -1,0 +1,32 @@
+"""`python -m bench.gpu_check.probes NAME DEVICE`: prints a probe's finding as one JSON object.
+
+NAME is a module of this package with a function `probe`, or MODULE:FUNCTION elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import sys
+from dataclasses import asdict, is_dataclass
+
+from bench.gpu_check.probes.finding import Finding
+
+
+def main(name: str, device: str) -> None:
+    place = name if ":" in name else f"bench.gpu_check.probes.{name}:probe"
+    finding: Finding = pkgutil.resolve_name(place)(device)
+    facts = finding.facts
+    values = {
+        "verdict": finding.verdict,
+        "reason": finding.reason,
+        "device": device,
+        "facts": asdict(facts) if is_dataclass(facts) and not isinstance(facts, type) else facts,
+    }
+    print(json.dumps(values, default=str), flush=True)
+    os._exit(0)  # some libraries hang or crash while Python ends
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

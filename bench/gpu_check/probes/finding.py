@@ -1,0 +1,87 @@
+"""What a probe found."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.gpu_check.report import Verdict
+
+MOST_OF_AN_ERROR = 300
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe says about its claim."""
+
+    verdict: Verdict
+    reason: str
+    facts: object = None
+    """A dataclass with what was measured."""
+
+    @classmethod
+    def of(cls, holds: bool, reason: str, facts: object) -> Finding:
+        """A claim that is confirmed or refuted."""
+        return cls("confirmed" if holds else "refuted", reason, facts)
+
+
+def only_on_gpus(why: str) -> Finding:
+    """The finding of a probe that has no stand-in on a CPU."""
+    return Finding("not checked", f"it needs a GPU: {why}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One call of a library: its answer, or its error."""
+
+    name: str
+    answer: str
+    error: str
+    """Empty: it raised nothing."""
+    seconds: float
+
+
+def attempt(name: str, ask: Callable[[], object]) -> Attempt:
+    """Calls a function; raises nothing."""
+    began = time.perf_counter()
+    try:
+        answer, error = str(ask()), ""
+    except Exception as raised:  # whatever a library raises is the answer
+        answer, error = "", f"{type(raised).__name__}: {raised}"[:MOST_OF_AN_ERROR]
+    return Attempt(name, answer, error, round(time.perf_counter() - began, 3))
+
+
+def failed(attempts: tuple[Attempt, ...]) -> str:
+    """The names and errors of the attempts that failed; empty if none did."""
+    return "; ".join(f"{a.name}: {a.error}" for a in attempts if a.error)
+
+
+def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
+    """Starts a forked child that calls `ask`; returns what `end_of_fork` needs."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = ask()
+        except BaseException as error:  # the child ends here, whatever it was
+            answer = {"error": f"{type(error).__name__}: {error}"[:MOST_OF_AN_ERROR]}
+        with os.fdopen(write, "w") as file:
+            json.dump(answer, file, default=str)
+        os._exit(0)
+    os.close(write)
+    return pid, read
+
+
+def end_of_fork(child: tuple[int, int]) -> dict[str, object]:
+    """Waits for a forked child; returns its answer, or `error` if it raised or died."""
+    pid, read = child
+    with os.fdopen(read) as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    if not text:
+        return {"error": f"the child died with wait status {status}"}
+    answer: dict[str, object] = json.loads(text)
+    return answer

@@ -1,0 +1,151 @@
+"""How far does rounding alone lead on this device?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench.gpu_check.probes.finding import Attempt, Finding, attempt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is computed on a device."""
+
+    workload: str
+    steps: int
+    batch: int
+    rows: int
+    """Of the matrices; an image has a 32nd of it as its side."""
+
+
+SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro", 2, 8, 128)}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Differences that rounding makes."""
+
+    matmul_error: float
+    """In fp32, relative to fp64."""
+    matmul_depends_on_rows: float
+    """Largest change of an element when half of the rows are multiplied alone."""
+    attention_errors: tuple[Attempt, ...]
+    """In fp32, relative to fp64, by backend."""
+    convolution_error: float
+    same_twice: bool
+    """Whether two equal trainings end bit for bit alike."""
+    same_twice_update: float
+    """Largest difference of a tensor after training, relative to its update."""
+    split_update: float
+    """The same between whole batches and batches in two parts."""
+    split_loss: float
+    """Largest relative difference of their losses."""
+
+
+def probe(device: str) -> Finding:
+    import torch
+
+    from harness.spec.training import EXACT
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    sizes = SIZES[device]
+    rows, side = sizes.rows, sizes.rows // 32
+    left, right = (torch.randn(rows, rows, device=device) for _ in range(2))
+    image = torch.randn(8, 64, side, side, device=device)
+    kernel = torch.randn(64, 64, 3, 3, device=device)
+    convolve = torch.nn.functional.conv2d
+    start = {name: p.detach() for name, p in _model(sizes, device).named_parameters()}
+    one, losses = _train(sizes, device, 1)
+    again, losses_again = _train(sizes, device, 1)
+    split, losses_split = _train(sizes, device, 2)
+    facts = Numerics(
+        _error(left @ right, left.double() @ right.double()),
+        float(((left @ right)[: rows // 2] - left[: rows // 2] @ right).abs().max()),
+        _attention(device),
+        _error(
+            convolve(image, kernel, padding=1),
+            convolve(image.double(), kernel.double(), padding=1),
+        ),
+        losses == losses_again and all(torch.equal(one[name], again[name]) for name in one),
+        _largest(one, again, start),
+        _largest(one, split, start),
+        max(abs(a - b) / abs(a) for a, b in zip(losses, losses_split, strict=True)),
+    )
+    holds = facts.split_update <= EXACT.update and facts.split_loss <= EXACT.loss
+    reason = (
+        f"a split batch changes losses by {facts.split_loss:.1e} (limit {EXACT.loss:.0e}) and"
+        f" updates by {facts.split_update:.1e} (limit {EXACT.update:.0e})"
+    )
+    return Finding.of(holds, reason, facts)
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+def _attention(device: str) -> tuple[Attempt, ...]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(8, 8, 64, 64, device=device) for _ in range(3))
+    exact = attend(q.double(), k.double(), v.double(), is_causal=True)
+
+    def error(backend: SDPBackend | None) -> float:
+        if backend is None:
+            return _error(attend(q, k, v, is_causal=True), exact)
+        with sdpa_kernel(backend):
+            return _error(attend(q, k, v, is_causal=True), exact)
+
+    backends = (None, SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    return tuple(
+        attempt(backend.name if backend else "default", partial(error, backend))
+        for backend in backends
+    )
+
+
+def _model(sizes: Sizes, device: str) -> Module:
+    import torch
+
+    from harness.workloads import make_workload
+
+    return make_workload(sizes.workload).build(0, torch.device(device))
+
+
+def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
+    """The parameters and losses of a training with each batch in this many parts."""
+    import torch
+
+    from harness.workloads import make_workload
+
+    workload, model = make_workload(sizes.workload), _model(sizes, device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), eps=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(sizes.steps):
+        tokens = torch.randint(0, 256, (sizes.batch, TOKENS + 1), generator=generator).to(device)
+        total = 0.0
+        for part in tokens.chunk(parts):
+            loss = workload.loss(workload.logits(model, part[:, :-1]), part[:, 1:]) / parts
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def _largest(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Largest difference of a tensor relative to its update."""
+    return max(
+        float((one[name] - other[name]).norm() / (one[name] - start[name]).norm()) for name in one
+    )

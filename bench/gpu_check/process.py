@@ -1,0 +1,83 @@
+"""Runs a step's process with a time limit, and leaves none of its processes behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+ROOT = Path(__file__).parents[2]
+STOP_SECONDS = 20.0
+"""Time between SIGTERM and SIGKILL: a run records the trial that it stops, and says what it has."""
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a process may take."""
+
+    seconds: float
+    stop_seconds: float = STOP_SECONDS
+    cores: tuple[int, ...] = ()
+    """Empty: all."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    exit_code: int | None
+    """Negative: ended by a signal that is not ours; None: it had to be stopped."""
+    seconds: float
+
+
+def run_limited(
+    words: Sequence[str],
+    log: Path,
+    limits: Limits,
+    stop: Event,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python -m WORDS` until it ends, is past its limit, or `stop` is set.
+
+    Its output goes to LOG.out and LOG.err. SIGTERM comes first, then SIGKILL for its group.
+    """
+    began = time.monotonic()
+    cores = ",".join(map(str, limits.cores))
+    command = [sys.executable, "-m", "bench.gpu_check.child", cores, *words]
+    with open(f"{log}.out", "wb") as out, open(f"{log}.err", "wb") as error:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=error,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **(variables or {})},
+        )
+    try:
+        if _wait(process, began + limits.seconds, stop):
+            return Ended(process.returncode, time.monotonic() - began)
+        process.send_signal(signal.SIGTERM)
+        _wait(process, time.monotonic() + limits.stop_seconds)
+        return Ended(None, time.monotonic() - began)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Event | None = None) -> bool:
+    """Whether the process ended before the deadline (time.monotonic) and before `stop` was set."""
+    while process.poll() is None:
+        if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

@@ -1,0 +1,154 @@
+"""What each step of a GPU check showed, and whether that confirms its claim."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bench.gpu_check.plan import Step
+from harness.record.status import NOT_LAUNCHED
+from harness.spec.errors import UsageError
+
+NO_TIME = "no time was left; --resume goes on"
+"""Reason of a step that was not begun."""
+GOOD_PARITY = ("exact", "within tolerance")
+
+Verdict = Literal["confirmed", "refuted", "not checked"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step showed of its claim."""
+
+    name: str
+    section: str
+    claim: str
+    verdict: Verdict
+    reason: str
+    seconds: float = 0.0
+    exit_code: int | None = None
+    """None: it was not begun, or had to be stopped; the next call runs it."""
+    log: tuple[str, ...] = ()
+    """Last lines of its error output."""
+    shown: dict[str, object] = field(default_factory=dict)
+    """JSON object that it printed."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the step need not run again."""
+        return self.exit_code is not None
+
+    @property
+    def trained(self) -> bool:
+        """Whether any cell trained, or its probe was confirmed."""
+        return self.verdict == "confirmed" or any(
+            cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of a check so far, over all calls."""
+
+    check_id: str
+    device: str
+    """`cuda`, or `cpu` for a rehearsal without a GPU."""
+    stand_in: str | None
+    """What stood in for a GPU; None if nothing did."""
+    outcomes: tuple[Outcome, ...] = ()
+
+    @classmethod
+    def new(cls, device: str) -> Report:
+        """Starts a report for this device."""
+        stand_in = None if device == "cuda" else "the CPU stands in for a GPU"
+        return cls(secrets.token_hex(4), device, stand_in)
+
+    @classmethod
+    def read(cls, file: Path) -> Report:
+        """Reads a report; raises UsageError if the file is none."""
+        try:
+            values = json.loads(file.read_text())
+            outcomes = tuple(
+                Outcome(**{**outcome, "log": tuple(outcome["log"])})
+                for outcome in values.pop("outcomes")
+            )
+            return cls(**values, outcomes=outcomes)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            raise UsageError(f"{str(file)!r} is no report of a GPU check") from None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, default=str)
+
+    def outcome(self, name: str) -> Outcome | None:
+        """The outcome of a step; None before the step began."""
+        return next((outcome for outcome in self.outcomes if outcome.name == name), None)
+
+
+@dataclass(frozen=True)
+class ShownCell:
+    """What a command's JSON says about one cell."""
+
+    name: str
+    status: str
+    parity: str | None
+    reason: str
+
+    @classmethod
+    def read(cls, cell: Mapping[str, object]) -> ShownCell:
+        parity = cell.get("parity_verdict")
+        return cls(
+            str(cell.get("cell_name") or cell.get("label") or cell.get("cell_id")),
+            str(cell.get("status")),
+            None if parity is None else str(parity),
+            str(cell.get("reason")),
+        )
+
+
+def cells_of(shown: Mapping[str, object]) -> list[ShownCell]:
+    """The cells that a command's JSON lists."""
+    listed = shown.get("cells") or shown.get("strategies") or [shown]
+    assert isinstance(listed, list)
+    return [ShownCell.read(cell) for cell in listed]
+
+
+def judge(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
+    """What a step's JSON says about its claim."""
+    if step.probe:
+        verdicts: dict[str, Verdict] = {"confirmed": "confirmed", "refuted": "refuted"}
+        return verdicts.get(str(shown.get("verdict")), "not checked"), str(shown.get("reason"))
+    cells = cells_of(shown)
+    ran = [cell for cell in cells if cell.status not in NOT_LAUNCHED]
+    if not ran:
+        return "not checked", "; ".join(sorted({cell.reason for cell in cells})) or "no cell ran"
+    wrong = [
+        f"{cell.name}: {cell.status}, parity {cell.parity}, {cell.reason}"
+        for cell in ran
+        if not _is_as_claimed(step, cell)
+    ]
+    if wrong:
+        return "refuted", "; ".join(wrong)
+    return "confirmed", f"{len(ran)} of {len(cells)} cells: {step.status}"
+
+
+def _is_as_claimed(step: Step, cell: ShownCell) -> bool:
+    if step.arguments[0] == "maxsize":
+        return cell.status in ("found", "all fit")
+    return cell.status == step.status and (
+        step.status != "ok" or cell.parity is None or cell.parity in GOOD_PARITY
+    )
+
+
+def last_object(text: str) -> dict[str, object]:
+    """The JSON object that a command's output ends with; empty without one."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict):
+                    return value
+    return {}
