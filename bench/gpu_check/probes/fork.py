@@ -38,7 +38,9 @@ def probe(device: str) -> Finding:
     from harness.strategy.registry import strategies
 
     classes = strategies().values()
-    needed = dict.fromkeys(name for cls in classes for name in (*cls.requires, *cls.preload))
+    needed = dict.fromkeys(
+        name for cls in classes for name in (*cls.requires, *cls.capabilities.preload)
+    )
     initialised_by = "the suite" if cuda_is_initialized() else None
     alone = imports_that_initialise(sorted({*needed, *OF_RANKS}))
     for name in to_preload(list(needed), device == "cuda"):
