@@ -42,7 +42,7 @@ TIMES_NOISE = 10.0
 one pair of runs, and a trial's kernels differ more than those of the pair."""
 WIDEST_BY_NOISE = (1e-4, 5e-2)
 """Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the least of the
-mistakes in gradients in docs/parity.md, deviates by 1.4e-4 and 0.17."""
+mistakes in gradients in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
 
 
 @dataclass(frozen=True)

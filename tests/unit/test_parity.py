@@ -110,8 +110,8 @@ def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
     [(1.4e-4, 0.17), (1.4e-4, 0.19), (2.8e-3, 0.23), (3.5e-3, 0.59), (3.8e-2, 1.0)],
 )
 def test_no_noise_hides_a_wrong_training(loss: float, update: float) -> None:
-    """Deviations of the broken trainings in docs/parity.md: scaled loss, clipped gradients, a
-    repeated batch, no gradient synchronisation, embeddings trained apart."""
+    """Deviations of the broken trainings in docs/explanation/parity.md: scaled loss, clipped
+    gradients, a repeated batch, no gradient synchronisation, embeddings trained apart."""
     allowed = widened(EXACT, Noise(math.inf, math.inf))
     assert verdict([2.0, 1.0 + loss], allowed=allowed).verdict == "diverged"
     moved = [{"a": update, "b": 0.0}]
