@@ -185,7 +185,7 @@ def test_what_names_of_the_profiler_mean(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "annotation", "kinds"),
     [
-        ("ampere_sgemm_32x32_sliced1x4_nn", False, ["device compute"]),
+        ("ampere_sgemm_32x32_sliced1x4_nn", False, ["device matmul"]),
         ("Memset (Device)", False, ["device compute"]),
         ("Memcpy DtoD (Device -> Device)", False, ["device compute"]),
         ("Memcpy HtoD (Pinned -> Device)", False, ["device copy"]),
