@@ -74,6 +74,7 @@ class Driver:
         """Runs the check; SIGTERM and Ctrl-C end it in order, with everything written."""
         for name in ("logs", "traces"):
             (self.folders.work / name).mkdir(exist_ok=True)
+        self.folders.write_report(self.report)
         with self._stopped_by_signals():
             with ThreadPoolExecutor(max(1, len(self._cores) // CORES_PER_LANE)) as pool:
                 self._wait_for(pool, [functools.partial(self._step, s) for s in self.plan.probes])
