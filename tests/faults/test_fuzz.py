@@ -32,7 +32,7 @@ from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import parse_shape
 from harness.planner.cluster.question import ClusterQuestion
 from harness.record.files import DamagedFile, NewerSchema, read_file
-from harness.record.plan import ClusterPlan
+from harness.record.plan import Plan
 from harness.record.run import RunRecord
 from harness.record.store import Store
 from harness.spec.cell import Cell
@@ -249,7 +249,7 @@ def test_a_plan(plan: Any, text: str, seed: int) -> None:
     random_ones = (other.decode("utf-8", "replace") for other in mutated(PLAN.encode(), seed, 7))
     for written in (json.dumps(plan), json.dumps(changed), text, *random_ones):
         with contextlib.suppress(UsageError):
-            ClusterPlan.from_row({"run_id": "run-1", "matrix": "m", "plan": written})
+            Plan.from_row({"run_id": "run-1", "matrix": "m", "plan": written})
 
 
 SPEC = TrialSpec(
