@@ -143,7 +143,7 @@ def plan(
             if value is not None:
                 raise UsageError(f"{name} does not apply to this machine; leave it out with --here")
         request = PlanRequest(model, devices, per_node, link, seq, batch, precision, goal, unseen)
-        options = plan_here.PlanOptions(
+        options = plan_here.LocalPlanOptions(
             tuple(results or (Path("results"),)), top, matrix, export, html
         )
         plan_here.answer(request, options, json_output)

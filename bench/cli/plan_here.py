@@ -20,7 +20,7 @@ MAX_REASONS = 6
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class LocalPlanOptions:
     """Where measurements are read from, and what is printed and written."""
 
     folders: tuple[Path, ...]
@@ -34,7 +34,7 @@ class PlanOptions:
     """File for an HTML page."""
 
 
-def answer(request: PlanRequest, options: PlanOptions, json_output: bool) -> None:
+def answer(request: PlanRequest, options: LocalPlanOptions, json_output: bool) -> None:
     """Prints the plan. Raises UsageError for a request that cannot be answered."""
     from rich.markup import escape
 
@@ -77,7 +77,9 @@ def answer(request: PlanRequest, options: PlanOptions, json_output: bool) -> Non
         console.print(escape(sentence))
 
 
-def _written(plan: LocalPlan, variants: Sequence[LocalVariant], options: PlanOptions) -> list[str]:
+def _written(
+    plan: LocalPlan, variants: Sequence[LocalVariant], options: LocalPlanOptions
+) -> list[str]:
     """Writes the requested files; returns a sentence for each."""
     from harness.planner.follow_up import export_first, write_matrix
     from harness.planner.local.local_plan import open_questions
