@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from harness.workloads.recompute import grouped_products
+from harness.workloads.recompute import experts_backward, grouped_products
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,9 +39,13 @@ def without_memory() -> Iterator[None]:
     not taken for those of several samples in one row, for which transformers would make a mask of
     all pairs of tokens."""
     import torch
+    from torch._library.custom_ops import OPDEFS
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
     from transformers.integrations import moe
+
+    experts = OPDEFS["transformers::grouped_mm_fallback"]
+    backward = experts._backward_fn if experts_backward() else _without_numbers_of_rows
 
     def stay(module: nn.Module, *_: object, **__: object) -> nn.Module:
         return module
@@ -50,6 +54,15 @@ def without_memory() -> Iterator[None]:
         FakeTensorMode(),
         mock.patch.object(torch.nn.Module, "to", stay),
         mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
+        mock.patch.object(experts, "_backward_fn", backward),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     ):
         yield
+
+
+def _without_numbers_of_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Gradients of a grouped product in as many operations as transformers computes them in, where
+    its own backward would read how many rows each expert has."""
+    rows, matrices = ctx.saved_tensors
+    rows.T @ gradient  # counted; each row has part in the gradient of one matrix
+    return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

@@ -47,7 +47,6 @@ def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
     torch's own, and the one that transformers has where torch has none.
     """
     import torch
-    import transformers.integrations.moe  # noqa: F401 registers its operators
 
     def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
         return 2 * math.prod(rows) * matrices[-1]
@@ -55,11 +54,21 @@ def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
     def backward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
         return 2 * forward(rows, matrices)
 
+    operator = experts_backward()
     return {
         torch.ops.aten._grouped_mm: forward,
         torch.ops.transformers.grouped_mm_fallback: forward,
-        torch.ops.transformers.grouped_mm_fallback_backward: backward,
+        **({operator: backward} if operator else {}),
     }
+
+
+def experts_backward() -> OpOverloadPacket | None:
+    """Returns transformers' operator for the backward of its own grouped product; None before
+    5.23, which has only the forward."""
+    import torch
+    import transformers.integrations.moe  # noqa: F401 registers its operators
+
+    return getattr(torch.ops.transformers, "grouped_mm_fallback_backward", None)
 
 
 def checkpoint_arguments(recompute: str) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Batch
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy, validate, with_defaults
-from harness.workloads import make_workload
+from harness.workloads import flops, make_workload
+from harness.workloads import recompute as products_of
 from harness.workloads.activations import activation_bytes, recomputed_flops
-from harness.workloads.counts import model_facts
-from harness.workloads.recompute import products, recompute_blocks
+from harness.workloads.counts import _count, model_facts
+from harness.workloads.recompute import experts_backward, products, recompute_blocks
 
 KINDS = ("none", "selective", "full")
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -275,3 +276,17 @@ def test_a_search_takes_the_axis_and_sets_its_own() -> None:
     assert _changes(["recompute=full"]) == {"recompute": "full"}
     with pytest.raises(UsageError, match=r"--set devices.*use --ranks"):
         _changes(["devices=4"])
+
+
+def test_operations_of_experts_with_and_without_an_operator_for_their_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers has it from 5.23 on."""
+    workload, counted = make_workload("mixtral-nano"), []
+    for present in (experts_backward(), None):
+        monkeypatch.setattr(products_of, "experts_backward", lambda found=present: found)
+        monkeypatch.setattr(flops, "experts_backward", lambda found=present: found)
+        products_of.grouped_products.cache_clear()
+        counted.append(_count(workload, 32))
+    products_of.grouped_products.cache_clear()
+    assert counted[0] == counted[1]
