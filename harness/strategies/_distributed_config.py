@@ -6,11 +6,12 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.states import local_part, retained_by
 from harness.strategies._accelerate_engine import recompute_by_transformers
-from harness.strategy import Cell, Job, Refused, Retained, Workload
+from harness.strategy import Cell, Job, Refused, Retained, Unavailable, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +77,18 @@ def plans_of(workload: Workload) -> Plans:
 
     with torch.device("meta"):
         model: Any = workload.build(0, saved_weights=False)
-    return Plans(dict(model.tp_plan), dict(model.ep_plan), dict(model.fsdp_plan))
+    experts = getattr(model, "ep_plan", {})  # from transformers 5.19 on
+    return Plans(dict(model.tp_plan), dict(experts), dict(model.fsdp_plan))
+
+
+def check_version() -> None:
+    """Raises Unavailable if transformers is too old to be handed such a mesh."""
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) < (5, 23):
+        raise Unavailable(
+            f"transformers {installed} cannot divide ranks into replicas, shards and experts;"
+            " install transformers 5.23 or newer"
+        )
 
 
 def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:

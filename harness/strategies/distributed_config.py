@@ -12,7 +12,7 @@ from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
 from harness.strategies._fsdp import sharded_messages
 from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep
 from harness.strategy.step import standard_step
-from harness.workloads import make_workload
+from harness.workloads import Workload, make_workload
 
 
 class DistributedConfigParallel(MeshStrategy):
@@ -29,6 +29,10 @@ class DistributedConfigParallel(MeshStrategy):
 
     def sizes(self, devices: int) -> mesh.Sizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        mesh.check_version()
+        super().check(cell, workload)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         """Not with tensor parallelism, whose ranks see the same samples."""

@@ -9,7 +9,7 @@ from harness.strategies import _accelerate
 from harness.strategies import _distributed_formulas as formulas
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._accelerate_engine import FSDP2_HALF, recompute_by_transformers
-from harness.strategies._distributed_config import load, retained_parts
+from harness.strategies._distributed_config import check_version, load, retained_parts
 from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
 from harness.strategy import (
     EXACT,
@@ -36,6 +36,8 @@ class ParallelismConfigMesh(MeshStrategy):
     requires = ("accelerate",)
 
     def check(self, cell: Cell, workload: Workload) -> None:
+        if self.tensor > 1:
+            check_version()
         super().check(cell, workload)
         sizes = self.sizes(cell.devices)
         if sizes.tensor > 1 and sizes.shards * sizes.replicas > 1:

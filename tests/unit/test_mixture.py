@@ -244,3 +244,16 @@ def test_no_routers_loss_is_trained_as_a_mean_of_ranks_is_not_that_of_their_batc
     assert plain.aux_loss is None
     again = model(inputs, labels=inputs, output_router_logits=True)
     assert again.loss.item() == plain.loss.item(), "not even where a library asks for it"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("distributed_config", {}), ("parallelism_config", {"tensor": 2})]
+)
+def test_a_model_is_loaded_in_parts_by_a_newer_transformers_only(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, options: dict[str, int]
+) -> None:
+    """DistributedConfig has replicas, shards and experts from 5.23 on."""
+    monkeypatch.setattr(mesh, "version", lambda package: "5.22.3")
+    one = cell(strategy, "llama-nano", options=options)
+    with pytest.raises(Unavailable, match=r"5\.22\.3.*5\.23"):
+        validate(one, make_workload(one.workload))
