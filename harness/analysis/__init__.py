@@ -1,1 +1,1 @@
-"""What recorded data says: statistics, summaries, comparisons, histories. Needs no torch."""
+"""Statistics, summaries, comparisons and histories of recorded data. Needs no torch."""

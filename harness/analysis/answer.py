@@ -1,5 +1,4 @@
-"""Which strategy to use: what a run says about cells that differ in nothing but the strategy, in
-sentences."""
+"""Advice on which strategy to use, for cells that differ only in strategy."""
 
 from __future__ import annotations
 
@@ -15,30 +14,29 @@ from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, ESTIMATES_CONFIDENCE, Comparison
 
 EQUAL = 0.02
-"""Relative differences in throughput up to this matter to nobody: two cells are equal where the
-95 % interval of their ratio is within it."""
+"""Relative difference in throughput below which cells are tied: the 95 % interval of their ratio
+must lie within it."""
 NEARLY_AS_FAST = 0.03
-"""How much throughput the simplest strategy may cost."""
+"""Share of throughput that the simplest strategy may cost."""
 KEPT_CONFIDENCE = (1 + ESTIMATES_CONFIDENCE) / 2
-"""With which a cell must be known not to be the fastest before it gets no further launches: as sure
-as two cells are told apart, on one side. Looking again after each round is many chances to drop a
-cell by bad luck, whose figure then stays too low: at 95 %, intervals of 95 % held only 93 times of
-100 (scripts/power.py)."""
+"""One-sided confidence that a cell is not the fastest, required before it gets no more trials.
+Checking after each round gives many chances to drop a cell by bad luck, which biases its result
+low: at 95 %, only 93 of 100 intervals held (scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One cell, and why a reader might choose it."""
+    """A recommended cell, with the reason."""
 
     role: str
-    """Use, Faster at a price, Least memory or Simplest."""
+    """One of Use, Faster at a price, Least memory and Simplest."""
     cell: CellResult
     words: str
-    """The rest of a sentence that begins with the cell's label and a colon."""
+    """Rest of a sentence that begins with the cell's label and a colon."""
     as_good: str = ""
-    """Names those that are equal to it or not told apart from it; empty where there are none."""
+    """Names of the cells tied with it; empty if there are none."""
 
     @property
     def sentence(self) -> str:
@@ -47,20 +45,19 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is advised of cells of one setting. At least one of them is ranked."""
+    """Advice for the cells of one setting, at least one of which is ranked."""
 
     advice: tuple[Advice, ...]
-    """What to use first."""
+    """Recommendations, the cell to use first."""
     compared: int
-    """Cells that could be advised."""
+    """Number of cells considered."""
     may_be_fastest: tuple[CellResult, ...]
-    """Of those that train what one process trains: the set that holds the fastest with 95 %
-    confidence."""
+    """Cells with the same training as one process that hold the fastest with 95 % confidence."""
     baseline: CellResult | None
 
     @property
     def caveat(self) -> str:
-        """What a reader must know before acting on it; empty where there is nothing."""
+        """Warnings to read before acting on the advice; empty if there are none."""
         use = self.advice[0].cell
         caveats = []
         if use.device == "cpu":
@@ -79,7 +76,7 @@ class Answer:
 
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Ranked cells of real things with a core for each rank, fastest first."""
+    """Returns ranked cells on real hardware with a core for each rank, fastest first."""
     chosen = [
         cell for cell in cells if cell.ranked and cell.stand_in is None and not cell.oversubscribed
     ]
@@ -87,8 +84,8 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
-    """The cells that hold the fastest of them with this confidence; those that cannot be told from
-    it where a run has no estimates of all."""
+    """Returns the cells that hold the fastest with this confidence. If the run lacks estimates,
+    returns the cells tied with the first."""
     speeds = [cell.log_throughput for cell in cells if cell.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
@@ -100,9 +97,11 @@ def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) 
 
 
 def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) -> list[CellResult]:
-    """Cells of a run that further launches are worth: in each setting those that may be the
-    fastest, and what they are compared with. None where one of them is known to be the fastest, or
-    all are known to be equal to it."""
+    """Returns the cells worth more trials: in each setting the candidates for fastest, and their
+    baseline.
+
+    A setting adds none if its fastest cell is known, or if all candidates are known to be tied.
+    """
     chosen: list[CellResult] = []
     for group in by_setting(trustworthy(cells)):
         same = [cell for cell in group if cell.same_training]
@@ -122,9 +121,9 @@ def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) 
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
-    """How many more launches would settle what a run leaves open, in words; empty where it stands.
+    """Describes how many more trials would settle what is undecided; empty if nothing is.
 
-    Errors shrink with the root of the number of launches; enough are as many as tell `EQUAL` apart.
+    Errors shrink with the square root of the number of trials; the goal is to resolve `EQUAL`.
     """
     open_cells = undecided(cells, CONFIDENCE)
     speeds = [cell.log_throughput for cell in open_cells if cell.log_throughput]
@@ -144,7 +143,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
 
 def answer(cells: Sequence[CellResult]) -> Answer | None:
-    """What the cells of one setting say; None where none of them can be advised."""
+    """Returns the advice for the cells of one setting; None if no cell can be recommended."""
     fair = trustworthy(cells)
     advisable = [cell for cell in fair if cell.same_training]
     if not advisable:
@@ -167,7 +166,7 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
 
 
 def change(comparison: Comparison) -> str:
-    """`12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
+    """Returns text such as `12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
     ratio = comparison.ratio - 1
     words = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
     if comparison.low is None or comparison.high is None:
@@ -180,7 +179,7 @@ def change(comparison: Comparison) -> str:
 
 
 def named(cells: Sequence[CellResult]) -> str:
-    """At most five of them by name, and the number of the rest."""
+    """Returns the names of at most five cells, and the number of the rest."""
     labels = [cell.label for cell in cells]
     if len(labels) > MOST_NAMED:
         labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
@@ -216,8 +215,7 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
 
 
 def _equal(cell: CellResult, other: CellResult) -> bool:
-    """Whether they are known to differ by less than matters: the interval says so, not the ratio
-    alone."""
+    """Returns whether the interval, not just the ratio, is within `EQUAL`."""
     ratio = compared(cell, other, CONFIDENCE)
     if ratio is None or ratio.low is None or ratio.high is None:
         return False
@@ -229,7 +227,7 @@ def _ratio(cell: CellResult, other: CellResult) -> float:
 
 
 def _faster(cell: CellResult, other: CellResult) -> bool:
-    """Whether it is known to be faster, by more than matters to nobody."""
+    """Returns whether the cell is significantly faster, by more than `EQUAL`."""
     ratio = compared(cell, other)
     return ratio is not None and ratio.verdict == "faster" and ratio.ratio > 1 + EQUAL
 
@@ -246,7 +244,7 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
 
 
 def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
-    """The one with the smallest peak on its fullest device, the faster of equals."""
+    """Returns the cell with the smallest peak on its fullest device; ties go to the faster."""
     known = [cell for cell in cells if cell.peak_memory_bytes is not None]
     return min(
         known,
@@ -269,15 +267,15 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
-    """What it asks of its user: packages beyond torch, and options not at their default."""
+    """Returns a sort key for ease of use: packages besides torch, then non-default options."""
     axes = (cell.launcher == "spawn") + (cell.micro_batches > 1)
     axes += (cell.recompute != "none") + (cell.compile != "none")
     return len(cell.packages), len(json.loads(cell.options)) + axes, cell.label
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Of cells in order of their speed: the one that asks least of its user, among those about as
-    fast as the first."""
+    """Returns the easiest cell to use among those about as fast as the first. `cells`: fastest
+    first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -1,4 +1,4 @@
-"""What a cell's throughput is compared with, and by how much it differs."""
+"""Choice of the baseline cell, and throughput relative to it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from harness.analysis.stats import CONFIDENCE
 from harness.spec.cell import BASELINE
 
 Choice: TypeAlias = Callable[[CellResult], bool]
-"""Whether a cell is meant."""
+"""Predicate that selects a baseline."""
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """The cell that the others of a setting are compared with; None where there is none.
+    """Returns the baseline of a setting's cells; None if there is none.
 
-    It is the first ranked cell that is chosen; where nothing is chosen, DDP by torchrun without
-    options, else the single process, and of several (weak scaling on one device is the same
-    training) the one with the most launches: the plan launches a baseline more often.
+    It is the first ranked cell that `chosen` accepts. By default it is DDP by torchrun without
+    options, else the single process. Of several (weak scaling on one device is the same training)
+    it is the one with the most trials, since the plan runs a baseline more often.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
@@ -33,7 +33,7 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
-    """The same cells, each ranked one with its throughput over that of its setting's baseline."""
+    """Returns the same cells, each ranked one with its throughput over its setting's baseline."""
     runs: dict[str, list[CellResult]] = {}
     for cell in cells:
         runs.setdefault(cell.run_id, []).append(cell)

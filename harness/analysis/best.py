@@ -1,4 +1,4 @@
-"""Which cells may be the best, and how far every other one is behind: for all cells at once.
+"""Which cells may be the best, and how far behind the others are, for all cells at once.
 
 Multiple comparisons with the best: Hsu, Simultaneous confidence intervals for all distances from
 the "best", Annals of Statistics 9 (1981); constrained intervals, Hsu, Journal of the American
@@ -18,13 +18,12 @@ from harness.analysis.stats import CONFIDENCE, LogEstimate
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """A cell's throughput over that of the best other cell: bounds that hold for all cells of the
-    comparison at once with the confidence that was asked for."""
+    """Simultaneous bounds on a cell's throughput over that of the best other cell."""
 
     low: float
-    """At most 1: it is not slower than this."""
+    """Lower bound of the ratio, at most 1."""
     high: float
-    """At least 1: it is not faster than this."""
+    """Upper bound of the ratio, at least 1."""
 
     @property
     def may_be_best(self) -> bool:
@@ -32,7 +31,7 @@ class AgainstBest:
 
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    """Of each cell, in their order; a single one is the best."""
+    """Returns each cell's bounds, in the order of the cells; a single cell is the best."""
     if len(cells) < 2:
         return [AgainstBest(1.0, 1.0001)] * len(cells)
     factors = [critical_value(cell, cells, confidence) for cell in cells]
@@ -50,15 +49,15 @@ def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -
 
 
 def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
-    """By how much a cell's logarithm is above another's, and so many standard errors."""
+    """Returns the difference of two log throughputs plus `factor` standard errors."""
     return cell.mean - other.mean + factor * math.hypot(cell.error, other.error)
 
 
 def critical_value(
     cell: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
 ) -> float:
-    """Standard errors above which no difference of a cell from another one is by chance, with this
-    confidence for all of them together."""
+    """Returns the number of standard errors above which a difference from any other cell is
+    significant, jointly over all of them."""
     others = [other.error for other in cells if other is not cell]
     usual = statistics.median(others)
     total = cell.error**2 + usual**2
@@ -73,9 +72,9 @@ def critical_value(
 def dunnett(
     comparisons: int, degrees: int, correlation: float, confidence: float = CONFIDENCE
 ) -> float:
-    """Dunnett's one-sided critical value (Journal of the American Statistical Association 50,
-    1955): the quantile of the largest of so many t values with a common estimate of the spread, any
-    two of which correlate so."""
+    """Returns Dunnett's one-sided critical value (Journal of the American Statistical Association
+    50, 1955): the quantile of the largest of `comparisons` t values. They share one estimate of the
+    spread, and any two have this correlation."""
     import numpy as np
     from scipy.optimize import brentq
     from scipy.special import chdtri, ndtr

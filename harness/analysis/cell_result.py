@@ -1,4 +1,4 @@
-"""What a cell of a run shows: its status, its figures over trials, its parity, its memory."""
+"""Results of a cell of a run: status, measurements over trials, parity, memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ if TYPE_CHECKING:
     from harness.analysis.stats import SliceRates
 
 VERIFIED = ("exact", "within tolerance")
-"""Verdicts of parity with which a cell may be compared by speed."""
+"""Parity verdicts with which a cell may be compared by speed."""
 UNVERIFIED = "unverified"
-"""Stands in the place of status ok where parity is unknown."""
+"""Replaces status ok if parity is unknown."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of one run, from the last attempt of each of its trials. Unknown is None.
+    """One cell of one run, from the last attempt of each trial. Unknown values are None.
 
-    A trial counts as finished where it has a throughput; trials that the user stopped count only
-    where there are no others. Columns that a cell shares with its trials are described in
-    harness/record/schema.py.
+    A trial counts as finished if it has a throughput. Trials stopped by the user count only if
+    there are no others. Columns shared with trials are described in harness/record/schema.py.
     """
 
     run_id: str
@@ -36,13 +35,14 @@ class CellResult:
     workload: str
     devices: int
     status: str
-    """The worst status of its trials."""
+    """Worst status of the trials."""
     reason: str
-    """Of the worst trial, with the number of trials that ended so where others ended otherwise."""
+    """Reason of the worst trial; if others ended differently, with the number that ended like
+    it."""
 
     system: str | None = None
     cell: str = "{}"
-    """JSON: the whole cell."""
+    """Whole cell as JSON."""
     options: str = "{}"
     data: str = ""
     sequence_length: int = 0
@@ -75,48 +75,47 @@ class CellResult:
     parity_steps: int = 0
 
     expected: bool = False
-    """The matrix expects this status (a cell that is known to diverge)."""
+    """Whether the matrix expects this status (a cell that is known to diverge)."""
     verified: bool = False
-    """Parity holds in every trial that ended well."""
+    """Whether parity holds in every trial that ended well."""
     ranked: bool = False
-    """May be compared by speed: status ok, verified, and with a throughput."""
+    """Whether it may be compared by speed: status ok, verified, with a throughput."""
     recorded_trials: int = 0
-    """Without those that the user stopped, unless there are no others."""
+    """Number of trials, without those the user stopped unless there are no others."""
     trials: int = 0
-    """Finished ones."""
+    """Number of finished trials."""
 
     samples_per_second: float | None = None
-    """Geometric mean over trials, adjusted by the control where there is one (median over trials in
-    runs from before schema version 8); `_low` and `_high` are its 95 % interval, None where there
-    is none."""
+    """Geometric mean over trials, adjusted by the control if there is one (before schema version 8:
+    median over trials). `_low` and `_high` are its 95 % interval, or None."""
     samples_per_second_low: float | None = None
     samples_per_second_high: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
-    """What these are made from; None in runs from before schema version 8."""
+    """Estimate behind these columns; None in runs from before schema version 8."""
     raw_samples_per_second: float | None = None
-    """Median over trials, nothing taken out by the control; None in runs from before version 8."""
+    """Median over trials without adjustment by the control; None in runs from before schema version
+    8."""
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
-    """Samples per second by number of trial, adjusted by the control where there is one."""
+    """Samples per second by trial number, adjusted by the control if there is one."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
-    """Peak memory of the fullest rank in bytes by number of trial, of trials with status ok."""
+    """Peak memory of the fullest rank in bytes by trial number, for trials with status ok."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Begin and throughput of each time slice by number of trial, of trials that trained in time
-    slices with others."""
+    """Start and throughput of each time slice by trial number, for interleaved trials."""
     disturbed: int = 0
-    """Trials that something disturbed."""
+    """Number of disturbed trials."""
     disturbed_by: Mapping[Cause, int] = field(default_factory=dict)
-    """Their number by cause."""
+    """Number of disturbed trials by cause."""
     disturbances: tuple[str, ...] = ()
-    """What disturbed each of them, in words."""
+    """Description of each disturbed trial."""
     gpu_findings: tuple[str, ...] = ()
-    """What was found on the trials' GPUs, in words."""
+    """Descriptions of what was found on the trials' GPUs."""
 
     step_seconds_p50: float | None = None
-    """This and the next figures: median over trials."""
+    """Median over trials, like the columns below."""
     step_seconds_p95: float | None = None
     data_seconds_p50: float | None = None
     setup_seconds: float | None = None
@@ -133,42 +132,42 @@ class CellResult:
     offload_read_bytes_per_step: float | None = None
     offload_written_bytes_per_step: float | None = None
     peak_flops_per_second: float | None = None
-    """Of one device, by its data sheet: `mfu` is a share of it."""
+    """FLOP/s of one device by its data sheet, the denominator of `mfu`."""
     matmul_flops_per_second: float | None = None
-    """What one device reached in a matrix product: `matmul_utilization` is a share of it."""
+    """FLOP/s that one device reached in a matrix product, the denominator of
+    `matmul_utilization`."""
     trend: float | None = None
-    """Largest of the trials, without its sign."""
+    """Largest absolute value over trials."""
     peak_memory_bytes: int | None = None
-    """This and the next two figures: largest of the trials."""
+    """Largest value over trials, like the next two columns."""
     offload_kept_bytes: int | None = None
     fp32_loss_deviation: float | None = None
     peak_memory_bytes_low: int | None = None
-    """Smallest of the trials."""
+    """Smallest value over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
-    """In the trial with the largest peak."""
+    """Peaks in the trial with the largest peak."""
     expert_tokens: str | None = None
-    """Of its first finished trial that knows them."""
+    """Value of the first finished trial that has one."""
     sent_bytes_per_step: float | None = None
-    """Of the rank that sends most, median over trials."""
+    """Bytes sent by the rank that sends most, median over trials."""
 
     parameter_bytes: float | None = None
-    """This and the next three: kept between steps by the fullest rank, in the trial in which it
-    keeps most."""
+    """Bytes held between steps by the fullest rank of all trials, like the next three columns."""
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None
     library_bytes: float | None = None
     state_bytes: float | None = None
-    """Their sum."""
+    """Sum of the four columns above."""
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
-    """What the strategy's formula gives for `state_bytes`; None where it has no formula."""
+    """Value of `state_bytes` by the strategy's formula; None if it has none."""
     formula_transient_bytes: float | None = None
     formula_deviation: float | None = None
-    """Measured over formula, less 1."""
+    """Measured over formula, minus 1."""
 
     parity_verdict: str | None = None
-    """This and what follows of parity: of the trial that deviates most."""
+    """Verdict of the trial that deviates most, like the parity columns below."""
     parity_reason: str | None = None
     parity_max_loss_deviation: float | None = None
     parity_max_update_deviation: float | None = None
@@ -176,39 +175,39 @@ class CellResult:
     parity_loss_tolerance: float | None = None
     parity_update_tolerance: float | None = None
     set_backs: int | None = None
-    """How often, in all trials together, the state was set back and judged again; None: unknown.
-    The deviations are the largest found then, `not_set_back` is the reason where it never was."""
+    """Number of times the state was rewound and judged again, over all trials; None if unknown. The
+    deviations are the largest found then. `not_set_back` is the reason if it never was."""
     not_set_back: str | None = None
     set_back_loss_deviation: float | None = None
     set_back_update_deviation: float | None = None
     same_training: bool = False
-    """May be advised: it trains what one process trains. Parity is exact; or, in half precision, it
-    is within what the precision alone allows, and not known to be inexact in fp32."""
+    """Whether it may be recommended, because it trains the same as one process. Parity is exact;
+    or, in half precision, within what the precision alone allows and not known to be inexact in
+    fp32."""
     fp32_twin: str = ""
-    """In half precision: the parity verdict of the same cell in fp32, possibly of a smaller model;
-    empty if the run has none."""
+    """Parity verdict of a half-precision cell's twin in fp32, possibly of a smaller model; empty if
+    the run has none."""
     losses: tuple[float | None, ...] = ()
     reference_losses: tuple[float | None, ...] = ()
 
     baseline: str = ""
-    """Id of the cell that its throughput is compared with; empty where there is none."""
+    """Id of the baseline cell; empty if there is none."""
     over_baseline: float | None = None
-    """Throughput over the baseline's; `_low` and `_high` are its 95 % interval, None where there is
-    none."""
+    """Throughput over the baseline's. `_low` and `_high` are its 95 % interval, or None."""
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
     efficiency_own: float | None = None
     """Scaling efficiency against the same strategy on one device; None without one. `_low` and
-    `_high` are its 95 % interval, None where there is none."""
+    `_high` are its 95 % interval, or None."""
     efficiency_own_low: float | None = None
     efficiency_own_high: float | None = None
     efficiency_single: float | None = None
-    """Scaling efficiency against a single process without any parallelism, with its interval."""
+    """Scaling efficiency against a single process without parallelism, with its interval."""
     efficiency_single_low: float | None = None
     efficiency_single_high: float | None = None
 
     def throughput(self, column: str) -> Estimate | None:
-        """Its throughput with the interval; None where it has none.
+        """Returns the throughput with its interval, or None.
 
         `column`: samples_per_second or tokens_per_second.
         """
@@ -220,17 +219,17 @@ class CellResult:
 
     @property
     def plain(self) -> bool:
-        """Whether it takes its batch at a time, computes nothing twice and compiles nothing."""
+        """Whether it uses no micro-batches, recomputation or compilation."""
         return (self.micro_batches, self.recompute, self.compile) == PLAIN
 
     @property
     def outcome(self) -> str:
-        """The status, or `unverified` where it is ok and parity is not known to hold."""
+        """Status, or `unverified` if it is ok but parity is not known to hold."""
         return self.status if self.status != "ok" or self.verified else UNVERIFIED
 
     @property
     def outcome_reason(self) -> str:
-        """Why the outcome is what it is; empty where it is ok."""
+        """Reason for the outcome; empty if it is ok."""
         if self.outcome != UNVERIFIED:
             return self.reason
         judged = self.parity_verdict not in (None, *VERIFIED)

@@ -1,4 +1,4 @@
-"""Where the level of a series of values changes for good."""
+"""Detection of lasting changes in the level of a series."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Where a new level begins: indices into `values`, ascending.
+    """Returns the indices into `values` at which a new level begins, ascending. See METHOD.
 
-    `smallest`: relative change of the median that counts. See METHOD.
+    `smallest`: relative change of the median that counts.
     """
     logs = [math.log(value) for value in values]
     edges = _split(logs, 0, smallest)
@@ -47,11 +47,10 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Where two levels fit a stretch with one change best, by the sum of absolute deviations from
-    their medians.
+    """Returns the position of one change that minimises absolute deviations from both medians.
 
-    A rank sum says whether there is a change; where it is, it says less well. A deviation counts at
-    most as much as the change, so that an outlying run, which is far from both levels, has no say.
+    A rank sum detects a change but locates it less well. Deviations are capped at the size of the
+    change, so that an outlying run, far from both levels, has no influence.
     """
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
@@ -66,7 +65,7 @@ def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
 
 
 def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
-    """The change points of a stretch that begins at `offset`."""
+    """Returns the change points of a stretch that begins at `offset`."""
     if len(logs) < 2 * MIN_RUNS:
         return []
     single, between = _statistics(_ranks(logs))
@@ -87,14 +86,14 @@ def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
 
 
 def relative_changes(logs: Sequence[float], edges: Sequence[int]) -> list[float]:
-    """Relative change of the median at each edge, from the level before it."""
+    """Returns the relative change of the median at each edge."""
     cuts = [0, *edges, len(logs)]
     levels = [statistics.median(logs[a:b]) for a, b in itertools.pairwise(cuts)]
     return [math.expm1(after - before) for before, after in itertools.pairwise(levels)]
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks less their mean; equal values share theirs."""
+    """Returns centred ranks; equal values share a rank."""
     from scipy.stats import rankdata
 
     ranks: np.ndarray = rankdata(values) - (len(values) + 1) / 2
@@ -102,8 +101,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
-    """Running sums along the last axis, from 0, and the standard deviation of a sum of so many
-    ranks (Mann and Whitney 1947)."""
+    """Returns running sums along the last axis, starting at 0, and the standard deviation of a sum
+    of n ranks (Mann and Whitney 1947)."""
     import numpy as np
 
     n = ranks.shape[-1]
@@ -112,8 +111,8 @@ def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
 
 
 def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int, int]]:
-    """The best single split (statistic, index) and the best stretch in between (statistic, begin,
-    end) of one series."""
+    """Returns the best single split (statistic, index) and the best inner stretch (statistic,
+    begin, end)."""
     n = len(ranks)
     sums, deviation = _sums(ranks)
     single = max(
@@ -129,8 +128,8 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """What the two statistics exceed in half of FALSE_ALARM_RATE of shuffled series each; ranks
-    make them depend on `n` alone."""
+    """Returns the critical value of each statistic at half of FALSE_ALARM_RATE. With ranks they
+    depend on `n` alone."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(

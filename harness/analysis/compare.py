@@ -1,5 +1,4 @@
-"""Two runs, two folders or two cells of one run -> what became slower or faster, fails, is missing,
-needs more memory."""
+"""Comparison of two runs, folders, or cells of one run."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from harness.spec.errors import UsageError
 
 
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
-    """B (second) against A (first), cell by cell.
+    """Compares B (second) with A (first), cell by cell.
 
-    Raises UsageError where they have no cell in common.
+    Raises UsageError if they have no cell in common.
     """
     cells = joined([*first.cells, *second.cells])
     before, after = _by_id(cells[: len(first.cells)]), _by_id(cells[len(first.cells) :])
@@ -51,7 +50,7 @@ def _by_id(cells: Iterable[MeasuredCell]) -> dict[str, list[MeasuredCell]]:
 def compare_cells(
     run: str, pairs: Iterable[tuple[MeasuredCell, MeasuredCell]], names: tuple[str, str]
 ) -> RunComparison:
-    """Cells of one run against each other, by the ratio within its rounds."""
+    """Compares cells of one run by the ratio within its rounds."""
     lines = []
     for first, second in pairs:
         line = _line(first, second)
@@ -68,7 +67,7 @@ def compare_cells(
 
 
 def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
-    """Regressions first, then by kind; of one kind the largest loss first."""
+    """Returns regressions first, then by kind, the largest loss first."""
 
     def order(line: ComparedCell) -> tuple[bool, int, float]:
         ratio = line.throughput.ratio if line.throughput else 0.0
@@ -78,12 +77,12 @@ def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
 
 
 def _why(cell: MeasuredCell) -> str:
-    """`failed: rank 1 broke`."""
+    """Returns text such as `failed: rank 1 broke`."""
     return f"{cell.result.outcome}: {cell.result.outcome_reason}"
 
 
 def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> list[ComparedCell]:
-    """A cell's lines: one for each hardware that both sides have it on."""
+    """Returns a cell's lines, one for each hardware that both sides share."""
     if not after:
         was = before[-1]
         if was.ok:
@@ -103,7 +102,7 @@ def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> lis
 
 
 def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
-    """One cell on equal hardware: parity and failures decide first, speed second."""
+    """Compares one cell on equal hardware: parity and failures first, then speed."""
     if was.ok and now.ok:
         speed = compared(now.result, was.result)
         if speed is None:
@@ -114,7 +113,7 @@ def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
 
 
 def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
-    """Peak memory of B over A; None where it is unknown or was measured in another way."""
+    """Returns peak memory of B over A; None if unknown or measured by different methods."""
     if was.result.memory_method != now.result.memory_method:
         return None
     before, after = was.result.peak_by_round, now.result.peak_by_round
@@ -124,7 +123,7 @@ def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
 
 
 def _change(was: MeasuredCell, now: MeasuredCell) -> tuple[Kind, str]:
-    """What became of a cell that is not ok on both sides, with the reason."""
+    """Returns kind and reason for a cell that is not ok on both sides."""
     before, after = was.result.outcome, now.result.outcome
     if now.ok:
         return "mended", f"was {_why(was)}"

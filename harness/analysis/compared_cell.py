@@ -1,4 +1,4 @@
-"""What became of one cell from one run to another."""
+"""Comparison of one cell between two runs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """What became of one cell: B, the second, against A, the first."""
+    """Comparison of one cell: B, the second, against A, the first."""
 
     kind: Kind
     cell_name: str
     first: MeasuredCell | None
     second: MeasuredCell | None
     reason: str = ""
-    """In words; empty where the throughputs are compared."""
+    """Explanation; empty if the throughputs are compared."""
     throughput: Comparison | None = None
-    """B over A."""
+    """Throughput of B over A."""
     memory: Comparison | None = None
-    """The same of peak memory. None: unknown, or measured in another way."""
+    """Peak memory of B over A; None if unknown or measured by different methods."""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -59,7 +59,7 @@ class ComparedCell:
 
     @property
     def verdict(self) -> str:
-        """What became of its throughput and its memory, in words."""
+        """Description of the change in throughput and memory."""
         alone = self.throughput is not None and self.throughput.low is None
         verdict = f"{self.kind}{' (one trial: no interval)' if alone else ''}"
         if self.memory_verdict in (None, "no difference seen"):
@@ -68,7 +68,7 @@ class ComparedCell:
 
     @property
     def disturbed(self) -> list[str]:
-        """`A, trial 2: 1.30 cores used by others` for each trial that something disturbed."""
+        """Text such as `A, trial 2: 1.30 cores used by others` for each disturbed trial."""
         return [
             f"{name}, {trial}"
             for name, cell in (("A", self.first), ("B", self.second))

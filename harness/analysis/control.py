@@ -1,9 +1,9 @@
-"""What the control of a run's trials takes out of their step times.
+"""Adjustment of step times by the control.
 
-Between steps each rank computes a small fixed piece (harness/worker/control.py), whose time moves
-with the machine's speed. The logarithm of a trial's step time is regressed on those of the control
-(control variates: Lavenberg and Welch, Management Science 27, 1981), with coefficients that all
-cells of a run share.
+Between steps each rank computes a small fixed piece (harness/worker/control.py), whose time follows
+the machine's speed. The logarithm of a trial's step time is regressed on those of the control
+(control variates: Lavenberg and Welch, Management Science 27, 1981). All cells of a run share the
+coefficients.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_WINDOWS = 12
-"""Fewer, beyond one for each cell, say nothing of a coefficient."""
+"""Fewest windows, beyond one per cell, from which coefficients can be estimated."""
 LEAST_LAUNCHES = 40
-"""With so many launches, beyond one for each cell, the coefficients are those between whole
-launches. The control's own noise, which averages out over a launch, makes those between windows of
-a few steps too small."""
+"""Number of trials, beyond one per cell, from which coefficients are fitted between whole trials.
+Over windows of a few steps the control's own noise does not average out and makes them too
+small."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some timed steps in a row: logarithms of seconds."""
+    """Consecutive timed steps, in logarithms of seconds."""
 
     step: float
     control: float
-    """Mean over the ranks."""
+    """Mean control time of the ranks."""
     slowest: float
-    """Of the rank whose control took longest."""
+    """Control time of the slowest rank."""
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """By which powers of the control's times the step times are divided."""
+    """Powers of the control times by which step times are divided."""
 
     control: float
     slowest: float
     spread_before: float
-    """Standard deviation of the logarithm of a cell's step time between its launches."""
+    """Standard deviation of a cell's log step time between trials."""
     spread_after: float
 
     @property
@@ -48,11 +48,11 @@ class Adjustment:
 
     @property
     def spreads(self) -> tuple[float, float]:
-        """Before and after."""
+        """Spreads before and after."""
         return self.spread_before, self.spread_after
 
     def of(self, window: Window, usual: Window) -> float:
-        """What is taken off the logarithm of a step time; `usual`: the control's usual times."""
+        """Returns what is subtracted from a log step time. `usual`: the control's usual times."""
         return self.control * (window.control - usual.control) + self.slowest * (
             window.slowest - usual.slowest
         )
@@ -62,7 +62,6 @@ NONE = Adjustment(0.0, 0.0, 0.0, 0.0)
 
 
 def mean_window(windows: Sequence[Window]) -> Window:
-    """Several windows as one."""
     return Window(
         *(
             statistics.fmean(values)
@@ -72,7 +71,7 @@ def mean_window(windows: Sequence[Window]) -> Window:
 
 
 def usual_control(windows: Sequence[Window]) -> Window:
-    """The control's median times."""
+    """Returns the control's median times."""
     return Window(
         0.0,
         statistics.median(w.control for w in windows),
@@ -81,10 +80,10 @@ def usual_control(windows: Sequence[Window]) -> Window:
 
 
 def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
-    """The adjustment that the launches of a run say is best.
+    """Returns the best adjustment for a run's trials.
 
-    `cells`: by cell the windows of each of its launches. It is NONE where there are too few of
-    them, and where the cells' launches spread no less with it.
+    `cells`: the windows of each trial by cell. The adjustment is zero if there are too few windows,
+    or if it does not reduce the spread between trials.
     """
     import numpy as np
 
@@ -121,8 +120,8 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
 def _spread(
     cells: Mapping[Hashable, Sequence[Sequence[Window]]], adjustment: Adjustment
 ) -> float | None:
-    """Standard deviation between the launches of a cell, pooled over the cells; None where none has
-    two launches."""
+    """Returns the standard deviation between a cell's trials, pooled over cells; None if no cell
+    has two trials."""
     squares, degrees = 0.0, 0
     zero = Window(0.0, 0.0, 0.0)
     for launches in cells.values():

@@ -1,4 +1,4 @@
-"""Was a trial disturbed by something else on the machine?"""
+"""Detection of trials disturbed by something else on the machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 from harness.host.gpu_record import GpuRecord
 
 DISTURBED_CORES = 0.25
-"""Foreign load above which a trial is marked: the kernel counts in ticks of 10 ms, which short
-trials see as up to 0.2 cores."""
+"""Load of other processes, in cores, above which a trial is marked. The kernel counts in ticks of
+10 ms, which short trials see as up to 0.2 cores."""
 
 
 QUIET = 0.8
@@ -23,7 +23,7 @@ CAUSES: dict[Cause, str] = {
     "shared": "another process was on its GPUs beside",
     "throttled": "heat, hardware or a lowered power limit held its GPUs back in",
 }
-"""What can disturb a trial, in words that a number of trials follows."""
+"""Description of each cause, to be followed by a number of trials."""
 
 
 def disturbances(
@@ -32,7 +32,7 @@ def disturbances(
     idle_after: float | None,
     gpus: GpuRecord | None = None,
 ) -> tuple[Cause, ...]:
-    """What disturbed a trial before, during or after it; unknown is not held against it."""
+    """Returns what disturbed a trial before, during or after it; unknown values are ignored."""
     idle = [share for share in (idle_before, idle_after) if share is not None]
     busy = (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET
     causes: set[Cause] = {finding.cause for finding in gpus.findings()} if gpus else set()
@@ -47,5 +47,4 @@ def disturbed(
     idle_after: float | None,
     gpus: GpuRecord | None = None,
 ) -> bool:
-    """Whether something disturbed a trial."""
     return bool(disturbances(foreign_cores, idle_before, idle_after, gpus))

@@ -1,7 +1,7 @@
-"""What turning one thing on does to throughput and memory: alone, and together with others.
+"""Effects of single features on throughput and memory, alone and combined.
 
-Cells that differ in one axis only are compared pair by pair. Alone: against the baseline, which has
-everything off. Together: the mean over all such pairs, whatever else is on in both.
+Cells that differ in one axis only are compared in pairs. Alone: against the baseline, which has
+everything off. Together: the mean over all such pairs, whatever else both have on.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from harness.analysis.setting import SETTING
 from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, ratio
 
 AXES = ("strategy", "precision", "micro_batches", "recompute", "compile", "optimizer", "arithmetic")
-"""What can be turned on; each has the value that it has in the baseline, and others."""
+"""Features that can be on or off; off is the baseline's value."""
 _FIXED = tuple(name for name in SETTING if name not in ("workload", "precision", "optimizer"))
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change does. Ratios are those of cells with it over cells without."""
+    """Effect of one feature, as ratios of cells with it over cells without."""
 
     axis: str
     value: str
-    """As a reader writes it: `recompute=full`."""
+    """Display text such as `recompute=full`."""
     pairs: int
-    """Cells with it that have a twin without."""
+    """Number of cells with the feature that have a twin without it."""
     alone: Comparison | None
-    """Of the throughput, where all else is as in the baseline; None where that was not measured."""
+    """Throughput ratio with all else as in the baseline; None if not measured."""
     alone_memory: float | None
-    """Of the peak memory."""
+    """Peak memory ratio with all else as in the baseline."""
     together: Comparison
-    """Of the throughput, mean over all pairs."""
+    """Mean throughput ratio over all pairs."""
     together_memory: float | None
 
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects in one setting, and the best combinations."""
+    """Effects in one setting, and the best combinations."""
 
     baseline: CellResult
     effects: tuple[Effect, ...]
-    """Those that speed up most first."""
+    """Effects, the largest speedup first."""
     fastest: CellResult
     smallest: CellResult
-    """The one that needs least memory."""
+    """Cell that needs least memory."""
 
 
 Identity = tuple[tuple[str, str], ...]
-"""Axis and value."""
+"""Pairs of axis and value."""
 
 
 def axes_of(cell: CellResult) -> dict[str, str]:
-    """The value of each axis."""
+    """Returns the value of each axis."""
     suffixes = cell.workload.partition("+")[2]
     return {
         "strategy": _strategy(cell),
@@ -71,7 +71,7 @@ def axes_of(cell: CellResult) -> dict[str, str]:
 
 
 def _strategy(cell: CellResult) -> str:
-    """Its strategy, options and launcher: the label without what has an axis of its own."""
+    """Returns the label without parts that have their own axis."""
     head, bracket, inside = cell.label.partition("(")
     shown = [
         part
@@ -84,7 +84,8 @@ def _strategy(cell: CellResult) -> str:
 
 
 def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
-    """Of each model and machine on which several things were turned on, one by one and together."""
+    """Returns the effects for each model and machine on which features were turned on alone and
+    together."""
     places: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
@@ -152,9 +153,11 @@ def _effect(
 
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
-    """The geometric mean of the pairs' ratios of throughput, with the larger of two errors: what
-    the pairs' own are, and what their scatter says, as an effect is not the same everywhere. The
-    scatter of two pairs says nothing of its own; the interval then has both pairs' in it."""
+    """Returns the geometric mean of the pairs' throughput ratios.
+
+    Its error is the larger of the pairs' errors and their scatter, since an effect varies between
+    pairs. Two pairs are too few for a scatter, so the interval then spans both pairs' intervals.
+    """
     known = [
         (cell.log_throughput, twin.log_throughput)
         for cell, twin in pairs

@@ -1,4 +1,4 @@
-"""The throughput of each cell of a run, estimated with what its other cells tell of the noise."""
+"""Throughput estimates of a run's cells, with noise pooled over all of them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from harness.analysis.stats import LogEstimate
 from harness.record.trial import TrialRecord
 
 FIRST_VERSION = 8
-"""Of the schema: runs recorded before are shown as they were then."""
+"""First schema version with estimates; older runs are shown as they were then."""
 
 
 @dataclass(frozen=True)
 class RunEstimates:
-    """What is estimated of a run's cells."""
-
     cells: Mapping[str, LogEstimate] = field(default_factory=dict)
-    """Logarithm of the throughput, samples per second, by cell id."""
+    """Logarithm of samples per second, by cell id."""
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """Throughput by cell id and number of trial, adjusted by the control."""
+    """Samples per second by cell id and trial number, adjusted by the control."""
     adjustment: Adjustment = NONE
-    """Of cells that keep nothing on a disk and have a core for each rank."""
+    """Adjustment of cells without offloading to disk and with a core for each rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
-    """Of the trials of one run that have a throughput, one record for each; empty for a run of an
-    older version."""
+    """Returns the estimates of one run; empty for older schema versions.
+
+    `finished`: one record for each trial that has a throughput.
+    """
     if not finished or min(trial.schema_version for trial in finished) < FIRST_VERSION:
         return RunEstimates()
     windows = [windows_of(trial) for trial in finished]
@@ -80,7 +80,7 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
 def _moderated(
     logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]], cells: Set[str]
 ) -> dict[str, Spread]:
-    """The spreads of these cells, by id, moderated over them; `steps`: of each launch."""
+    """Returns the moderated spreads of these cells by id. `steps`: number for each trial."""
     logs = {cell_id: values for cell_id, values in logs.items() if cell_id in cells}
     own = [
         Spread(
@@ -94,12 +94,12 @@ def _moderated(
 
 
 def steps_of(trial: TrialRecord) -> int:
-    """All steps of a trial that ended well, as far as its record says; at least 1."""
+    """Returns the recorded number of steps of a trial that ended well; at least 1."""
     return max(1, trial.steps_taken or len(trial.losses))
 
 
 def windows_of(trial: TrialRecord) -> list[Window]:
-    """Of a trial with a control."""
+    """Returns the windows of a trial; empty without a control."""
     columns = (
         trial.window_step_seconds,
         trial.window_control_seconds,
@@ -109,12 +109,12 @@ def windows_of(trial: TrialRecord) -> list[Window]:
 
 
 class _Kind(NamedTuple):
-    """Trials whose times move alike with the speed of the cores."""
+    """Trials whose times respond alike to the speed of the cores."""
 
     on_disk: bool
-    """What waits for a disk does not move with it."""
+    """Whether it waits for a disk, which core speed does not affect."""
     oversubscribed: bool
-    """Where ranks share cores, one waits for the other's turn."""
+    """Whether ranks share cores, so that they wait for each other."""
 
 
 def _kind(trial: TrialRecord) -> _Kind:
@@ -122,7 +122,7 @@ def _kind(trial: TrialRecord) -> _Kind:
 
 
 def _computing(trial: TrialRecord) -> Hashable:
-    """What decides how long a control takes on a machine at rest."""
+    """Returns what determines the control's time on an idle machine."""
     shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
     return *shape, trial.oversubscribed
 
@@ -130,7 +130,7 @@ def _computing(trial: TrialRecord) -> Hashable:
 def _together(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, list[Window]]:
-    """The windows of trials with the same control."""
+    """Returns the windows of trials, grouped by control."""
     together: dict[Hashable, list[Window]] = {}
     for trial, own in zip(trials, windows, strict=True):
         if own:
@@ -141,7 +141,7 @@ def _together(
 def _launches(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, list[Sequence[Window]]]:
-    """By cell the windows of its launches."""
+    """Returns the windows of each trial, by cell."""
     launches: dict[Hashable, list[Sequence[Window]]] = {}
     for trial, own in zip(trials, windows, strict=True):
         launches.setdefault(trial.cell_id, []).append(own)

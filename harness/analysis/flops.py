@@ -1,5 +1,4 @@
-"""How many floating-point operations does the model need, and what share of the device's peak is
-that?"""
+"""Model FLOPs, and their share of the device's peak."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ FORMULA = (
 def mfu(
     flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
 ) -> float | None:
-    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), a fraction; None where the peak
-    is unknown."""
+    """Returns the model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), a fraction; None if
+    the peak is unknown."""
     if flops_per_step is None or peak is None or step_seconds <= 0:
         return None
     return flops_per_step / step_seconds / (devices * peak)
 
 
 def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
-    """FLOP/s of one device that a trial's utilization is a share of; None where it is unknown."""
+    """Returns the FLOP/s of one device at utilization 1; None if unknown."""
     if not (utilization and trial.flops_per_step and trial.samples_per_second):
         return None
     steps_per_second = trial.samples_per_second / trial.global_batch

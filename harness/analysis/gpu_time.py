@@ -1,4 +1,4 @@
-"""Where a GPU's step goes, and how long its arithmetic would take at the card's own rate."""
+"""Breakdown of a GPU's step time, including its arithmetic at the measured rate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PARTS = {
     "copy": "copies between host and device",
     "idle": "idle, waiting for the host",
 }
-"""Names of the parts, and what they are called. `matmul` is the one part where the measured rate is
-unknown, else the first two are."""
+"""Display name of each part. `matmul` is used if the measured rate is unknown, else the first
+two."""
 _LEAST_SHARE = 0.005
 
 
@@ -30,18 +30,18 @@ class GpuTime:
     """Parts of a step of one cell, mean of the ranks."""
 
     step_seconds: float
-    """Without what the profiler adds."""
+    """Step time without the profiler's overhead."""
     seconds: Mapping[str, float]
-    """By name of the part; they sum to the step."""
+    """Seconds by name of the part; they sum to the step."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the step, as fractions."""
+        """Fractions of the step, by name of the part."""
         return {name: seconds / self.step_seconds for name, seconds in self.seconds.items()}
 
     @property
     def sentence(self) -> str:
-        """What the step consists of, the gap's largest part first."""
+        """Description of the step, the gap's largest part first."""
         shares = self.shares
         first = AT_RATE if AT_RATE in shares else "matmul"
         gap = sorted((name for name in shares if name != first), key=lambda name: -shares[name])
@@ -53,12 +53,12 @@ class GpuTime:
 def gpu_time(
     profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
 ) -> GpuTime | None:
-    """The parts of a profiled step; None if no GPU was profiled.
+    """Returns the parts of a profiled step; None if no GPU was profiled.
 
-    The profiler delays the host: what its step is longer than a plain one is taken out of the idle
-    time, as far as there is any. `flops_per_device`: of the model, per step; `matmul_rate`: FLOP/s
-    that the device reached. The model's FLOPs include those of attention, so attention's kernels
-    are part of the gap, and slower matrix products are what goes beyond the time of all FLOPs.
+    `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s that the device reached. The
+    profiler delays the host, so its overhead is subtracted from the idle time, as far as possible.
+    Model FLOPs include attention, so attention kernels belong to the gap. Slower matrix products
+    are the matrix time beyond that of all FLOPs.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):

@@ -1,4 +1,4 @@
-"""The hardware of a run, as far as times depend on it."""
+"""Hardware of a run, as far as it affects times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from harness.record.run import RunRecord
 
 _SAME_MEMORY = 0.02
-"""Kernels of one machine differ in what they keep for themselves."""
+"""Relative tolerance: kernels on the same machine reserve different amounts."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What must be equal for times to be compared."""
+    """Properties that must be equal for times to be comparable."""
 
     host: str
     cpu_model: str | None
@@ -26,13 +26,13 @@ class Hardware:
     gpus: tuple[str, ...]
     gpu_memory_bytes: float | None
     power_limits: tuple[str, ...] | None = None
-    """Of each GPU in words; None: unknown, as before schema version 7."""
+    """Text for each GPU; None if unknown, as before schema version 7."""
     ecc: tuple[str, ...] | None = None
-    """The same of error correction, which takes some of the memory's speed."""
+    """Error correction of each GPU, `on` or `off`, which costs memory speed; None if unknown."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:
-        """The hardware of a run's host."""
+        """Returns the hardware of a run's host."""
         limits, ecc = _settings(run.gpu_facts)
         return cls(
             run.host,
@@ -46,9 +46,9 @@ class Hardware:
         )
 
     def difference(self, other: Hardware, device: str) -> str:
-        """Why times on the two say nothing of each other; empty where they are equal.
+        """Returns why times on the two are not comparable; empty if they are.
 
-        GPUs matter to cells on GPUs only.
+        GPUs matter only to cells on GPUs.
         """
         if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
             return "other hosts, whose CPU models are unknown"
@@ -87,8 +87,8 @@ class Hardware:
 
 
 def _settings(facts: str | None) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Power limit and error correction of each GPU in words, from a run's `gpu_facts`; None where
-    one is unknown."""
+    """Returns power limit and error correction of each GPU as text, from `gpu_facts`; None for an
+    unknown one."""
     gpus = json.loads(facts) if facts else []
     limits = [gpu["power_limit_watts"] for gpu in gpus]
     ecc = [gpu["ecc"] for gpu in gpus]
@@ -103,5 +103,5 @@ def _apart(size: float, other: float) -> bool:
 
 
 def _gpu_words(gpus: Sequence[str] | None) -> str:
-    """Each kind once, with its number."""
+    """Returns each kind with its count."""
     return ", ".join(f"{count} x {name}" for name, count in Counter(gpus or ()).items()) or "none"

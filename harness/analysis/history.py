@@ -1,4 +1,4 @@
-"""A cell's figure over many runs on equal hardware, and where it changed for good."""
+"""History of a cell over runs on equal hardware, with its lasting changes."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 Figure = Literal["throughput", "memory"]
 
 SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EFFECT}
-"""Relative change of the level that counts."""
+"""Smallest relative change of the level that counts."""
 MOST_RUNS = 250
-"""Older runs of a cell are left out."""
+"""Most runs of a cell in its history, the newest."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run's figure of a cell."""
+    """One run's measurement of a cell."""
 
     run_id: str
     started_at: datetime
     value: Estimate
     change: float | None = None
-    """Where a new level begins: the relative change of the median from the level before."""
+    """Relative change of the median if a new level begins here."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A cell's figure over its runs, oldest first, on the hardware of the newest."""
+    """Measurements of a cell over its runs, oldest first, on the newest run's hardware."""
 
     cell_id: str
     cell_name: str
     figure: Figure
     points: tuple[Point, ...]
     elsewhere: int = 0
-    """Runs on other hardware, or with another method of measuring memory, left out."""
+    """Number of runs left out for other hardware or another memory method."""
     failed: int = 0
-    """Runs in which the cell failed, diverged or was not verified, left out."""
+    """Number of runs left out because the cell failed, diverged or was not verified."""
 
     @property
     def newest(self) -> Point:
@@ -89,7 +89,7 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """One series for each cell that has a figure, in the order in which the cells first occur.
+    """Returns one series for each measured cell, in order of first occurrence.
 
     `cells`: oldest run first.
     """
@@ -100,7 +100,7 @@ def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
 
 
 def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
-    """The series of one cell, from its results in all runs; None where it has no figure."""
+    """Returns the series of one cell from all its runs; None without a measurement."""
     good = [cell for cell in every if cell.ok and _by_round(cell, figure)]
     if not good:
         return None
@@ -129,7 +129,7 @@ def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool
 
 
 def method(figure: Figure) -> dict[str, str]:
-    """How changes are marked: every format says this."""
+    """Returns how changes are detected, for every output format."""
     return {
         "Value": "median over a run's trials; the interval is of 95 %",
         "Test": METHOD,

@@ -1,4 +1,4 @@
-"""A trial's loss at each step, from those of its ranks, and the steps that were trained again."""
+"""Losses of a trial by step, from its ranks, including steps trained again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Mean loss of each step over the ranks that have one (equal shares of the batch).
+    """Returns the mean loss of each step over the ranks that have one (equal shares of the batch).
 
     `ranks`: the losses of each rank, by step.
     """
@@ -21,27 +21,27 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Pass:
-    """Consecutive steps of a training, up to where its state was set back, or to its end."""
+    """Consecutive steps, up to a rewind of the state or to the end."""
 
     first: int
-    """Training step that it begins with; 0 where nothing was set back yet."""
+    """Training step that it begins with; 0 before any rewind."""
     losses: tuple[float | None, ...]
 
     def before(self, step: int) -> tuple[float | None, ...]:
-        """The losses of its steps before that training step."""
+        """Returns the losses before that training step."""
         return self.losses[: max(0, step - self.first)]
 
     def since(self, step: int) -> tuple[float | None, ...]:
-        """The losses of its steps from that training step on."""
+        """Returns the losses from that training step on."""
         return self.losses[max(0, step - self.first) :]
 
 
 def passes(
     losses: Sequence[float | None], training_steps: Sequence[int | None]
 ) -> tuple[Pass, ...]:
-    """The losses of a trial, divided where its state was set back.
+    """Returns the losses of a trial, split at each rewind.
 
-    `training_steps`: of each loss; None: as many as there were before it.
+    `training_steps`: step of each loss; None stands for the loss's index.
     """
     steps = [number if step is None else step for number, step in enumerate(training_steps)]
     starts = [i for i, step in enumerate(steps) if i == 0 or step != steps[i - 1] + 1]

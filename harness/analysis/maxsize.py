@@ -1,5 +1,4 @@
-"""What a search for the largest model, or the longest sequence, found for one strategy, and what
-filled the memory."""
+"""Results of a search for the largest model or longest sequence of one strategy."""
 
 from __future__ import annotations
 
@@ -12,92 +11,90 @@ from harness.record.search import KINDS
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank held when it ran out of memory, in bytes (see harness/measure/oom.py)."""
+    """Memory of a rank when it ran out, in bytes (see harness/measure/oom.py)."""
 
     in_use: float
-    """In all."""
+    """Total."""
     kinds: Mapping[str, float]
-    """States by kind."""
+    """Model states by kind."""
     other: float = 0.0
-    """Other tensors."""
     stacks: float = 0.0
-    """Stacks of threads."""
+    """Thread stacks."""
     buffers: Mapping[str, float] = field(default_factory=dict)
-    """The library's by name."""
+    """Library buffers by name."""
     largest: tuple[str, ...] = ()
-    """The largest of the other tensors, in words."""
+    """Descriptions of the largest other tensors."""
 
 
 @dataclass(frozen=True)
 class MaxsizeResult:
-    """What the search found for one strategy: a row of the table."""
+    """Row of the table: the search result of one strategy."""
 
     label: str
     status: str
-    """found, none fits, all fit, unfinished, stopped (a probe failed for another reason than
-    memory), unavailable, refused."""
+    """One of found, none fits, all fit, unfinished, stopped (a probe failed for a reason other than
+    memory), unavailable and refused."""
     reason: str
     workload: str
     budget: int
     tokens: bool = False
-    """Whether sequences grew, and the sizes below are tokens; else the model did, and they are
-    parameters."""
+    """Whether the search varies the sequence length; sizes are then tokens, else parameters."""
     step: int | None = None
     """Parameters of one search step."""
     parameters: int | None = None
-    """Of the largest model that trains."""
+    """Size of the largest model that trains."""
     next_parameters: int | None = None
-    """Of the smallest that does not."""
+    """Size of the smallest model that does not train."""
     predicted: int | None = None
-    """Parameters that the formula's states allow."""
+    """Parameters that fit by the formula."""
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the fullest rank between steps, by kind."""
     buffers: Mapping[str, int] = field(default_factory=dict)
-    """The library's by name."""
+    """Library buffers in bytes, by name."""
     failed_in: str | None = None
-    """What the smallest model that does not train ran out of memory in."""
+    """Operation in which the smallest model that does not train ran out of memory."""
     failure: str = ""
-    """How it failed otherwise, though only under the limit."""
+    """Any other failure of that model, if it occurs only under the limit."""
     holding: Holding | None = None
-    """What a rank held then."""
+    """Memory of a rank at that point."""
     formula: Mapping[str, float] = field(default_factory=dict)
-    """What the formula gives for that model."""
+    """Bytes by kind for that model, by the formula."""
     probes: int = 0
     seconds: float = 0.0
 
     @property
     def largest_model(self) -> str:
-        """`50.1M`, `4096 tokens`, or what stands in its place."""
+        """Text such as `50.1M` or `4096 tokens`; the status if nothing trains."""
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
-        """A size in words: parameters, or tokens."""
+        """Returns a size as text, in parameters or tokens."""
         return f"{size} tokens" if self.tokens else millions(size)
 
     def amount(self, size: int) -> str:
-        """The same with its unit."""
+        """Returns a size as text with its unit."""
         return self.text(size) if self.tokens else f"{self.text(size)} parameters"
 
     @property
     def too_large(self) -> str:
-        """The smallest size that does not train."""
+        """Text for the smallest size that does not train."""
         return self.amount(self.next_parameters or 0)
 
     @property
     def ratio(self) -> float | None:
-        """Reached over predicted."""
+        """Largest size over predicted size."""
         return self.parameters / self.predicted if self.parameters and self.predicted else None
 
     @property
     def fill(self) -> dict[str, float]:
-        """What filled the budget where memory ran out, bytes by name: states by kind, then the
-        rest; empty where nothing ran out.
+        """Bytes by name of what filled the budget when memory ran out: states by kind, then the
+        rest. Empty if nothing ran out.
 
-        `temporaries`: what the failed operation freed again, and what it asked for. `rest`:
-        activations that autograd keeps, buffers of C++, Python's heap.
+        `temporaries`: what the failed operation freed, and what it asked for. `rest`: activations
+        that autograd keeps, C++ buffers, Python's heap.
         """
         if self.holding is None:
             return {}
@@ -110,11 +107,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """What takes memory beside ZeRO's model states, largest first: name and bytes, where memory
-        ran out.
-
-        None below 1 % of the budget.
-        """
+        """Name and bytes of memory beyond ZeRO's model states, largest first. Leaves out what is
+        below 1 % of the budget; empty if memory did not run out."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -133,7 +127,7 @@ class MaxsizeResult:
         return sorted(large, key=lambda part: -part[1])
 
     def _expected(self, kind: str) -> float:
-        """Bytes by the formula; gradients may be what it files under library or transient."""
+        """Returns bytes by the formula. Gradients may be what it counts as library or transient."""
         if kind != "gradients":
             return self.formula[kind]
         held = self.holding.kinds["library"] if self.holding else 0.0
@@ -150,7 +144,7 @@ def mebibytes(size: float) -> str:
 
 
 def limits(row: MaxsizeResult) -> str:
-    """Where memory ran out and what filled it beside ZeRO's model states, in words; empty where
+    """Describes where memory ran out and what filled it besides ZeRO's model states; empty if
     nothing ran out."""
     sentences = []
     if row.failed_in:
@@ -172,8 +166,8 @@ def limits(row: MaxsizeResult) -> str:
 
 
 def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
-    """A sentence for every neighbour in a chain that does not reach more than the one before it,
-    with the bytes responsible."""
+    """Returns a sentence for each model in a chain that is no larger than its predecessor, with the
+    bytes responsible."""
     by_label = {row.label: row for row in rows if row.parameters}
     notes = []
     for chain in order:

@@ -1,5 +1,4 @@
-"""The table of a search for the largest model, or the longest sequence, from what was recorded
-alone."""
+"""Table of a search for the largest model or longest sequence, from records alone."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from harness.spec.cell import Cell
 
 
 def maxsize_results(results: Results) -> list[MaxsizeResult]:
-    """What each search in these results found, in the order of its cells."""
+    """Returns the results of each search, in the order of its cells."""
     rows: list[MaxsizeResult] = []
     for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
         plan = Plan.from_row(run)
@@ -36,17 +35,18 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 
 @dataclass(frozen=True)
 class Search:
-    """A search: what it knew before it began, and its trials."""
+    """A search: its predictions and its trials."""
 
     budget: int
     predicted: Mapping[str, Mapping[str, Any]]
-    """By cell: step and size by the formula, activations of the first and of each further step."""
+    """Predictions by cell id: step and size by the formula, activations of the first and of each
+    further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
-    """By cell: the last attempt of each trial, in the order of their attempts."""
+    """Last attempts of each trial by cell id, in the order of attempts."""
     unlimited: Sequence[TrialRecord]
-    """Trials without a limit of memory, of probes that failed for another reason than memory."""
+    """Trials without a memory limit, for probes that failed for a reason other than memory."""
     tokens: int = 0
-    """By which sequences grow in a step; 0: the model grows, by a block."""
+    """Tokens that one step adds to a sequence; 0 if each step adds a block to the model."""
 
     @classmethod
     def of(cls, results: Results, plan: Plan) -> Search:
@@ -63,11 +63,11 @@ class Search:
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
 
     def size(self, trial: TrialRecord) -> int:
-        """Parameters, or tokens of a sequence, whichever grows."""
+        """Returns parameters or tokens of a sequence, whichever the search varies."""
         return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
-        """What was found for one strategy. `cell`: after one step."""
+        """Returns the result of one strategy. `cell`: after one step."""
         trials = self.trials.get(cell.id, ())
         trains = {
             self.size(trial)
@@ -93,7 +93,7 @@ class Search:
         return self._result(cell, status, reason, best, smallest)
 
     def _first(self, trial: TrialRecord) -> bool:
-        """Whether the trial is of one step."""
+        """Returns whether the trial has a single step."""
         return steps_of(Cell(**json.loads(trial.cell)), self.tokens) == 1
 
     def _result(
@@ -104,7 +104,8 @@ class Search:
         best: TrialRecord | None,
         smallest: TrialRecord | None,
     ) -> MaxsizeResult:
-        """`best`: of the largest model that trains; `smallest`: of the smallest that does not."""
+        """Builds a row. `best`: the largest model that trains; `smallest`: the smallest that does
+        not."""
         predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
         buffers = json.loads(best.library_buffers or "{}") if best else {}
         return MaxsizeResult(
@@ -132,8 +133,8 @@ class Search:
         )
 
     def _formula(self, trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
-        """What the formula gives for a trial's states and activations, bytes by kind; empty where
-        there is no formula."""
+        """Returns formula bytes of a trial's states and activations by kind; empty without a
+        formula."""
         columns = {**COLUMNS, "transient": "transient"}
         sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
         if None in sizes.values():
@@ -144,14 +145,14 @@ class Search:
 
 
 def _kept(trial: TrialRecord) -> dict[str, int]:
-    """Bytes of the fullest rank between steps, by kind."""
+    """Returns bytes of the fullest rank between steps, by kind."""
     return {
         kind: max(getattr(trial, f"{column}_bytes"), default=0) for kind, column in COLUMNS.items()
     }
 
 
 def _holding(text: str | None) -> Holding | None:
-    """From the column `failed_holding`."""
+    """Parses the column `failed_holding`."""
     held = json.loads(text or "{}")
     if not held:
         return None

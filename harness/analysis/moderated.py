@@ -1,12 +1,11 @@
-"""Spreads of cells with few launches each, moderated over all cells of a run.
+"""Spreads of cells with few trials each, moderated over all cells of a run.
 
-A cell of two launches knows nearly nothing of its own spread. Variances of cells are taken to
-scatter about a common one as a scaled inverse chi-square with so many degrees of freedom (Smyth,
-Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular
-Biology 3 (2004), section 3), which depends on how much a launch of a cell averages: as the power of
-a covariate (Law, Chen, Shi and Smyth, voom, Genome Biology 15 (2014), R29, with a straight line in
-the place of their curve). All are estimated from the run by maximum likelihood: ratios of variances
-follow Fisher's F distribution.
+Two trials say almost nothing about a cell's spread. Variances of cells are assumed to scatter about
+a common one as a scaled inverse chi-square (Smyth, Linear models and empirical Bayes methods,
+Statistical Applications in Genetics and Molecular Biology 3 (2004), section 3). The common variance
+depends on the number of steps a trial averages, as a power of a covariate (Law, Chen, Shi and
+Smyth, voom, Genome Biology 15 (2014), R29, with a straight line instead of their curve). All are
+estimated from the run by maximum likelihood: ratios of variances follow Fisher's F distribution.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEWEST_FOR_PRIOR = 3
-"""Cells with a spread of their own; of fewer all are pooled."""
+"""Fewest cells with a spread for a prior; fewer are pooled."""
 FEWEST_FOR_TREND = 12
-"""Of fewer the common variance is the same for all."""
+"""Fewest cells for a trend; with fewer the common variance is constant."""
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
-"""Bounds of the estimated degrees of freedom of the common variance."""
+"""Bounds on the estimated degrees of freedom of the common variance."""
 STEEPEST = 2.0
-"""Bound of the power."""
+"""Bound on the absolute power."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A variance, and with how many degrees of freedom it is known."""
+    """A variance with its degrees of freedom."""
 
     variance: float
     degrees: float
     averaged: float = 1.0
-    """What a launch is the mean of: its timed steps."""
+    """Number of timed steps that a trial averages."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,22 @@ class Prior:
     """The common variance of a run's cells."""
 
     variance: float
-    """Where `averaged` is 1."""
+    """Variance at `averaged` 1."""
     degrees: float
-    """Infinite: cells do not differ in their variances beyond it."""
+    """Degrees of freedom; infinite if the cells' variances do not differ beyond the prior."""
     power: float = 0.0
-    """Of `averaged`, by which the variance grows: -1 where steps are independent."""
+    """Power of `averaged` by which the variance grows: -1 if steps are independent."""
 
     def of(self, spread: Spread) -> float:
-        """The common variance of cells that average so much."""
+        """Returns the common variance of cells with this `averaged`."""
         return float(self.variance * spread.averaged**self.power)
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Each cell's variance drawn towards the common one, in the cells' order.
+    """Returns each cell's variance, shrunk towards the common one, in the cells' order.
 
-    Cells without a degree of freedom get the common one. Where fewer than three cells have some,
-    there is nothing to learn from: all are pooled.
+    Cells without a degree of freedom get the common variance. If fewer than three cells have any,
+    all are pooled.
     """
     common = prior(spreads)
     if common is None:
@@ -81,7 +80,7 @@ def moderated(spreads: Sequence[Spread]) -> list[Spread]:
 
 
 def prior(spreads: Sequence[Spread]) -> Prior | None:
-    """The common variance; None where no cell has a variance."""
+    """Returns the common variance; None if no cell has a variance."""
     known = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
     if not known:
         return None
@@ -104,7 +103,7 @@ def _most_likely(known: Sequence[Spread]) -> Prior:
     with_trend = len(known) >= FEWEST_FOR_TREND and float(np.ptp(logs)) > math.log(2)
 
     def unlikely(parameters: NDArray[np.float64]) -> float:
-        """Less the logarithm of the likelihood, but for what does not depend on the parameters."""
+        """Returns the negative log-likelihood, up to a constant."""
         level, log_degrees, power = (*map(float, parameters), 0.0)[:3]
         if not math.log(LEAST_DEGREES) <= log_degrees <= math.log(MOST_DEGREES):
             return math.inf

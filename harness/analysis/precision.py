@@ -1,4 +1,4 @@
-"""How well a run knows its throughputs, and whose interval is still too wide."""
+"""Precision of a run's throughputs, and cells whose intervals are still too wide."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEDIAN_WANTED, NINE_IN_TEN_WANTED = 0.04, 0.08
-"""Half widths that a run launches its cells again for, as long as it has time."""
+"""Half widths that a run aims for by adding trials while it has time."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How well a run knows its cells' throughputs over their baseline's: half widths of the 95 %
-    intervals, as fractions of the ratios."""
+    """Half widths of the 95 % intervals of throughput over the baseline's, as fractions of the
+    ratios."""
 
     cells: int
     median: float
     nine_in_ten: float
-    """Nine of ten cells have at most this."""
+    """Half width that nine in ten cells do not exceed."""
 
     @property
     def enough(self) -> bool:
-        """Whether throughputs are known as well as is wanted."""
         return self.median <= MEDIAN_WANTED and self.nine_in_ten <= NINE_IN_TEN_WANTED
 
     @property
@@ -46,8 +45,8 @@ class Precision:
 
 
 def precision(cells: Sequence[CellResult]) -> Precision | None:
-    """Of a run: over verified cells with a core for each rank and a baseline in their setting; None
-    where there is none."""
+    """Returns the precision over verified cells with a core for each rank and a baseline; None if
+    there are none."""
     widths = list(_widths_over_baseline(cells).values())
     if not widths:
         return None
@@ -55,8 +54,7 @@ def precision(cells: Sequence[CellResult]) -> Precision | None:
 
 
 def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
-    """Half width of the interval of a cell's throughput over its baseline's, as a fraction of it,
-    by cell id."""
+    """Returns relative half widths of throughput over the baseline's, by cell id."""
     return {
         cell.cell_id: (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
         for cell in cells
@@ -68,11 +66,11 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 
 def not_known_well(cells: Sequence[CellResult]) -> set[str]:
-    """Ids of all cells that are compared with a baseline, and of the baselines, where the run does
-    not know their throughputs as well as is wanted; else none.
+    """Returns the ids of all cells compared with a baseline, and of the baselines, if the run is
+    not precise enough; else none.
 
-    All of them: a cell that is launched again because its own interval happens to be wide would
-    make the intervals of a run too narrow.
+    All cells, because adding trials only where the interval happens to be wide would make a run's
+    intervals too narrow.
     """
     known, among = precision(cells), _widths_over_baseline(cells)
     if known is None or known.enough:
@@ -81,11 +79,10 @@ def not_known_well(cells: Sequence[CellResult]) -> set[str]:
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Ranked cell's id -> half width of its interval over its throughput, where that is above
-    `precision` (a fraction) or trials are too few.
+    """Returns relative half widths by cell id, for ranked cells above `precision` (a fraction) or
+    with too few trials.
 
-    For cells that trained in time slices with others in their setting it is the interval of their
-    ratio (95 % too), the widest of them.
+    Interleaved cells use the widest 95 % interval of their ratios to others in their setting.
     """
     ranked = [cell for cell in cell_results(trials) if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
@@ -96,7 +93,7 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
 
 
 def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
-    """Half width of the cell's interval as a fraction; infinite where it has none."""
+    """Returns the relative half width of the cell's interval; infinite without an interval."""
     comparisons = [
         comparison
         for other in ranked

@@ -1,4 +1,4 @@
-"""Which of two cells is faster."""
+"""Pairwise comparison of cells by throughput."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from harness.analysis.stats import (
 def compared(
     cell: CellResult, other: CellResult, confidence: float | None = None
 ) -> Comparison | None:
-    """The throughput of one cell over another's: within rounds where both are of one run; None
-    where one has no trial.
+    """Returns the throughput of one cell over another's, within rounds if both are of one run; None
+    if either has no trial.
 
     `confidence`: None for that of verdicts.
     """
@@ -34,12 +34,12 @@ def compared(
 
 
 def same(cell: CellResult, other: CellResult) -> bool:
-    """Whether two cells cannot be told apart by their throughput."""
+    """Returns whether two cells are tied in throughput."""
     comparison = compared(cell, other)
     return comparison is None or comparison.verdict == "no difference seen"
 
 
 def alike(ranking: Sequence[CellResult]) -> list[bool]:
-    """For cells in ranking order: whether each cannot be told apart from the one above it."""
+    """Returns, for cells in ranking order, whether each is tied with the one above it."""
     pairs = itertools.pairwise(ranking)
     return [False, *(same(cell, above) for above, cell in pairs)][: len(ranking)]

@@ -1,4 +1,4 @@
-"""A comparison of two runs, two folders or two cells of one run, with how it was decided."""
+"""Comparison of two runs, folders or cells of one run, with its method."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ MEMORY_METHOD = (
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A comparison: B, the second, against A, the first; regressions first."""
+    """Comparison of B, the second, with A, the first; regressions first."""
 
     first: str
     second: str
     lines: tuple[ComparedCell, ...]
     test: str
     differences: tuple[str, ...] = ()
-    """Software that is not the same, in words."""
+    """Descriptions of software that differs."""
 
     @property
     def comparisons(self) -> int:
-        """Of throughput and of peak memory."""
+        """Number of comparisons, of throughput and of peak memory."""
         return sum((line.throughput is not None) + (line.memory is not None) for line in self.lines)
 
     @property
@@ -43,8 +43,8 @@ class RunComparison:
 
     @property
     def headline(self) -> str:
-        """`2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen 12`; of cells
-        of one run, the number of each verdict."""
+        """Text such as `2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen
+        12`; for cells of one run, the number of each verdict."""
         if self.test != RUNS_METHOD:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
@@ -61,7 +61,7 @@ class RunComparison:
 
     @property
     def method(self) -> dict[str, str]:
-        """How it was decided: every format states this."""
+        """How verdicts were reached, for every output format."""
         count, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
         return {
             "Test": self.test,

@@ -1,4 +1,4 @@
-"""Which cells train what one process trains, exactly or up to the rounding of their precision."""
+"""Which cells train the same as one process, exactly or within rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TWIN = ("run_id", *(name for name in (*SERIES, *SETTING) if name not in (*_SIZE
 
 
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the same cells with `same_training` and `fp32_twin` filled in, in the same order.
+    """Returns the same cells, in order, with `same_training` and `fp32_twin` filled in.
 
     `cells`: all of one or several runs, twins included.
     """
@@ -27,7 +27,7 @@ def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _key(cell: CellResult) -> tuple[object, ...]:
-    """What a cell and its twins in fp32 have in common."""
+    """Returns what a cell shares with its fp32 twins."""
     model, _, suffixes = cell.workload.partition("+")
     return (*(getattr(cell, name) for name in _TWIN), model.partition("-")[0], suffixes)
 
@@ -46,8 +46,8 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
 
 
 def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
-    """Returns the parity of the twins that share most sizes with the cell, the first that is not
-    exact; empty if there are none."""
+    """Returns the parity of the twins that share most sizes with the cell, preferring one that is
+    not exact; empty if there are none."""
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell, name) == getattr(twin, name) for name in _SIZES)

@@ -1,4 +1,4 @@
-"""Scaling efficiency: throughput over that of one device, times the number of devices."""
+"""Scaling efficiency: throughput over that of one device times the number of devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.spec.cell import BASELINE
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """The same cells with their scaling efficiencies.
+    """Returns the same cells with their scaling efficiencies.
 
-    Weak scaling compares with one device at the batch that each device has.
+    Weak scaling compares with one device at the batch per device.
     """
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
@@ -51,7 +51,7 @@ class _Efficiency:
 
 
 def _efficiency(cell: CellResult, base: CellResult | None) -> _Efficiency:
-    """With its 95 % interval, where the run has estimates of both."""
+    """Returns the efficiency, with its 95 % interval if the run has estimates of both."""
     if base is None or not base.samples_per_second or cell.samples_per_second is None:
         return _Efficiency()
     value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)

@@ -1,4 +1,4 @@
-"""The results that a comparison is between: those of a run, or the newest ones of a folder."""
+"""Selection of results to compare: a run, or the newest results of a folder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell's result with when and on which hardware its run measured it."""
+    """A cell's result, with the time and hardware of its run."""
 
     result: CellResult
     started_at: datetime
-    """Of the run."""
+    """Start of the run."""
     hardware: Hardware
     cell_id: str
-    """The id under which results are compared, see `joined`."""
+    """Id under which results are compared, see `joined`."""
 
     @property
     def run_id(self) -> str:
@@ -49,7 +49,7 @@ class MeasuredCell:
 
     @property
     def cell(self) -> str:
-        """JSON: the whole cell."""
+        """Whole cell as JSON."""
         return self.result.cell
 
     @property
@@ -64,17 +64,17 @@ class MeasuredCell:
 
     @property
     def peak(self) -> float | None:
-        """Peak memory of the fullest rank, median over trials, bytes."""
+        """Peak memory of the fullest rank in bytes, median over trials."""
         peaks = self.result.peak_by_round.values()
         return statistics.median(peaks) if peaks else None
 
     def comparable(self, other: MeasuredCell) -> bool:
-        """Whether the two were measured on equal hardware."""
+        """Returns whether both were measured on equal hardware."""
         return not self.hardware.difference(other.hardware, self.result.device)
 
 
 def measured(results: Results) -> list[MeasuredCell]:
-    """Every cell's result in every run, oldest run first.
+    """Returns every cell's result in every run, oldest run first.
 
     Searches for the largest model are left out.
     """
@@ -92,16 +92,17 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Whether the run is a search for the largest model, whose trials are no measurements."""
+    """Returns whether the run is a search for the largest model, whose trials are no
+    measurements."""
     return "search" in json.loads(run.plan)
 
 
 def joined(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
-    """The same cells, in which one with an id by the older rule goes by the id of the first newer
-    one that the older rule takes for the same cell.
+    """Returns the same cells, with ids of the older rule replaced by the id of the first newer cell
+    that the older rule equates.
 
-    So a history goes on over the change of rules, and a default that changes after it begins
-    another.
+    A history thus continues across the change of rules, and a default that changes later starts a
+    new one.
     """
     newer: dict[str, str] = {}
     for cell in sorted(cells, key=lambda cell: cell.started_at):
@@ -126,11 +127,11 @@ class RunSelection:
     name: str
     cells: tuple[MeasuredCell, ...]
     software: Mapping[str, tuple[str, ...]]
-    """Versions by name; several where the runs differ."""
+    """Versions by name; several if the runs differ."""
 
 
 def select(name: str, results: Results) -> RunSelection:
-    """One side of a comparison, from the tables of its runs."""
+    """Returns one side of a comparison, from the tables of its runs."""
     newest: list[MeasuredCell] = []
     for cell in reversed(measured(results)):
         if not any(cell.cell_id == new.cell_id and cell.comparable(new) for new in newest):
@@ -166,8 +167,8 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """The run that is meant: its id, a prefix that only it has, `latest`, `latest~1` for the one
-    before; raises UsageError."""
+    """Returns the id of a run given by its id, a unique prefix, `latest`, or `latest~1` for the one
+    before. Raises UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
         store.load()  # raises the error of a folder without runs
@@ -186,7 +187,7 @@ def find_run(store: Store, word: str) -> str:
 
 
 def _latest(store: Store, word: str) -> str:
-    """The run that `latest` or `latest~N` means, searches left out."""
+    """Returns the run that `latest` or `latest~N` means, ignoring searches."""
     back = word.removeprefix("latest").removeprefix("~") or "0"
     passed = 0
     for row in store.newest_rows():
@@ -201,7 +202,7 @@ def _latest(store: Store, word: str) -> str:
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """The runs or folders that are meant, A and B.
+    """Returns the runs or folders A and B.
 
     A folder that holds the other side's run is taken without it. Raises UsageError.
     """
@@ -220,15 +221,15 @@ def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, Run
 
 @dataclass(frozen=True)
 class _Meant:
-    """What a word on the command line means."""
+    """Meaning of a command-line argument."""
 
     folder: Path
     run_id: str | None
-    """None: the whole folder."""
+    """None for the whole folder."""
     results: Results
 
     def selection(self, word: str, other: _Meant) -> RunSelection:
-        """This side; a whole folder without the run that is the other side."""
+        """Returns this side; a whole folder leaves out the run on the other side."""
         results = self.results
         if self.run_id is None and self.folder == other.folder:
             runs, trials = (

@@ -1,4 +1,4 @@
-"""What must be equal for two throughputs to say which strategy is faster."""
+"""Settings: what must be equal to compare strategies by throughput."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on what: two throughputs compare only if all of this is equal."""
+    """What is trained, and on what; only throughputs of equal settings are comparable."""
 
     workload: str
     data: str
@@ -36,7 +36,8 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """`gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens a step`."""
+        """Text such as `gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens
+        a step`."""
         ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
         on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
         threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
@@ -49,26 +50,25 @@ class Setting:
 
 
 SETTING = tuple(field.name for field in fields(Setting))
-"""Names of a setting's fields."""
 SCALED = ("devices", "nodes", "links", "global_batch")
-"""Those of them that scaling changes.
+"""Fields of a setting that scaling changes.
 
-The batch is then compared as it is, or for each device (weak scaling).
+The batch is then compared in total, or per device (weak scaling).
 """
 SERIES = ("strategy", "options", "micro_batches", "recompute", "compile", "launcher")
-"""Fields of a cell: which strategy trains it, and how.
+"""Fields of a cell that say which strategy trains it, and how.
 
-A curve follows one of them over the number of devices.
+A scaling curve has one value of them.
 """
 
 
 def setting(cell: CellResult, without: Collection[str] = ()) -> tuple[object, ...]:
-    """The setting of a cell, but for these fields. Equal settings are equal tuples."""
+    """Returns the setting of a cell as a tuple, without these fields."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
 def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
-    """The cells of each setting, in their order."""
+    """Returns the cells of each setting, in order."""
     groups: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         groups.setdefault(setting(cell), []).append(cell)
@@ -76,31 +76,30 @@ def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
 
 
 def timed(cells: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Returns the cells whose throughput is a measurement, in their order.
+    """Returns the cells whose throughput is a measurement, in order.
 
-    `once`: ids of the cells that the run launches once, for parity alone.
+    `once`: ids of the cells that run once, for parity alone.
     """
     return [cell for cell in cells if cell.cell_id not in once]
 
 
 class GroupSize(NamedTuple):
-    """What decides whether a group of cells in one setting heads its run."""
+    """Criteria for the group of cells, of one setting, that heads its run."""
 
     timed: bool
-    """False if all of its cells are launched once, for parity alone."""
+    """False if all of its cells run once, for parity alone."""
     workload: str
     cells: int
     real: bool
-    """False if all of its cells have more ranks than there are cores."""
+    """False if all of its cells have more ranks than cores."""
     devices: int
 
 
 def heading(groups: Sequence[GroupSize]) -> int | None:
-    """Returns the index of the group that heads a run: one that is timed, of the main workload,
-    with something to compare, on real hardware, on several devices, with most cells; None if there
-    are no groups.
+    """Returns the index of the group that heads a run; None if there are no groups.
 
-    `groups`: those of the main workload first.
+    It prefers, in this order: timed, the main workload, several cells, real hardware, several
+    devices, most cells. `groups`: those of the main workload first.
     """
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [
@@ -111,12 +110,12 @@ def heading(groups: Sequence[GroupSize]) -> int | None:
 
 
 def series(cell: CellResult) -> tuple[object, ...]:
-    """Which strategy trains a cell, with its options."""
+    """Returns which strategy trains a cell, with its options."""
     return tuple(getattr(cell, name) for name in SERIES)
 
 
 def batch(cell: CellResult, regime: str | None = None) -> int:
-    """Samples per step that stay the same over the numbers of devices: all of them (strong
-    scaling), or each device's (weak). `regime`: as if the cell were of this one."""
+    """Returns the samples per step that stay constant over device counts: in total (strong scaling)
+    or per device (weak). `regime`: overrides the cell's."""
     weak = (regime or cell.regime) == "weak"
     return cell.global_batch // cell.devices if weak else cell.global_batch

@@ -1,5 +1,4 @@
-"""Step times -> a trial's figures; trials -> a cell's estimate with its interval; two cells' trials
--> which is faster."""
+"""Statistics of step times, of trials and of comparisons between cells."""
 
 from __future__ import annotations
 
@@ -18,13 +17,14 @@ INTERVAL_METHOD = (
     " 1931), which assumes that launches spread about normally"
 )
 LEAST_TRIALS = 5
-"""Below these no interval is taken for narrow: two launches may agree by chance."""
+"""Fewest trials for an interval to count as narrow: two trials may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
-"""Of ratios within rounds, and between runs."""
+"""Confidence for ratios within rounds, and between runs."""
 ESTIMATES_CONFIDENCE = 0.9985
-"""Of ratios between cells of a run. A cell is compared with 60 others, and at most one run in 20 is
-to have a false alarm: simulated from the noise of three recorded runs (scripts/power.py), 2.6 to
-9.0 % of runs of equals had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
+"""Confidence for ratios between cells of a run. A cell is compared with 60 others, and at most one
+run in 20 should have a false alarm. Simulated from the noise of three recorded runs
+(scripts/power.py), 2.6 to 9.0 % of runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85
+%."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
@@ -50,14 +50,13 @@ TURNS_METHOD = (
     " turn's figure over the geometric mean of the other launch's before and after it"
 )
 SliceRates = Sequence[tuple[float, float]]
-"""When each turn of a launch began, in seconds, ascending, and its throughput."""
+"""Start in seconds, ascending, and throughput of each time slice of a trial."""
 SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure over independent trials: median, 95 % interval (None below two trials), number of
-    trials."""
+    """Median over independent trials with its 95 % interval (None below two trials)."""
 
     value: float
     low: float | None
@@ -78,19 +77,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LogEstimate:
-    """The logarithm of a figure: mean over independent launches, its standard error, and the
-    degrees of freedom with which that is known."""
+    """Mean of a logarithm over independent trials, its standard error and degrees of freedom."""
 
     mean: float
     error: float
     degrees: float
     trials: int
     adjusted: bool = False
-    """Whether what the control saw of the machine's speed was taken out."""
+    """Whether machine speed as seen by the control was taken out."""
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
-        """The figure itself, with an interval of Student's t; without a degree of freedom there is
-        none."""
+        """Returns the value itself, with Student's t interval if there is a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
         half = _students_t((1 + confidence) / 2, self.degrees) * self.error
@@ -102,10 +99,10 @@ class LogEstimate:
 def ratio(
     first: LogEstimate, second: LogEstimate, confidence: float = ESTIMATES_CONFIDENCE
 ) -> Comparison:
-    """One figure over another of the same run.
+    """Returns the ratio of two estimates of the same run.
 
-    Its degrees of freedom are the fewer of both: their spreads were moderated over the same cells,
-    so they do not add up.
+    It uses the smaller number of degrees of freedom. They do not add up, because both spreads were
+    moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
@@ -116,11 +113,11 @@ def ratio(
 
 
 def median_error(trials: int) -> float:
-    """Standard error of the median over that of the mean, of normal values (1 for one and two of
-    them, 1.2533 for many).
+    """Returns the standard error of the median over that of the mean, for normal values (1 for one
+    or two values, 1.2533 for many).
 
-    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360); an even number's
-    median is a mean of two.
+    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360). For an even number
+    the median is a mean of two.
     """
     if trials <= 2:
         return 1.0
@@ -128,20 +125,21 @@ def median_error(trials: int) -> float:
 
 
 def quantile(confidence: float, trials: int) -> float:
-    """Student's t (Biometrika 6, 1908) for a two-sided interval of the mean of that many values."""
+    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean over `trials`
+    values."""
     return _students_t((1 + confidence) / 2, trials - 1)
 
 
 @functools.cache
 def _students_t(share: float, degrees: float) -> float:
-    """Its quantile, as `scipy.stats.t.ppf` has it, whose import takes almost a second."""
+    """Returns the quantile, like `scipy.stats.t.ppf`, whose import takes almost a second."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Median of one value per trial with its interval, see INTERVAL_METHOD."""
+    """Returns the median of one value per trial with its interval, see INTERVAL_METHOD."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -156,8 +154,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One throughput over another: the ratio, its interval (None where there are too few trials),
-    number of rounds."""
+    """Ratio of two throughputs, with its interval (None with too few trials) and number of
+    rounds."""
 
     ratio: float
     low: float | None
@@ -166,7 +164,7 @@ class Comparison:
 
     @property
     def precision(self) -> float | None:
-        """Half the width of the interval over the ratio; None without one."""
+        """Half width of the interval over the ratio; None without an interval."""
         return (
             None
             if self.low is None or self.high is None
@@ -175,7 +173,7 @@ class Comparison:
 
     @property
     def verdict(self) -> SpeedVerdict:
-        """What may be said of the first; without an interval nothing."""
+        """Verdict on the first; no difference without an interval."""
         if (
             self.low is None
             or self.high is None
@@ -192,11 +190,11 @@ def compare_rounds(
     turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
     confidence: float = COMPARED_CONFIDENCE,
 ) -> Comparison | None:
-    """Throughputs by round, those that both have; None where there is none. Drift of the machine
-    hits both in a round alike.
+    """Compares throughputs by round, over the rounds that both have; None if there are none. Drift
+    of the machine affects both alike within a round.
 
-    `turns`: of both, in rounds in which they trained by turns. `confidence`: of the interval; a
-    verdict needs the usual one.
+    `turns`: time slices of both, for interleaved rounds. `confidence`: of the interval; verdicts
+    need the default.
     """
     logs = []
     for r in sorted(first.keys() & second.keys()):
@@ -214,14 +212,13 @@ def compare_rounds(
 
 
 def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
-    """Logarithm of the ratio of two launches by TURNS_METHOD; None where they did not train by
-    turns with each other."""
+    """Returns the log ratio of two trials by TURNS_METHOD; None if they were not interleaved."""
     logs = [*beside(first, second), *(-log for log in beside(second, first))]
     return statistics.median(logs) if logs else None
 
 
 def within_a_run(by_turns: bool, estimated: bool) -> str:
-    """How cells of one run are compared, in words. `estimated`: over the whole run, as of schema
+    """Describes how cells of one run are compared. `estimated`: over the whole run, as of schema
     version 8."""
     if by_turns:
         return f"{COMPARISON_METHOD}; {TURNS_METHOD}"
@@ -229,7 +226,7 @@ def within_a_run(by_turns: bool, estimated: bool) -> str:
 
 
 def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Logarithm of each of these turns over the others' before and after it."""
+    """Yields the log of each time slice over the other trial's slices before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:
         after = bisect.bisect(begins, began)
@@ -242,8 +239,8 @@ def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
 def compare_runs(
     first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE
 ) -> Comparison | None:
-    """Throughputs of two runs, whose rounds have nothing in common: Welch's t interval (Biometrika
-    34, 1947) of the logarithms."""
+    """Compares throughputs of two runs, without common rounds, by Welch's t interval of the
+    logarithms (Biometrika 34, 1947)."""
     if not first or not second:
         return None
     a, b = ([math.log(value) for value in values] for values in (first, second))
@@ -269,18 +266,18 @@ def _comparison(mean: float, half: float | None, count: int) -> Comparison:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Step time of the trial: at each step the slowest rank's.
+    """Returns the trial's step times: at each step the slowest rank's.
 
-    `by_rank`: equally many steps for each rank.
+    `by_rank`: the same number of steps for each rank.
     """
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Means over each `cycle` steps in a row, beginning anywhere: where work repeats after so many
-    steps, each mean holds all of it.
+    """Returns means over all runs of `cycle` consecutive steps, so that periodic work is fully in
+    each.
 
-    `steps`: the values' numbers, ascending. Where nowhere so many are in a row, the mean of all.
+    `steps`: the values' step numbers, ascending. If no run is that long, returns the mean of all.
     """
     starts = [
         i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1
@@ -289,8 +286,8 @@ def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> li
 
 
 def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> float:
-    """The mean in which each place of the cycle counts alike, however many values are of it;
-    `steps`: the values' numbers."""
+    """Returns the mean with equal weight for each position of the cycle. `steps`: the values' step
+    numbers."""
     places: dict[int, list[float]] = {}
     for step, value in zip(steps, values, strict=True):
         places.setdefault(step % cycle, []).append(value)
@@ -298,7 +295,7 @@ def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) ->
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7: numpy's
+    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7: numpy's
     default)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
@@ -308,10 +305,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Relative change from first to last step where Kendall's tau says there is a trend (p < 0.01),
-    else 0.
+    """Returns the relative change from first to last step if Kendall's tau shows a trend (p <
+    0.01), else 0.
 
-    The slope is Theil and Sen's median of slopes; a warm-up that was long enough leaves no trend.
+    The slope is Theil and Sen's median of slopes. A long enough warm-up leaves no trend.
     """
     if len(values) < 8 or len(set(values)) == 1:
         return 0.0
@@ -324,6 +321,6 @@ def trend(values: Sequence[float]) -> float:
 
 
 def efficiency(throughput: float, devices: int, single_throughput: float) -> float:
-    """Throughput over `devices` times that of one device: 1.0 is ideal, for strong and for weak
-    scaling alike."""
+    """Returns throughput over `devices` times that of one device: 1.0 is ideal, for strong and weak
+    scaling."""
     return throughput / (devices * single_throughput)

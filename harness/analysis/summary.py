@@ -1,4 +1,4 @@
-"""Trials -> one result per cell: what tables and reports show."""
+"""Summary of trials as one result per cell, for tables and reports."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ _KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes"
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
-    """One row per run and cell, for notebooks: the fields of CellResult are its columns.
+    """Returns one row per run and cell, for notebooks; columns are the fields of CellResult.
 
-    `trials`: table `trials`. The order is that of `cell_results`.
+    `trials`: table `trials`. Rows are ordered like `cell_results`.
     """
     import pandas as pd
 
@@ -117,15 +117,14 @@ def cells(trials: pd.DataFrame) -> pd.DataFrame:
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
-    """The results of a frame of table `trials`, see `summarised`."""
+    """Returns the results of a frame of table `trials`, see `summarised`."""
     return summarised(TrialRecord.from_frame(trials), baseline)
 
 
 def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
-    """One result per run and cell: ranked ones first, fastest first.
+    """Returns one result per run and cell: ranked ones first, fastest first.
 
-    `baseline`: which cell the others of its setting are compared with; by default as `baseline_of`
-    says.
+    `baseline`: selects the baseline of each setting; by default as in `baseline_of`.
     """
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
     results = with_baselines(results, baseline)
@@ -133,7 +132,7 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
-    """One result per run and cell in the order of their first trials, without the scaling
+    """Returns one result per run and cell, in the order of their first trials, without scaling
     efficiencies."""
     attempts: dict[tuple[str, str], list[TrialRecord]] = {}
     for trial in trials:
@@ -147,7 +146,7 @@ def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
 
 
 def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
-    """What the control takes out of the figures of one run."""
+    """Returns the control's adjustment for one run."""
     attempts: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         attempts.setdefault(trial.cell_id, []).append(trial)
@@ -156,20 +155,20 @@ def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """The trials of a cell that count, from its records in any order."""
+    """Returns the trials of a cell that count, from its records in any order."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
     return ended([last[number] for number in sorted(last)])
 
 
 def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Those that have a throughput."""
+    """Returns the trials with a throughput."""
     return [trial for trial in trials if trial.samples_per_second is not None]
 
 
 def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
-    """One cell's result from its trials, of each the last attempt.
+    """Returns one cell's result from the last attempt of each trial.
 
-    `estimates`: of the run that it is of.
+    `estimates`: of the cell's run.
     """
     finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
@@ -216,7 +215,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
 
 
 def _rates(finished: Sequence[TrialRecord]) -> Figures:
-    """What utilizations are shares of, from the first trial."""
+    """Returns the denominators of the utilizations, from the first trial."""
     first = finished[0] if finished else None
     return {
         "peak_flops_per_second": first and device_rate(first, first.mfu),
@@ -225,17 +224,17 @@ def _rates(finished: Sequence[TrialRecord]) -> Figures:
 
 
 def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:
-    """The known values of a column."""
+    """Returns the known values of a column."""
     return [value for trial in trials if (value := getattr(trial, name)) is not None]
 
 
 def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
-    """The known values of a column by number of trial."""
+    """Returns the known values of a column by trial number."""
     return {t.trial: value for t in trials if (value := getattr(t, name)) is not None}
 
 
 def _interval(name: str, values: Sequence[float]) -> Figures:
-    """The median of a figure with its interval."""
+    """Returns the median of a column with its interval."""
     median = estimate(values) if values else Estimate(0.0, None, None, 0)
     return {
         name: median.value if values else None,
@@ -245,7 +244,7 @@ def _interval(name: str, values: Sequence[float]) -> Figures:
 
 
 def _estimated(figures: Figures, estimate: LogEstimate) -> Figures:
-    """The throughput as the run's estimate has it, and as it was without the control."""
+    """Returns the throughput by the run's estimate, and without the control's adjustment."""
     raw, adjusted = figures["samples_per_second"], estimate.estimate()
     each: Figures = {"log_throughput": estimate}
     for name in ("samples_per_second", "tokens_per_second"):
@@ -277,7 +276,7 @@ def _disturbances(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _by_rank(trials: Sequence[TrialRecord]) -> Figures:
-    """What the ranks sent, and what each needed at its peak."""
+    """Returns bytes sent, and the ranks' peaks."""
     counted = [[x for x in trial.sent_bytes_per_step if math.isfinite(x)] for trial in trials]
     sent = [max(ranks) for ranks in counted if ranks]
     peaks = [ranks for trial in trials if (ranks := trial.peak_memory_bytes_by_rank)]
@@ -288,8 +287,8 @@ def _by_rank(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _states(trials: Sequence[TrialRecord]) -> Figures:
-    """What the fullest rank keeps between steps, in the trial in which it keeps most, and what the
-    formula gives for it."""
+    """Returns what the fullest rank holds between steps, from the trial with the most, and the
+    formula's prediction."""
     kept = [
         (sum(sizes), sizes, trial)
         for trial in trials
@@ -316,7 +315,7 @@ def _states(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _parity(trials: Sequence[TrialRecord]) -> Figures:
-    """Parity of the trial that deviates most."""
+    """Returns the parity of the trial that deviates most."""
     judged = [trial for trial in trials if trial.parity_verdict is not None]
     if not judged:
         return {}

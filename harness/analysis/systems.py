@@ -1,4 +1,4 @@
-"""Cells by the system that the matrix files them under."""
+"""Cells grouped by the matrix's systems."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from harness.record.status import NOT_LAUNCHED
 
 @dataclass(frozen=True)
 class System:
-    """The cells that the matrix files under one system; a cell without one stands for itself, by
+    """Cells that the matrix files under one system; a cell without one is its own system, named by
     its label."""
 
     name: str
     cells: tuple[CellResult, ...]
 
     def count(self, *statuses: str) -> int:
-        """The number of its cells with one of these statuses."""
+        """Returns the number of cells with one of these statuses."""
         return sum(cell.status in statuses for cell in self.cells)
 
     @property
@@ -29,8 +29,8 @@ class System:
 
 
 def systems(cells: Sequence[CellResult]) -> list[System]:
-    """All systems in the order of the numbers that their names begin with; those without a number
-    come last, in the order of the cells."""
+    """Returns the systems ordered by the number that begins their name; those without one come
+    last, in the order of the cells."""
     grouped: dict[str, list[CellResult]] = {}
     for cell in cells:
         grouped.setdefault(cell.label if cell.system is None else cell.system, []).append(cell)

@@ -1,4 +1,4 @@
-"""What the trials of one cell say together: its status with the reason, and what disturbed them."""
+"""Status, reason and disturbances of a cell, from its trials."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Without those that the user stopped, which say nothing of the cell; all of them where none
-    came to an end."""
+    """Drops trials that the user stopped, which say nothing about the cell; keeps them if there are
+    no others."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials
 
 
 def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """The trial whose status is its cell's: the first of those that ended worst."""
+    """Returns the first of the trials with the worst status, which is the cell's status."""
     return min(trials, key=lambda trial: WORST_FIRST.index(trial.status))
 
 
 def reason_of(trials: Sequence[TrialRecord]) -> str:
-    """Why a cell's status is what it is; with the number of its trials that ended so, where others
-    ended otherwise."""
+    """Returns the reason for a cell's status; if trials ended differently, with the number that
+    ended this way."""
     worst = worst_of(trials)
     same = sum(trial.status == worst.status for trial in trials)
     if same == len(trials) or worst.status == "ok":
@@ -36,8 +36,7 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
 
 
 def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    """Begin and throughput of each time slice, by number of trial, of trials that trained in time
-    slices."""
+    """Returns start and throughput of each time slice by trial number, for interleaved trials."""
     return {
         trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
         for trial in trials
@@ -46,20 +45,20 @@ def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
 
 
 def gpus_of(trial: TrialRecord) -> GpuRecord:
-    """What a trial recorded of its GPUs."""
+    """Returns what a trial recorded about its GPUs."""
     return GpuRecord.read(trial.gpu_before, trial.gpu_after, trial.gpu_use)
 
 
 def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
-    """What disturbed a trial; empty where nothing did, or where its file is of a version that did
-    not record it."""
+    """Returns what disturbed a trial; empty if nothing did, or if older versions did not record
+    it."""
     return disturbances(
         trial.foreign_load_cores, trial.idle_before, trial.idle_after, gpus_of(trial)
     )
 
 
 def disturbance_in_words(trial: TrialRecord, causes: Collection[Cause]) -> str:
-    """`trial 2: 1.30 cores used by others, 40 % idle before`."""
+    """Returns text such as `trial 2: 1.30 cores used by others, 40 % idle before`."""
     seen = [finding.words for finding in gpus_of(trial).findings()]
     if "busy" in causes:
         if trial.foreign_load_cores is not None:

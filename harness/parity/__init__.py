@@ -1,1 +1,1 @@
-"""Whether a strategy trained the same as the reference run."""
+"""Check that a strategy trains the same as the reference run."""

@@ -1,4 +1,4 @@
-"""How far a trained model's parameters are from the reference run's."""
+"""Deviation of a trained model's parameters from the reference run's."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """The parameter's name in the workload's own model, without what wrappers put before it."""
+    """Returns the parameter's name in the workload's model, without wrapper prefixes."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of this rank's model by its plain name, whole and in the workload's own
+    """Yields each parameter of this rank's model by plain name, unsharded and in the workload's
     layout.
 
-    Gathers shards (DTensor) with a collective, so all ranks must walk together; a pipeline stage
-    gives only its own.
+    Gathers shards (DTensor) with a collective, so all ranks must iterate together. A pipeline stage
+    yields only its parameters.
     """
     named: Iterator[tuple[str, Any]] = (
         train_state.gather() if train_state.gather else train_state.model.named_parameters()
@@ -48,10 +48,10 @@ def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
 def update_deviations(
     train_state: TrainState, workload: Workload, reference: Reference
 ) -> dict[str, float]:
-    """|parameter - reference| / |reference's update| by tensor, on this rank's parameters.
+    """Returns |parameter - reference| / |reference's update| by tensor, for this rank's parameters.
 
     Directions with an analytically zero gradient are exempt: AdamW turns their rounding noise into
-    steps of full size.
+    full-size steps.
     """
     from safetensors import safe_open
 

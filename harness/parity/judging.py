@@ -1,5 +1,4 @@
-"""What a cell is compared with: its reference run, the fp32 one beside it, and how far it may be
-from them."""
+"""Comparison of a cell with its reference run and its fp32 counterpart, with tolerances."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from harness.workloads.counts import model_facts
 
 
 def in_fp32(cell: Cell) -> Cell | None:
-    """The cell with the same workload's weights in fp32; None where they are."""
+    """Returns the cell with the workload's weights in fp32; None if they already are."""
     name = make_workload(cell.workload).in_fp32
     return cell.model_copy(update={"workload": name}) if name else None
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Largest relative deviation of the losses from the fp32 reference's; None where weights are
+    """Returns the largest relative deviation from the fp32 reference's losses; None if weights are
     fp32 or a loss is not finite."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
@@ -45,10 +44,10 @@ def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None
 def allowed_deviation(
     cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
 ) -> Tolerance:
-    """Returns what the strategy and the workload declare, and what the precision and a split
-    BatchNorm add.
+    """Returns the tolerance that the strategy and workload declare, widened for the precision and a
+    split BatchNorm.
 
-    Half precision and what the model makes of its rounding are one reason: see `rounding_alone`.
+    Half precision and the model's response to its rounding are one reason: see `rounding_alone`.
     """
     shared = [workload.tolerance(cell) or EXACT]
     if cell.precision in PRECISION:
@@ -71,8 +70,8 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """The verdict on a trial by its `losses` at each step and each rank's `updates` (see
-    harness/parity/verdict.py); unknown, for the reason `why_not`, without a reference."""
+    """Returns the verdict on a trial from its `losses` by step and each rank's `updates` (see
+    harness/parity/verdict.py). Without a reference it is unknown, for the reason `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return judge(

@@ -1,8 +1,8 @@
-"""Is a trial still the same training after the parity segment?
+"""Check that a trial is still the same training after the parity segment.
 
-Two correct trainings drift apart, because rounding is amplified from step to step. How fast, two
-reference runs show that differ only in how they split the batch; losses of a trial stay within an
-envelope that widens as theirs do.
+Two correct trainings drift apart, because each step amplifies rounding. Two reference runs that
+differ only in how they split the batch show how fast. A trial's losses must stay within an envelope
+that widens at their rate.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from harness.parity.verdict import ParityVerdict, loss_deviations
 from harness.spec.training import EXACT
 
 NARROWEST = 2e-6
-"""Relative deviation that rounding of a loss alone may bring about."""
+"""Relative deviation that rounding of a loss alone can cause."""
 TIMES_DRIFT = 30.0
-"""How many times the drift of the two reference runs a correct trial may drift: it is chaotic.
+"""Allowed multiple of the reference runs' drift, which is chaotic.
 docs/studies/parity-deviations.md has what trials need."""
 TIMES_OWN = 3.0
-"""How many times its own deviation within the segment."""
+"""Allowed multiple of the trial's deviation within the segment."""
 WIDEST = 0.05
-"""Of a strategy that declares so much or more, later losses are not looked at: it is another
-training. Without a second reference run the envelope widens no further than this either."""
+"""Declared tolerance from which later losses are not checked: it is a different training. Also the
+limit of the envelope without a second reference run."""
 MOST = 0.5
-"""The envelope widens no further: two correct trainings that have drifted apart by some percent
-soon differ as any two do, and the loss alone says little."""
+"""Limit of the envelope: trainings that have drifted apart by a few percent soon differ as any two
+do, and the loss alone says little."""
 GROWTH_PER_STEP = 0.08
-"""Logarithm of the factor by which it widens with each step where there is no second reference
-run (it did not end well, or rounded alike)."""
+"""Logarithm of the envelope's growth factor per step without a second reference run (it did not end
+well, or rounded alike)."""
 
 
 def envelope(
     step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
 ) -> float:
-    """Largest relative deviation of the loss that is allowed at a step after the segment; infinite
-    where the strategy declares more than `WIDEST`.
+    """Returns the allowed relative deviation of the loss at a step after the segment; infinite if
+    the strategy declares `WIDEST` or more.
 
-    `segment`: its length; `tolerance`: what is allowed within it; `own`: the trial's largest there.
-    `drift`: relative deviation of the second reference run at each step, empty where there is none.
-    What is declared (low precision, compression) grows with the square root of the steps, as the
-    sum of independent roundings does, or as the reference's own drift grew since the segment, if
-    that is more.
+    `segment`: its length; `tolerance`: allowed within it; `own`: the trial's largest deviation
+    there; `drift`: relative deviation of the second reference run by step, empty without one.
+    Declared tolerances (low precision, compression) grow with the square root of the steps, as a
+    sum of independent roundings does. If the reference's drift has grown by more since the segment,
+    they grow by that.
     """
     if tolerance >= WIDEST:  # declared to be another training
         return math.inf
@@ -60,11 +60,12 @@ def envelope(
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
-    """The drift of a convolutional net's references, as far as a trial may be ahead of it.
+    """Returns the drift of a convolutional net's references, raised for jumps that a trial may make
+    earlier.
 
-    ReLU and max pooling turn a rounding into another gradient at once: it happened at step 19 to
-    one training and to its references not within 60 (docs/studies/parity-deviations.md). After the
-    segment a drift that grows as it does without a second reference run is taken where it is more.
+    ReLU and max pooling can turn rounding into a different gradient at once. One training jumped at
+    step 19, its references not within 60 (docs/studies/parity-deviations.md). After the segment,
+    the drift is at least the growth assumed without a second reference run.
     """
     least = EXACT.loss / TIMES_OWN
     later = enumerate(drift[segment:], 1)
@@ -75,7 +76,8 @@ def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
 def deviations_later(
     losses: Sequence[float | None], reference: Sequence[float], segment: int
 ) -> list[float]:
-    """|loss - reference| / |reference| of each step after the segment that the reference knows."""
+    """Returns |loss - reference| / |reference| for each step after the segment that the reference
+    has."""
     known = min(len(losses), len(reference))
     return loss_deviations(losses[segment:known], reference[segment:known])
 
@@ -87,10 +89,10 @@ def with_later(
     drift: Sequence[float],
     precision_drift: Sequence[float] = (),
 ) -> ParityVerdict:
-    """The verdict, or `diverged` where a later step's loss leaves the envelope; see there.
+    """Returns the verdict, or `diverged` if a later step's loss leaves the envelope.
 
-    `precision_drift`: relative deviation of the reference in the trial's precision at each step,
-    where it is known. A batch may be sensitive to it: the envelope is as wide at its step.
+    `precision_drift`: relative deviation of the reference in the trial's precision by step, if
+    known. A batch may be sensitive to precision, so the envelope is widened at its step.
     """
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
@@ -111,5 +113,5 @@ def with_later(
 
 
 def largest_finite(deviations: Sequence[float]) -> float | None:
-    """The largest of those that are finite; None without one."""
+    """Returns the largest finite value, or None."""
     return max((value for value in deviations if math.isfinite(value)), default=None)

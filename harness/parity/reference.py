@@ -22,8 +22,8 @@ VERSION = 2  # of the reference files; raise it when what they hold changes mean
 
 @dataclass(frozen=True)
 class Noise:
-    """How far two reference runs are apart that differ only in how the batch is split: by rounding
-    alone."""
+    """Differences by rounding alone, between two reference runs that only split the batch
+    differently."""
 
     loss: float
     """Largest |difference| / |loss| at any step of the segment."""
@@ -36,7 +36,7 @@ class Reference:
     """A reference run on disk: losses of the segment, trained tensors after it, the norm of each
     tensor's update.
 
-    Of a tensor that is not trained a digest is kept: it must stay bit for bit what it was.
+    Of an untrained tensor it keeps a digest: the tensor must stay bit for bit the same.
     """
 
     folder: str
@@ -53,7 +53,7 @@ class Reference:
     def save(
         self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]
     ) -> None:
-        """Written by the reference run itself; the JSON comes last and makes it exist."""
+        """Writes the reference run's files, the JSON last, since it marks them as complete."""
         from safetensors.torch import save_file
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -78,45 +78,43 @@ class Reference:
 
     @property
     def all_losses(self) -> list[float]:
-        """Those of the segment, and of as many steps after it as were asked for so far."""
+        """Losses of the segment and of all later steps requested so far."""
         facts = self.facts
         losses: list[float] = facts.get("all_losses") or facts["losses"]
         return losses
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative deviation at each of these steps of the loss of a run that differs in rounding
-        alone (see `rounded_differently`); empty where that tells nothing, None where there was no
-        such run yet."""
+        """Relative deviation of the loss at each of these steps in a run that differs in rounding
+        alone (see `rounded_differently`). Empty if that is not informative, None if there was no
+        such run."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
     def precision_drift(self, precision: str) -> list[float]:
-        """Relative deviation at each of these steps of the loss in fp32 from that of the same
-        training in a lower precision, the larger one of two runs; empty where there were none."""
+        """Returns the relative deviation of the fp32 loss at each of these steps from that in a
+        lower precision, the larger of two runs; empty if there were none."""
         losses: list[float] = self.facts.get("precision_drift", {}).get(precision, [])
         return losses
 
     def note_precision_drift(self, precision: str, drift: Sequence[float]) -> None:
-        """Keeps it."""
         all_drifts = self.facts.get("precision_drift", {}) | {precision: list(drift)}
         self._write(self.facts | {"precision_drift": all_drifts})
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Keeps the losses of a longer run of the same training, whose drift is not known."""
+        """Saves the losses of a longer run of the same training, and resets its drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
-        """Keeps how far the losses of these steps are from those of a run that rounds otherwise."""
+        """Saves the losses' deviation from a run that rounds differently."""
         self._write(self.facts | {"drift": list(drift)})
 
     def note(self, noise: Noise) -> None:
-        """Keeps the run's own noise with it."""
         self._write(self.facts | {"noise": asdict(noise)})
 
     @property
     def noise(self) -> Noise | None:
-        """None where it was not measured."""
+        """Noise of the run; None if not measured."""
         known = self.facts.get("noise")
         return Noise(**known) if known else None
 
@@ -127,10 +125,10 @@ class Reference:
 
 
 def digest(tensor: Tensor) -> str:
-    """Tells a tensor from every other, whichever device and precision it is kept in.
+    """Returns a digest of the values as fp32, independent of device and precision.
 
-    Of a copy: NumPy takes a tensor's storage for good, and FSDP1 resizes the storage of what it
-    gathered.
+    Works on a copy: NumPy holds on to a tensor's storage, and FSDP1 resizes the storage of gathered
+    tensors.
     """
     import torch
 

@@ -1,5 +1,4 @@
-"""Reference runs: which cell one is, where it is kept, what it needs of memory and disk, and what
-is cleared for it."""
+"""Reference runs: their cells and folders, their memory and disk needs, and cache eviction."""
 
 from __future__ import annotations
 
@@ -24,27 +23,27 @@ from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
 
 MICRO_BATCH_TOKENS = 2048
-"""Most tokens that a reference run on a GPU computes at a time: a model of 1.1 B parameters then
+"""Most tokens that a reference run on a GPU computes at once: a model of 1.1 B parameters then
 keeps 7 GiB of activations."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
 """Environment variable: GiB of the cache that reference runs may fill."""
 DEFAULT_LIMIT_GIB = 20.0
 IN_USE_SECONDS = 3600.0
-"""A reference that was used so recently is not cleared: another run on the same cache may be
-comparing with it."""
+"""Time since its last use for which a reference is not evicted: another run may be comparing with
+it."""
 NOISE_TOKENS = 8192
-"""Most tokens of a batch whose reference is run a second time for its noise: rounding does not
-depend on how many there are."""
+"""Largest batch, in tokens, whose reference is run again for its noise: rounding does not depend on
+the number of tokens."""
 CONTEXT_BYTES = 2**30
-"""What CUDA's context and the kernels of its libraries take of a GPU, about: 0.5 to 0.8 GiB on
+"""Approximate GPU memory of CUDA's context and its libraries' kernels: 0.5 to 0.8 GiB on
 data-centre GPUs."""
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """What trains the same as `cell`: fp32, one process, a whole batch at a time.
+    """Returns the cell for the same training in fp32, in one process, on the whole batch at once.
 
-    On a GPU gradients are accumulated over micro-batches, so that the batch of eight devices fits
-    one. Not where there is BatchNorm: over parts of the batch it would be another training.
+    On a GPU it accumulates gradients over micro-batches, so that the batch of eight devices fits
+    one. With BatchNorm it does not: on parts of the batch that is a different training.
     """
     reference = cell.reference()
     if cell.device != "cuda" or make_workload(cell.workload).batch_norm:
@@ -58,12 +57,12 @@ def reference_cell(cell: Cell) -> Cell:
 
 
 def split_differently(reference: Cell) -> Cell | None:
-    """The same training with the batch in twice as many parts, which shows how far rounding alone
-    leads.
+    """Returns the same training with twice as many micro-batches, to measure the effect of rounding
+    alone.
 
-    None where the batch cannot be split so, where that is another training, and where it is large:
-    the batch of eight GPUs takes one of them eight times as long, and its noise is that of one
-    GPU's batch.
+    None if the batch cannot be split, if that is a different training, or if the batch is large:
+    one GPU needs eight times as long for the batch of eight, and its noise equals that of one GPU's
+    batch.
     """
     if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None
@@ -71,9 +70,9 @@ def split_differently(reference: Cell) -> Cell | None:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """The same training, and its data, but for rounding: with the batch in twice as many parts,
-    or, where it cannot be split so, with its last sample first and on one core, where convolutions
-    add in another order."""
+    """Returns the same training and data with different rounding. The batch has twice as many
+    parts. If it cannot be split, its last sample comes first, and on CPUs one core is used, where
+    convolutions add in a different order."""
     if halved := _halved(reference):
         return halved, data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
@@ -81,8 +80,8 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def _halved(reference: Cell) -> Cell | None:
-    """The same training with the batch in twice as many parts; None where it cannot be split so,
-    or where that is another training (BatchNorm)."""
+    """Returns the same training with twice as many micro-batches; None if the batch cannot be
+    split, or if that is a different training (BatchNorm)."""
     parts = 2 * reference.micro_batches
     if reference.global_batch % parts or make_workload(reference.workload).batch_norm:
         return None
@@ -98,8 +97,7 @@ def _tokens(cell: Cell, parts: int) -> int:
 
 
 def reference_key(cell: Cell) -> str:
-    """Name of the reference run's folder: what it trains, on which data and kind of GPU, with which
-    versions."""
+    """Returns the folder name of the reference run: training, data, kind of GPU and versions."""
     workload = make_workload(cell.workload)
     data = prepare_data(cell.data, workload, cell.sequence_length)
     versions = [version_of(package) for package in ("torch", "transformers", *workload.requires)]
@@ -119,12 +117,12 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """The kind of this host's GPUs, as far as it decides which random numbers they make; empty
+    """Returns the kind of this host's GPUs, as far as it determines their random numbers; empty
     without one.
 
-    CUDA's generator deals its numbers out to as many threads as the GPU's multiprocessors hold, so
-    one seed gives other weights on another kind. NVML gives the number of cores; a MIG slice has
-    its profile in its name.
+    CUDA's generator distributes its numbers over as many threads as the multiprocessors hold, so a
+    seed gives different weights on a different kind. NVML reports the number of cores; a MIG slice
+    has its profile in its name.
     """
     devices = visible_gpus()
     if not devices:
@@ -142,8 +140,8 @@ def reference_of(cell: Cell) -> Reference:
 
 
 def noise_for(cell: Cell, reference: Reference) -> Noise | None:
-    """Returns the noise of a cell's reference; for a batch that is too large to be run twice, the
-    noise of one GPU's part of it. None on a CPU, and if neither was measured."""
+    """Returns the noise of a cell's reference, or of one GPU's part of a batch that is too large to
+    run twice. None on a CPU, or if neither was measured."""
     if cell.device != "cuda":
         return None
     if noise := reference.noise:
@@ -158,24 +156,22 @@ def _home() -> Path:
 
 
 def mark_used(reference: Reference) -> None:
-    """Notes that a reference was used now."""
     file = Path(reference.folder) / "reference.json"
     if file.exists():
         os.utime(file)
 
 
 def kept_bytes(cell: Cell) -> int:
-    """What a cell's reference fills of the disk: its trained tensors."""
+    """Returns the disk space of a cell's reference: its trained tensors."""
     return model_facts(make_workload(cell.workload), cell.sequence_length).trained_bytes
 
 
 def memory_bytes(reference: Cell) -> int:
-    """What a reference run needs of its GPU at most.
+    """Returns an upper bound on a reference run's GPU memory, in bytes.
 
-    Parameters, gradients and optimizer state (16 bytes a trained parameter for AdamW), and beside
-    them the larger of what one micro-batch's forward and backward keep and what torch's optimizer
-    computes for all parameters at a time (4 bytes). A variant is taken to keep the activations of
-    the model that it is one of.
+    It sums parameters, gradients and optimizer state (16 bytes per trained parameter for AdamW). It
+    adds the larger of one micro-batch's activations and the temporaries of torch's optimizer over
+    all parameters (4 bytes each). A variant is assumed to keep the activations of its base model.
     """
     from harness.workloads.activations import activation_bytes
 
@@ -192,7 +188,8 @@ def memory_bytes(reference: Cell) -> int:
 
 
 def limit_bytes() -> int:
-    """Bytes that kept references may fill; raises UsageError for a limit that is no number."""
+    """Returns the bytes that kept references may fill; raises UsageError if the limit is no
+    number."""
     text = os.environ.get(LIMIT, "")
     try:
         gibibytes = float(text) if text else DEFAULT_LIMIT_GIB
@@ -204,10 +201,10 @@ def limit_bytes() -> int:
 
 
 def make_room(cells: Iterable[Cell]) -> None:
-    """Clears what is kept beyond the limit, least recently used first, never what these cells are
-    compared with.
+    """Evicts references beyond the limit, least recently used first, but never those of these
+    cells.
 
-    Raises UsageError where the disk then has too little room for the references that are missing.
+    Raises UsageError if the disk then lacks room for the missing references.
     """
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)
@@ -241,7 +238,7 @@ class _Kept:
 
 
 def _kept(folder: Path) -> _Kept:
-    """What a folder holds now: another run may be writing into it, or clearing it."""
+    """Measures a folder, tolerating that another run writes into it or evicts it."""
     sizes = []
     last_used = time.time()  # a folder that is just being cleared is nobody's to clear again
     with contextlib.suppress(FileNotFoundError):

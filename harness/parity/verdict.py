@@ -1,4 +1,4 @@
-"""Is this trial the same training as the reference?"""
+"""Verdict on whether a trial is the same training as the reference."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ SPLIT_BATCH_NORM = Tolerance(
 
 
 TIMES_NOISE = 10.0
-"""How many times the reference's noise a correct trial on a GPU may deviate: the noise comes from
-one pair of runs, and a trial's kernels differ more than those of the pair."""
+"""Multiple of the reference's noise that a correct trial on a GPU may deviate by. The noise comes
+from one pair of runs, and a trial's kernels differ more than those of the pair."""
 WIDEST_BY_NOISE = (1e-4, 5e-2)
-"""Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the least of the
-mistakes in gradients in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
+"""Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the smallest
+gradient mistake in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
 
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and what
-    was allowed."""
+    """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and the
+    tolerances."""
 
     verdict: str
     reason: str
@@ -62,15 +62,15 @@ class ParityVerdict:
 def noise_of(
     losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]
 ) -> Noise | None:
-    """What another run of the reference shows of its noise; None where that run did not stay
+    """Returns the noise shown by another run of the reference; None if that run did not stay
     finite."""
     noise = Noise(max(loss_deviations(losses, reference)), max(updates.values(), default=math.inf))
     return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
 
 
 def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
-    """|loss - reference| / |reference| at each step; infinite where a loss is missing or not
-    finite."""
+    """Returns |loss - reference| / |reference| at each step; infinite for a missing or non-finite
+    loss."""
     gaps = []
     for step, expected in enumerate(reference):
         loss = losses[step] if step < len(losses) else None
@@ -92,10 +92,10 @@ def judge(
     tied: Mapping[str, str] | None = None,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """The verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of the
-    model must be in one.
+    """Returns the verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of
+    the model must be in one.
 
-    `noise`: the reference's own; where that alone is more than what is allowed, the reason says so.
+    `noise`: the reference's; if it exceeds what is allowed, the reason says so.
     """
     gaps = loss_deviations(losses, reference_losses)
     worst_loss = max(gaps)
@@ -148,7 +148,7 @@ def judge(
 
 
 def beyond(allowed: Tolerance, noise: Noise | None) -> str:
-    """Says that the reference's noise alone exceeds what is allowed; empty where it does not."""
+    """Returns a sentence if the reference's noise alone exceeds what is allowed; else empty."""
     if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
         return ""
     return (
@@ -159,8 +159,8 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
 
 
 def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
-    """Returns what a trial on a GPU may deviate by: what is allowed, or TIMES_NOISE times the
-    reference's noise if that is more, at most WIDEST_BY_NOISE."""
+    """Returns what a trial on a GPU may deviate by: the larger of `allowed` and TIMES_NOISE times
+    the reference's noise, the latter at most WIDEST_BY_NOISE."""
     if noise is None:
         return allowed
     most_loss, most_update = WIDEST_BY_NOISE
@@ -172,8 +172,8 @@ def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
 
 
 def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
-    """Returns what is allowed when several reasons to deviate meet: the larger of each limit, with
-    all reasons, joined by `between`."""
+    """Returns the tolerance for several reasons to deviate: the largest of each limit, with all
+    reasons joined by `between`."""
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
@@ -185,5 +185,5 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
 
 
 def as_row(verdict: ParityVerdict) -> dict[str, Any]:
-    """Column names and values of a verdict."""
+    """Returns column names and values of a verdict."""
     return {f"parity_{name}": value for name, value in asdict(verdict).items()}

@@ -1,1 +1,1 @@
-"""What is asked for: cells, links, and how a training is laid out."""
+"""Specification of cells, links, and the layout of a training."""

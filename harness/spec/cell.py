@@ -1,4 +1,4 @@
-"""A cell: everything needed to repeat a measurement, nothing measured."""
+"""A cell: everything needed to repeat a measurement, and nothing measured."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydantic_core import PydanticCustomError
 from harness.spec.link import link_text, over
 
 BASELINE = "single"
-"""The strategy that all others are compared with: one process on one device. A part of what is
-recorded, as the names of columns are: records are read where no strategy can be imported."""
+"""Strategy that all others are compared with: one process on one device. The name is part of the
+record format, because records are read where no strategy can be imported."""
 PLAIN = (1, "none", "none")
 """Micro-batches, recomputation and compilation of a cell that uses none of them."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Ways to compute an optimizer, and the one that the reference trains by."""
+"""Implementations of an optimizer, and the one that the reference uses."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
-"""Fields that are no part of a cell's id: another value does not make another measurement."""
+"""Fields excluded from the cell id; changing them does not change what is measured."""
 _ALWAYS_IDENTITY = {
     "strategy",
     "options",
@@ -47,9 +47,8 @@ _ALWAYS_IDENTITY = {
     "threads_per_device",
     "memory_limit_bytes",
 }
-"""Fields that are part of a cell's id whatever their value. A field that is added later must not be
-listed here: it is part of the id only where it is not at its default, so that existing ids stay the
-same, and its default must never change."""
+"""Fields always included in the cell id. Do not add a new field here: it then enters the id only if
+it is not at its default, so that existing ids stay the same. Its default must never change."""
 
 
 def _hash(identity: Mapping[str, object]) -> str:
@@ -57,18 +56,18 @@ def _hash(identity: Mapping[str, object]) -> str:
 
 
 class Cell(BaseModel):
-    """One strategy with its options, one workload, one number of devices, one precision and one
-    batch size: what is measured in one or more trials."""
+    """One strategy with its options, workload, number of devices, precision and batch size,
+    measured in one or more trials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     strategy: str
     """Name of the strategy, see `bench list strategies`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The strategy's own options; what is not given keeps its default."""
+    """Options of the strategy; those not given keep their defaults."""
     defaults: dict[str, Any] | None = None
-    """The options that are not given, with the values that they had when the cell was planned; null
-    in records from before schema version 7. Filled in by the suite, not by a matrix."""
+    """Options not given, with their values when the cell was planned; null in records from before
+    schema version 7. Filled in by the suite, not by a matrix."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -76,61 +75,60 @@ class Cell(BaseModel):
     sequence_length: int = Field(default=64, ge=2)
     """Tokens per sample (ignored by image workloads)."""
     devices: int = Field(default=1, ge=1)
-    """Number of devices (GPUs, or groups of CPU cores) that the strategy spreads over."""
+    """Number of devices (GPUs, or groups of CPU cores) that the strategy uses."""
     nodes: int = Field(default=1, ge=1)
-    """Nodes (machines) that the devices are on, equally many on each."""
+    """Number of nodes (machines), each with the same number of devices."""
     links: str = ""
     """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
-    delay); empty: the nodes' own network."""
+    delay); empty: the nodes' real network."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices: CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast precision, or the precision that the strategy itself brings about (AMP)."""
+    """Autocast precision, or the precision that the strategy itself sets up (AMP)."""
     regime: Literal["strong", "weak"] = "strong"
-    """strong: the global batch stays the same at every number of devices; weak: the batch per
-    device does."""
+    """strong: the global batch is constant over device counts; weak: the batch per device is."""
     global_batch: int = Field(default=8, ge=1)
     """Samples per optimizer step over all devices."""
     micro_batches: int = Field(default=1, ge=1)
-    """Parts into which each rank cuts its share of the batch: gradient accumulation, or a
-    pipeline's micro-batches."""
+    """Number of parts that each rank splits its share of the batch into: gradient accumulation, or
+    a pipeline's micro-batches."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What each block computes again during backward instead of keeping it: nothing, all but
+    """What each block recomputes in the backward pass instead of keeping it: nothing, all but
     matrix products and attention, or everything."""
     compile: Literal["none", "block", "block_cudagraphs"] = "none"
-    """What torch.compile compiles before the timed steps: nothing, or each block by itself, whose
-    kernels are with `block_cudagraphs` also replayed as CUDA graphs (mode `reduce-overhead`)."""
+    """What torch.compile compiles before the timed steps: nothing, or each block separately;
+    `block_cudagraphs` also replays its kernels as CUDA graphs (mode `reduce-overhead`)."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
-    """AdamW as torch chooses to compute it, tensor lists at a time (foreach), in one kernel (fused)
-    or with moments of eight bits; Muon for the matrices of the blocks, with AdamW for the rest; or
-    SGD with momentum 0.9."""
+    """AdamW by torch's default implementation, by tensor lists (foreach), in one kernel (fused) or
+    with 8-bit moments; Muon for the matrices of the blocks, with AdamW for the rest; or SGD with
+    momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
     """AdamW's eps.
 
-    The value of Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies rounding
-    noise.
+    The default follows Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies
+    rounding noise.
     """
     seed: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=3, ge=1)
-    """First steps, recorded but left out of every timing."""
+    """Number of first steps, recorded but excluded from timings."""
     timed_steps: int = Field(default=10, ge=1)
     parity_steps: int = Field(default=13, ge=1, le=20)
     """Length of the segment, from step 0, that is compared with the reference run."""
     launcher: Literal["elastic", "spawn"] = "elastic"
     """torchrun's elastic agent, or torch.multiprocessing.spawn."""
     threads_per_device: int = Field(default=1, ge=1)
-    """CPU cores that each device's rank is pinned to, and its intra-op threads."""
+    """Number of CPU cores that each device's rank is pinned to, and of its intra-op threads."""
     memory_limit_bytes: int | None = Field(default=None, ge=1)
-    """Memory a rank may take beyond its imports (CPU) or in all (GPU)."""
+    """Memory that a rank may use in bytes, beyond its imports (CPU) or in total (GPU)."""
     time_limit_seconds: float = Field(default=120.0, gt=0)
     expect: Literal["ok", "diverged"] = "ok"
-    """What the matrix's author expects of parity; `diverged` makes a divergence no failure."""
+    """Parity that the matrix's author expects; with `diverged` a divergence is no failure."""
     system: str = ""
-    """The system under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
+    """System under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
 
     @field_validator("links", mode="before")
     @classmethod
@@ -142,10 +140,10 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, the same for the same measurement on every host: a hash of all fields
-        that the measurement depends on, also of those at their defaults.
+        """Twelve hex digits, equal for equal measurements on every host: a hash of all fields that
+        affect the measurement, including those at their defaults.
 
-        It is the older id where `defaults` is null.
+        It is the older id if `defaults` is null.
         """
         if self.defaults is None:
             return self.older_id
@@ -155,14 +153,14 @@ class Cell(BaseModel):
 
     @property
     def older_id(self) -> str:
-        """The id by the rule from before schema version 7, which left out fields at their defaults.
+        """Id by the rule from before schema version 7, which left out fields at their defaults.
 
-        A default that changed then gave another training the same id.
+        Under it, a changed default gave a different training the same id.
         """
         return _hash(self._identity(set()))
 
     def _identity(self, always: set[str]) -> dict[str, object]:
-        """The fields that an id is made of: those in `always`, and others that are not at their
+        """Returns the fields of an id: those in `always`, and others that are not at their
         default."""
         fields = type(self).model_fields
         values = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
@@ -174,7 +172,7 @@ class Cell(BaseModel):
 
     @property
     def label(self) -> str:
-        """The strategy with its options, as reports write it: `ddp(static_graph=true)`."""
+        """Strategy with its options, as in reports: `ddp(static_graph=true)`."""
         shown = [
             f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
             for k, v in sorted(self.options.items())
@@ -193,8 +191,8 @@ class Cell(BaseModel):
 
     @property
     def name(self) -> str:
-        """The label with the other fields that a reader tells cells apart by:
-        `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
+        """Label plus the fields that distinguish cells for a reader: `ddp(static_graph=true)
+        llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
@@ -206,22 +204,22 @@ class Cell(BaseModel):
 
     @property
     def plain(self) -> bool:
-        """Whether it takes its batch at a time, computes nothing twice and compiles nothing."""
+        """Whether it uses no micro-batches, recomputation or compilation."""
         return (self.micro_batches, self.recompute, self.compile) == PLAIN
 
     @property
     def moments(self) -> int:
-        """Tensors of its own size that the optimizer keeps for a parameter."""
+        """Number of tensors that the optimizer keeps per parameter, each of the parameter's
+        size."""
         return 1 if self.optimizer == "sgd" else 2
 
     @property
     def total_steps(self) -> int:
-        """Steps of a trial: enough for the timed ones and for parity."""
+        """Number of steps of a trial, enough for timing and for parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self) -> Cell:
-        """The cell that does the same training in fp32 in one process, which parity compares
-        with."""
+        """Returns the cell for the same training in fp32 in one process, used for parity."""
         return self.model_copy(
             update={
                 "strategy": BASELINE,

@@ -1,4 +1,4 @@
-"""The errors that are answers: to a user, and to a plan."""
+"""Errors reported to a user or recorded in a plan."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    It names no command and no option of the command line. Where the remedy is one, a subclass says
-    which case it is, and the command line adds the remedy (see bench/cli/remedies.py). Exit code 2.
+    It names no command and no command-line option. If the remedy is one, a subclass identifies the
+    case, and the command line adds the remedy (see bench/cli/remedies.py). Exit code 2.
     """
 
 
 class NotWritable(UsageError):
-    """The results folder cannot be written; another one is needed."""
+    """The results folder is not writable; another one is needed."""
 
 
 class NotRecorded(UsageError):
-    """What was measured could not be written: the disk is full, or the results folder is gone."""
+    """Results could not be written: the disk is full, or the results folder is gone."""
 
 
 class NoRuns(UsageError):
-    """The results folder has no run yet."""
+    """The results folder has no runs yet."""
 
 
 class DamagedRun(UsageError):
@@ -33,11 +33,11 @@ class DamagedRun(UsageError):
 
 
 class NothingToResume(UsageError):
-    """The results folder has no run to go on with."""
+    """The results folder has no run to resume."""
 
 
 class DamagedFileWarning(UserWarning):
-    """A damaged file was left out of what was read."""
+    """A damaged file was skipped."""
 
 
 class Refused(Exception):
@@ -46,12 +46,11 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """The cell could run on another host: the message names the library or the hardware that is
-    missing here."""
+    """The cell could run on another host; the message names the missing library or hardware."""
 
 
 def first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors: the field, what is wrong with it, and what was given."""
+    """Returns pydantic's first error: the field, what is wrong with it, and the value given."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}, got {first['input']!r}"

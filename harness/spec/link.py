@@ -1,4 +1,4 @@
-"""A link between nodes as a cell asks for it: its text, and its rate and delay."""
+"""A link between nodes: its text, rate and delay."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Link:
     """Rate and delay of each node's link to the switch."""
 
     bits_per_second: float | None = None
-    """In each direction, counting frames with their headers; None: not limited."""
+    """Rate in each direction, counting frames with their headers; None: not limited."""
     delay_seconds: float = 0.0
-    """Of a frame from one node to another."""
+    """Delay of a frame from one node to another."""
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """The link that a text means; raises ValueError with a sentence for any other text."""
+        """Parses the text of a link; raises ValueError with a full sentence if it is invalid."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -49,19 +49,19 @@ class Link:
 
     @property
     def text(self) -> str:
-        """The only text for this link: `1gbit 1ms`, `100mbit`, `none`."""
+        """Canonical text of the link: `1gbit 1ms`, `100mbit`, `none`."""
         words = [_in_units(self.bits_per_second, _RATES)] if self.bits_per_second else []
         words += [_in_units(self.delay_seconds, _DELAYS)] if self.delay_seconds else []
         return " ".join(words) or UNSHAPED
 
 
 def over(text: str) -> str:
-    """A cell's link in words: `over 1gbit (emulated)`."""
+    """Returns a phrase such as `over 1gbit (emulated)`."""
     return f"over {'unshaped links' if text == UNSHAPED else text} (emulated)"
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
-    """The value in the largest unit of which it is at least one."""
+    """Returns the value in the largest unit that makes it at least one."""
     name = next(
         (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
     )
@@ -69,10 +69,10 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 
 
 def link_text(value: object) -> str:
-    """The text of a link as a matrix gives it: a text, a mapping with `rate`, `delay` or both, or
-    nothing for the nodes' own network, whose text is empty.
+    """Returns the canonical text of a matrix's link: a string, a mapping with `rate`, `delay` or
+    both, or nothing for the nodes' real network (empty text).
 
-    Raises ValueError with a sentence for anything else.
+    Raises ValueError with a full sentence for anything else.
     """
     if value is None or value == "":
         return ""

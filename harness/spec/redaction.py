@@ -1,9 +1,8 @@
-"""Secrets are taken out of every text that is recorded or shown: error messages, logs, stacks,
-names.
+"""Redaction of secrets in everything recorded or shown: error messages, logs, stacks, names.
 
-What is known by its name: values of environment variables whose names say that they are secret.
-What is known by its form: tokens of well-known services, passwords in addresses, values after words
-such as `password=`, private keys.
+Found by name: values of environment variables whose names mark them as secret. Found by form:
+tokens of well-known services, passwords in URLs, values after words such as `password=`, private
+keys.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from urllib.parse import quote
 
 REDACTED = "[redacted]"
 LEAST = 8
-"""Characters of a secret: shorter values are words of any text."""
+"""Minimum length of a secret: shorter values occur as ordinary words."""
 SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL"
     r"|AUTHORIZATION|_PAT$|_KEY$|_AUTH$|_PWD$)",
@@ -43,11 +42,11 @@ _FORMS = [
     ),
 ]
 _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECASE)
-"""The part of a URL before its host (RFC 3986)."""
+"""Part of a URL before its host (RFC 3986)."""
 _NO_STRING = (
     r"(?!(?:-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|-?Infinity|NaN|true|false|null)(?:[\s,}\]]|$)|[\[{])"
 )
-"""What JSON writes without quotation marks is no secret, and has to stay JSON (RFC 8259)."""
+"""Unquoted JSON values, which are no secrets and must stay valid JSON (RFC 8259)."""
 _AFTER_WORD = re.compile(
     rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*(?:[\"']|{_NO_STRING})"
     rf"|\bbearer\s+|--[\w-]*{_WORD}\s+)"
@@ -57,8 +56,8 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Values of the environment variables whose names say that they are secret, also as JSON and
-    URLs write them, longest first: one may be part of another."""
+    """Returns the values of secret environment variables, also as escaped in JSON and URLs. Longest
+    first, because one may contain another."""
     values = {
         written
         for name, value in environment.items()
@@ -69,8 +68,8 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """The text with each secret replaced, and what is no character (a lone surrogate, as Python
-    reads bytes that are no text) written as its escape, since no file and no terminal takes it.
+    """Returns the text with each secret replaced. Lone surrogates, which Python makes of
+    undecodable bytes, become escapes, since no file or terminal accepts them.
 
     `secrets`: None for those of this process's environment.
     """

@@ -1,5 +1,4 @@
-"""How a training is laid out over devices and what passes through it: layouts, batches,
-model states, tolerances."""
+"""Layout of a training over devices, and its batches, model states and tolerances."""
 
 from __future__ import annotations
 
@@ -14,19 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How devices are used: data x pipeline x sequence x tensor parallel, where neighbouring ranks
-    are tensor parallel."""
+    """Data x pipeline x sequence x tensor parallel use of devices; neighbouring ranks are tensor
+    parallel."""
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
-    """Sequence-parallel ranks: they train on the same samples, each on its part of the tokens."""
+    """Number of sequence-parallel ranks, which train on the same samples, each on its part of the
+    tokens."""
     devices_per_process: int = 1
-    """More than 1 where one process drives several devices (DataParallel)."""
+    """Number of devices of a process; more than 1 for DataParallel."""
     servers: int = 0
-    """Parameter servers: further processes, last in rank, that hold the model and get no
-    samples."""
+    """Number of parameter servers: additional processes, last in rank, that hold the model and get
+    no samples."""
 
     @property
     def devices(self) -> int:
@@ -37,12 +37,12 @@ class Layout:
         return self.devices // self.devices_per_process + self.servers
 
     def serves(self, rank: int) -> bool:
-        """Whether this rank is a parameter server."""
+        """Returns whether this rank is a parameter server."""
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
-        """The devices that the process of this device drives: this one, or all where one process
-        drives several."""
+        """Returns the devices that this device's process uses: only this one, or all for
+        DataParallel."""
         import torch
 
         count = self.devices_per_process
@@ -54,26 +54,25 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that train the same part of the model on other tokens: their gradients are
-        averaged, and states may be sharded among them."""
+        """Number of ranks that train the same part of the model on different tokens. Their
+        gradients are averaged, and states may be sharded among them."""
         return self.data * self.sequence
 
     @property
     def shares(self) -> int:
-        """Number of parts that the global batch is divided into, one for each data-parallel
-        process."""
+        """Number of parts of the global batch, one for each data-parallel process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Number of the part of the global batch that a rank receives. A parameter server receives
-        the last one and does not use it."""
+        """Returns the index of the part of the global batch that a rank receives. A parameter
+        server receives the last one and ignores it."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a strategy's training may deviate from the reference, and why."""
+    """Allowed deviation of a strategy's training from the reference, with the reason."""
 
     loss: float
     """Largest |loss - reference| / |reference| at any step of the segment."""
@@ -84,14 +83,13 @@ class Tolerance:
 
 
 REASONS = "; "
-"""Separator in `Tolerance.reason`: half precision and the model have one reason together, and so
-has each thing that the strategy adds. Records keep the reasons in this form."""
+"""Separator in `Tolerance.reason`, and in records. Half precision and the model share one reason;
+each thing that the strategy adds has its own."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def rounding_alone(precision: str, reason: str) -> bool:
-    """Whether a tolerance with this reason allows what half precision costs, and nothing that the
-    strategy adds."""
+    """Returns whether the reason covers only half precision, and nothing that the strategy adds."""
     return precision in HALF_PRECISIONS and REASONS not in reason
 
 
@@ -114,25 +112,25 @@ class Batch:
     labels: Tensor
 
     def split(self, parts: int) -> Iterator[Batch]:
-        """Micro-batches: `parts` batches with an equal number of samples each."""
+        """Yields `parts` micro-batches with an equal number of samples each."""
         for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
             yield Batch(self.step, inputs, labels)
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that a rank keeps between two steps: model states (ZeRO, arXiv 1910.02054, section 3.1)
-    and the buffers of libraries."""
+    """Bytes that a rank keeps between steps: model states (ZeRO, arXiv 1910.02054, section 3.1) and
+    library buffers."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     library: float = 0.0
-    """Copies and buffers that a library keeps beside the states: communication buckets, fp32 master
-    weights, memory pools."""
+    """Copies and buffers that a library keeps in addition to the states: communication buckets,
+    fp32 master weights, memory pools."""
     transient: float = 0.0
-    """The most that a step needs in addition and frees again: gradients until the update, gathered
-    parameters."""
+    """Peak of what a step allocates in addition and frees again: gradients until the update,
+    gathered parameters."""
 
     @property
     def total(self) -> float:
@@ -143,9 +141,9 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
 Retained = tuple[StateKind, str, "Tensor | int"]
-"""Kind, name, and the tensor that is kept (or its bytes, where the library shows only those)."""
+"""Kind, name, and the retained tensor (or its bytes, if the library exposes only those)."""
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]
 """Does one optimizer step on this rank's share of a global batch. Returns the mean loss of the
-rank's samples, None where the rank computes no loss."""
+rank's samples, or None if the rank computes no loss."""

@@ -1,4 +1,4 @@
-"""YAML that a user wrote: read as plain values, or refused in one sentence."""
+"""Safe parsing of YAML that a user wrote."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """The value of a YAML document; raises UsageError where it is none, or has a value such as a
-    date that does not exist. `where`: what the text is, for the error."""
+    """Returns the value of a YAML document. Raises UsageError if it is invalid, or has an
+    impossible value such as a date that does not exist. `where`: source of the text, for the
+    error."""
     try:
         return yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
