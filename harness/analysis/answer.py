@@ -1,4 +1,4 @@
-"""Advice on which strategy to use, for cells that differ only in strategy."""
+"""Advice on which strategy to use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, ESTIMATES_CONFIDENCE, Comparison
 
 EQUAL = 0.02
-"""Relative difference in throughput below which cells are tied: the 95 % interval of their ratio
-must lie within it."""
+"""Cells are tied if the 95 % interval of their throughput ratio is within this of 1."""
 NEARLY_AS_FAST = 0.03
-"""Share of throughput that the simplest strategy may cost."""
+"""Share of throughput that simplicity may cost."""
 KEPT_CONFIDENCE = (1 + ESTIMATES_CONFIDENCE) / 2
-"""One-sided confidence that a cell is not the fastest, required before it gets no more trials.
-Checking after each round gives many chances to drop a cell by bad luck, which biases its result
-low: at 95 %, only 93 of 100 intervals held (scripts/power.py)."""
+"""One-sided confidence for dropping a cell from further trials. Checking after each round gives
+many chances to drop a cell by bad luck, which biases its result low: at 95 %, only 93 of 100
+intervals held (scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
@@ -34,9 +33,9 @@ class Advice:
     """One of Use, Faster at a price, Least memory and Simplest."""
     cell: CellResult
     words: str
-    """Rest of a sentence that begins with the cell's label and a colon."""
+    """Rest of a sentence after the cell's label and a colon."""
     as_good: str = ""
-    """Names of the cells tied with it; empty if there are none."""
+    """Names of tied cells, or empty."""
 
     @property
     def sentence(self) -> str:
@@ -45,19 +44,20 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """Advice for the cells of one setting, at least one of which is ranked."""
+    """Advice for one setting; at least one of its cells is ranked."""
 
     advice: tuple[Advice, ...]
     """Recommendations, the cell to use first."""
     compared: int
     """Number of cells considered."""
     may_be_fastest: tuple[CellResult, ...]
-    """Cells with the same training as one process that hold the fastest with 95 % confidence."""
+    """Cells with the same training as one process, one of which is the fastest (95 %
+    confidence)."""
     baseline: CellResult | None
 
     @property
     def caveat(self) -> str:
-        """Warnings to read before acting on the advice; empty if there are none."""
+        """Warnings for a reader who acts on the advice, or empty."""
         use = self.advice[0].cell
         caveats = []
         if use.device == "cpu":
@@ -76,7 +76,7 @@ class Answer:
 
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns ranked cells on real hardware with a core for each rank, fastest first."""
+    """Returns ranked cells without stand-ins and with a core per rank, fastest first."""
     chosen = [
         cell for cell in cells if cell.ranked and cell.stand_in is None and not cell.oversubscribed
     ]
@@ -84,8 +84,7 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
-    """Returns the cells that hold the fastest with this confidence. If the run lacks estimates,
-    returns the cells tied with the first."""
+    """Returns the candidates for fastest; without estimates, the cells tied with the first."""
     speeds = [cell.log_throughput for cell in cells if cell.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
@@ -97,8 +96,7 @@ def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) 
 
 
 def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) -> list[CellResult]:
-    """Returns the cells worth more trials: in each setting the candidates for fastest, and their
-    baseline.
+    """Returns the cells worth more trials: the candidates for fastest, and their baseline.
 
     A setting adds none if its fastest cell is known, or if all candidates are known to be tied.
     """
@@ -121,9 +119,9 @@ def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) 
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
-    """Describes how many more trials would settle what is undecided; empty if nothing is.
+    """Describes how many more trials would resolve `EQUAL`; empty if nothing is undecided.
 
-    Errors shrink with the square root of the number of trials; the goal is to resolve `EQUAL`.
+    Errors shrink with the square root of the number of trials.
     """
     open_cells = undecided(cells, CONFIDENCE)
     speeds = [cell.log_throughput for cell in open_cells if cell.log_throughput]
@@ -143,7 +141,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
 
 def answer(cells: Sequence[CellResult]) -> Answer | None:
-    """Returns the advice for the cells of one setting; None if no cell can be recommended."""
+    """Returns the advice for one setting; None if no cell qualifies."""
     fair = trustworthy(cells)
     advisable = [cell for cell in fair if cell.same_training]
     if not advisable:
@@ -158,15 +156,14 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
     if frugal := _frugal(fair):
         advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
     simple = _simplest(advisable)
-    if (
-        simple is not fastest and simple.log_throughput
-    ):  # records of older versions lack the packages
+    # Records of older versions lack the packages.
+    if simple is not fastest and simple.log_throughput:
         advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
     return Answer(tuple(advice), len(fair), tuple(ties), baseline)
 
 
 def change(comparison: Comparison) -> str:
-    """Returns text such as `12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
+    """Formats as `12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
     ratio = comparison.ratio - 1
     words = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
     if comparison.low is None or comparison.high is None:
@@ -179,7 +176,7 @@ def change(comparison: Comparison) -> str:
 
 
 def named(cells: Sequence[CellResult]) -> str:
-    """Returns the names of at most five cells, and the number of the rest."""
+    """Lists at most five names, and the number of the rest."""
     labels = [cell.label for cell in cells]
     if len(labels) > MOST_NAMED:
         labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
@@ -227,7 +224,6 @@ def _ratio(cell: CellResult, other: CellResult) -> float:
 
 
 def _faster(cell: CellResult, other: CellResult) -> bool:
-    """Returns whether the cell is significantly faster, by more than `EQUAL`."""
     ratio = compared(cell, other)
     return ratio is not None and ratio.verdict == "faster" and ratio.ratio > 1 + EQUAL
 
@@ -244,7 +240,7 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
 
 
 def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
-    """Returns the cell with the smallest peak on its fullest device; ties go to the faster."""
+    """Returns the cell with the smallest peak; ties go to the faster."""
     known = [cell for cell in cells if cell.peak_memory_bytes is not None]
     return min(
         known,
@@ -267,15 +263,14 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
-    """Returns a sort key for ease of use: packages besides torch, then non-default options."""
+    """Returns a sort key: packages besides torch, then non-default options."""
     axes = (cell.launcher == "spawn") + (cell.micro_batches > 1)
     axes += (cell.recompute != "none") + (cell.compile != "none")
     return len(cell.packages), len(json.loads(cell.options)) + axes, cell.label
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the easiest cell to use among those about as fast as the first. `cells`: fastest
-    first."""
+    """Returns the least complex of the cells about as fast as the first. `cells`: fastest first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

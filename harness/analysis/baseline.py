@@ -17,11 +17,11 @@ Choice: TypeAlias = Callable[[CellResult], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns the baseline of a setting's cells; None if there is none.
+    """Returns the baseline of a setting; None if there is none.
 
-    It is the first ranked cell that `chosen` accepts. By default it is DDP by torchrun without
-    options, else the single process. Of several (weak scaling on one device is the same training)
-    it is the one with the most trials, since the plan runs a baseline more often.
+    It is the first ranked cell that `chosen` accepts; by default DDP by torchrun without options,
+    else the single process. Of several (weak scaling on one device is the same training) it has the
+    most trials, since the plan runs baselines more often.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
@@ -33,7 +33,7 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
-    """Returns the same cells, each ranked one with its throughput over its setting's baseline."""
+    """Returns the same cells, ranked ones with throughput over their baseline's."""
     runs: dict[str, list[CellResult]] = {}
     for cell in cells:
         runs.setdefault(cell.run_id, []).append(cell)

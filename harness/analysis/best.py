@@ -1,8 +1,7 @@
-"""Which cells may be the best, and how far behind the others are, for all cells at once.
+"""Multiple comparisons with the best cell.
 
-Multiple comparisons with the best: Hsu, Simultaneous confidence intervals for all distances from
-the "best", Annals of Statistics 9 (1981); constrained intervals, Hsu, Journal of the American
-Statistical Association 79 (1984).
+Hsu, Simultaneous confidence intervals for all distances from the "best", Annals of Statistics 9
+(1981); constrained intervals, Hsu, Journal of the American Statistical Association 79 (1984).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from harness.analysis.stats import CONFIDENCE, LogEstimate
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """Simultaneous bounds on a cell's throughput over that of the best other cell."""
+    """Simultaneous bounds on throughput over that of the best other cell."""
 
     low: float
     """Lower bound of the ratio, at most 1."""
@@ -31,7 +30,7 @@ class AgainstBest:
 
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    """Returns each cell's bounds, in the order of the cells; a single cell is the best."""
+    """Returns bounds in the order of the cells; a single cell is the best."""
     if len(cells) < 2:
         return [AgainstBest(1.0, 1.0001)] * len(cells)
     factors = [critical_value(cell, cells, confidence) for cell in cells]
@@ -56,8 +55,8 @@ def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
 def critical_value(
     cell: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
 ) -> float:
-    """Returns the number of standard errors above which a difference from any other cell is
-    significant, jointly over all of them."""
+    """Returns the number of standard errors at which a difference from any other cell is
+    significant, jointly."""
     others = [other.error for other in cells if other is not cell]
     usual = statistics.median(others)
     total = cell.error**2 + usual**2
@@ -73,15 +72,15 @@ def dunnett(
     comparisons: int, degrees: int, correlation: float, confidence: float = CONFIDENCE
 ) -> float:
     """Returns Dunnett's one-sided critical value (Journal of the American Statistical Association
-    50, 1955): the quantile of the largest of `comparisons` t values. They share one estimate of the
-    spread, and any two have this correlation."""
+    50, 1955): the quantile of the largest of several t values with a common spread estimate and
+    equal pairwise correlations."""
     import numpy as np
     from scipy.optimize import brentq
     from scipy.special import chdtri, ndtr
 
     shared, own = math.sqrt(correlation), math.sqrt(1 - correlation)
     shares = (np.arange(200) + 0.5) / 200
-    # Quantiles of a chi-square over its degrees of freedom, whose root is the estimated spread.
+    # Quantiles of the estimated spread: root of chi-square over its degrees of freedom.
     spreads = np.sqrt(chdtri(degrees, 1 - shares) / degrees)
     points, weights = np.polynomial.hermite_e.hermegauss(60)
     weights = weights / weights.sum()

@@ -1,4 +1,4 @@
-"""Results of a cell of a run: status, measurements over trials, parity, memory."""
+"""Results of a cell of a run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ UNVERIFIED = "unverified"
 class CellResult:
     """One cell of one run, from the last attempt of each trial. Unknown values are None.
 
-    A trial counts as finished if it has a throughput. Trials stopped by the user count only if
-    there are no others. Columns shared with trials are described in harness/record/schema.py.
+    A trial with a throughput counts as finished. Trials stopped by the user count only if there are
+    no others. harness/record/schema.py describes columns shared with trials.
     """
 
     run_id: str
@@ -37,8 +37,7 @@ class CellResult:
     status: str
     """Worst status of the trials."""
     reason: str
-    """Reason of the worst trial; if others ended differently, with the number that ended like
-    it."""
+    """Reason of the worst trial; with a count if others ended differently."""
 
     system: str | None = None
     cell: str = "{}"
@@ -75,36 +74,35 @@ class CellResult:
     parity_steps: int = 0
 
     expected: bool = False
-    """Whether the matrix expects this status (a cell that is known to diverge)."""
+    """Whether the matrix expects this status (such as a known divergence)."""
     verified: bool = False
     """Whether parity holds in every trial that ended well."""
     ranked: bool = False
-    """Whether it may be compared by speed: status ok, verified, with a throughput."""
+    """Whether it may be compared by speed: ok, verified, with a throughput."""
     recorded_trials: int = 0
-    """Number of trials, without those the user stopped unless there are no others."""
+    """Number of trials that count."""
     trials: int = 0
     """Number of finished trials."""
 
     samples_per_second: float | None = None
-    """Geometric mean over trials, adjusted by the control if there is one (before schema version 8:
-    median over trials). `_low` and `_high` are its 95 % interval, or None."""
+    """Geometric mean over trials, adjusted by any control (before schema version 8: median). `_low`
+    and `_high` are its 95 % interval, or None."""
     samples_per_second_low: float | None = None
     samples_per_second_high: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
-    """Estimate behind these columns; None in runs from before schema version 8."""
+    """Estimate behind these columns; None before schema version 8."""
     raw_samples_per_second: float | None = None
-    """Median over trials without adjustment by the control; None in runs from before schema version
-    8."""
+    """Unadjusted median over trials; None before schema version 8."""
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
-    """Samples per second by trial number, adjusted by the control if there is one."""
+    """Samples per second by trial number, adjusted by any control."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
-    """Peak memory of the fullest rank in bytes by trial number, for trials with status ok."""
+    """Peak bytes of the fullest rank by trial number, for trials with status ok."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Start and throughput of each time slice by trial number, for interleaved trials."""
+    """Start and throughput of each time slice, by number of interleaved trial."""
     disturbed: int = 0
     """Number of disturbed trials."""
     disturbed_by: Mapping[Cause, int] = field(default_factory=dict)
@@ -112,7 +110,7 @@ class CellResult:
     disturbances: tuple[str, ...] = ()
     """Description of each disturbed trial."""
     gpu_findings: tuple[str, ...] = ()
-    """Descriptions of what was found on the trials' GPUs."""
+    """Descriptions of GPU problems in the trials."""
 
     step_seconds_p50: float | None = None
     """Median over trials, like the columns below."""
@@ -132,14 +130,13 @@ class CellResult:
     offload_read_bytes_per_step: float | None = None
     offload_written_bytes_per_step: float | None = None
     peak_flops_per_second: float | None = None
-    """FLOP/s of one device by its data sheet, the denominator of `mfu`."""
+    """FLOP/s of one device by its data sheet, for `mfu`."""
     matmul_flops_per_second: float | None = None
-    """FLOP/s that one device reached in a matrix product, the denominator of
-    `matmul_utilization`."""
+    """FLOP/s of one device in a matrix product, for `matmul_utilization`."""
     trend: float | None = None
     """Largest absolute value over trials."""
     peak_memory_bytes: int | None = None
-    """Largest value over trials, like the next two columns."""
+    """Largest over trials, like the next two columns."""
     offload_kept_bytes: int | None = None
     fp32_loss_deviation: float | None = None
     peak_memory_bytes_low: int | None = None
@@ -149,10 +146,10 @@ class CellResult:
     expert_tokens: str | None = None
     """Value of the first finished trial that has one."""
     sent_bytes_per_step: float | None = None
-    """Bytes sent by the rank that sends most, median over trials."""
+    """Bytes sent by the busiest rank, median over trials."""
 
     parameter_bytes: float | None = None
-    """Bytes held between steps by the fullest rank of all trials, like the next three columns."""
+    """Bytes between steps on the fullest rank of any trial, like the next three columns."""
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None
     library_bytes: float | None = None
@@ -175,30 +172,28 @@ class CellResult:
     parity_loss_tolerance: float | None = None
     parity_update_tolerance: float | None = None
     set_backs: int | None = None
-    """Number of times the state was rewound and judged again, over all trials; None if unknown. The
-    deviations are the largest found then. `not_set_back` is the reason if it never was."""
+    """Number of rewinds to an earlier state for another judgement, over all trials; None if
+    unknown. The deviations are the largest found then. `not_set_back` is the reason for none."""
     not_set_back: str | None = None
     set_back_loss_deviation: float | None = None
     set_back_update_deviation: float | None = None
     same_training: bool = False
-    """Whether it may be recommended, because it trains the same as one process. Parity is exact;
-    or, in half precision, within what the precision alone allows and not known to be inexact in
-    fp32."""
+    """Whether it trains the same as one process and may be recommended: exact parity, or in half
+    precision within what the precision alone allows and not known to be inexact in fp32."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's twin in fp32, possibly of a smaller model; empty if
-    the run has none."""
+    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; empty without
+    one."""
     losses: tuple[float | None, ...] = ()
     reference_losses: tuple[float | None, ...] = ()
 
     baseline: str = ""
-    """Id of the baseline cell; empty if there is none."""
+    """Id of the baseline cell, or empty."""
     over_baseline: float | None = None
     """Throughput over the baseline's. `_low` and `_high` are its 95 % interval, or None."""
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
     efficiency_own: float | None = None
-    """Scaling efficiency against the same strategy on one device; None without one. `_low` and
-    `_high` are its 95 % interval, or None."""
+    """Scaling efficiency against the same strategy on one device, with its interval."""
     efficiency_own_low: float | None = None
     efficiency_own_high: float | None = None
     efficiency_single: float | None = None
@@ -224,7 +219,7 @@ class CellResult:
 
     @property
     def outcome(self) -> str:
-        """Status, or `unverified` if it is ok but parity is not known to hold."""
+        """Status, or `unverified` if it is ok without verified parity."""
         return self.status if self.status != "ok" or self.verified else UNVERIFIED
 
     @property

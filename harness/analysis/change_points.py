@@ -1,4 +1,4 @@
-"""Detection of lasting changes in the level of a series."""
+"""Detection of lasting level changes in a series."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Returns the indices into `values` at which a new level begins, ascending. See METHOD.
+    """Returns the indices at which a new level begins, ascending. See METHOD.
 
     `smallest`: relative change of the median that counts.
     """
@@ -47,10 +47,10 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Returns the position of one change that minimises absolute deviations from both medians.
+    """Returns the split that minimises absolute deviations from both medians.
 
     A rank sum detects a change but locates it less well. Deviations are capped at the size of the
-    change, so that an outlying run, far from both levels, has no influence.
+    change, so that outlying runs have no influence.
     """
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
@@ -65,7 +65,6 @@ def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
 
 
 def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
-    """Returns the change points of a stretch that begins at `offset`."""
     if len(logs) < 2 * MIN_RUNS:
         return []
     single, between = _statistics(_ranks(logs))
@@ -101,8 +100,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
-    """Returns running sums along the last axis, starting at 0, and the standard deviation of a sum
-    of n ranks (Mann and Whitney 1947)."""
+    """Returns running sums from 0 along the last axis, and the standard deviation of a sum of n
+    ranks (Mann and Whitney 1947)."""
     import numpy as np
 
     n = ranks.shape[-1]
@@ -111,8 +110,7 @@ def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
 
 
 def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int, int]]:
-    """Returns the best single split (statistic, index) and the best inner stretch (statistic,
-    begin, end)."""
+    """Returns the best split (statistic, index) and inner stretch (statistic, begin, end)."""
     n = len(ranks)
     sums, deviation = _sums(ranks)
     single = max(
@@ -128,8 +126,8 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """Returns the critical value of each statistic at half of FALSE_ALARM_RATE. With ranks they
-    depend on `n` alone."""
+    """Returns critical values at half of FALSE_ALARM_RATE each; with ranks they depend on `n`
+    alone."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(

@@ -50,7 +50,7 @@ def _by_id(cells: Iterable[MeasuredCell]) -> dict[str, list[MeasuredCell]]:
 def compare_cells(
     run: str, pairs: Iterable[tuple[MeasuredCell, MeasuredCell]], names: tuple[str, str]
 ) -> RunComparison:
-    """Compares cells of one run by the ratio within its rounds."""
+    """Compares cells of one run within its rounds."""
     lines = []
     for first, second in pairs:
         line = _line(first, second)
@@ -77,7 +77,6 @@ def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
 
 
 def _why(cell: MeasuredCell) -> str:
-    """Returns text such as `failed: rank 1 broke`."""
     return f"{cell.result.outcome}: {cell.result.outcome_reason}"
 
 
@@ -113,7 +112,7 @@ def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
 
 
 def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
-    """Returns peak memory of B over A; None if unknown or measured by different methods."""
+    """Returns peak memory of B over A; None if unknown or measured differently."""
     if was.result.memory_method != now.result.memory_method:
         return None
     before, after = was.result.peak_by_round, now.result.peak_by_round
@@ -123,7 +122,7 @@ def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
 
 
 def _change(was: MeasuredCell, now: MeasuredCell) -> tuple[Kind, str]:
-    """Returns kind and reason for a cell that is not ok on both sides."""
+    """Returns kind and reason if a side is not ok."""
     before, after = was.result.outcome, now.result.outcome
     if now.ok:
         return "mended", f"was {_why(was)}"

@@ -42,7 +42,7 @@ class ComparedCell:
     throughput: Comparison | None = None
     """Throughput of B over A."""
     memory: Comparison | None = None
-    """Peak memory of B over A; None if unknown or measured by different methods."""
+    """Peak memory of B over A; None if unknown or measured differently."""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -68,7 +68,7 @@ class ComparedCell:
 
     @property
     def disturbed(self) -> list[str]:
-        """Text such as `A, trial 2: 1.30 cores used by others` for each disturbed trial."""
+        """Texts such as `A, trial 2: 1.30 cores used by others`."""
         return [
             f"{name}, {trial}"
             for name, cell in (("A", self.first), ("B", self.second))

@@ -1,9 +1,8 @@
 """Adjustment of step times by the control.
 
 Between steps each rank computes a small fixed piece (harness/worker/control.py), whose time follows
-the machine's speed. The logarithm of a trial's step time is regressed on those of the control
-(control variates: Lavenberg and Welch, Management Science 27, 1981). All cells of a run share the
-coefficients.
+the machine's speed. Log step times are regressed on it (control variates: Lavenberg and Welch,
+Management Science 27, 1981), with coefficients shared by all cells of a run.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_WINDOWS = 12
-"""Fewest windows, beyond one per cell, from which coefficients can be estimated."""
+"""Fewest windows beyond one per cell for a fit."""
 LEAST_LAUNCHES = 40
-"""Number of trials, beyond one per cell, from which coefficients are fitted between whole trials.
-Over windows of a few steps the control's own noise does not average out and makes them too
-small."""
+"""Number of trials beyond one per cell for a fit between whole trials. Between windows of a few
+steps the control's own noise does not average out and makes coefficients too small."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,10 @@ class Adjustment:
 
     @property
     def spreads(self) -> tuple[float, float]:
-        """Spreads before and after."""
         return self.spread_before, self.spread_after
 
     def of(self, window: Window, usual: Window) -> float:
-        """Returns what is subtracted from a log step time. `usual`: the control's usual times."""
+        """Returns what to subtract from a log step time. `usual`: the control's usual times."""
         return self.control * (window.control - usual.control) + self.slowest * (
             window.slowest - usual.slowest
         )
@@ -80,10 +77,9 @@ def usual_control(windows: Sequence[Window]) -> Window:
 
 
 def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
-    """Returns the best adjustment for a run's trials.
+    """Returns the best adjustment for a run's trials, given each cell's windows by trial.
 
-    `cells`: the windows of each trial by cell. The adjustment is zero if there are too few windows,
-    or if it does not reduce the spread between trials.
+    It is zero with too few windows, or if it does not reduce the spread between trials.
     """
     import numpy as np
 
@@ -111,7 +107,7 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
     fit = Adjustment(float(control), float(slowest), 0.0, 0.0)
     before, after = (_spread(cells, candidate) for candidate in (NONE, fit))
     if before is None or after is None:
-        # One launch of each cell: what it does between them is not known.
+        # With one trial per cell, the spread between trials is unknown.
         return NONE
     fit = Adjustment(fit.control, fit.slowest, before, after)
     return fit if fit.helps else Adjustment(0.0, 0.0, before, before)
@@ -120,8 +116,8 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
 def _spread(
     cells: Mapping[Hashable, Sequence[Sequence[Window]]], adjustment: Adjustment
 ) -> float | None:
-    """Returns the standard deviation between a cell's trials, pooled over cells; None if no cell
-    has two trials."""
+    """Returns the standard deviation between trials, pooled over cells; None without two trials of
+    a cell."""
     squares, degrees = 0.0, 0
     zero = Window(0.0, 0.0, 0.0)
     for launches in cells.values():

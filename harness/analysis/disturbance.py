@@ -1,4 +1,4 @@
-"""Detection of trials disturbed by something else on the machine."""
+"""Detection of disturbed trials."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 from harness.host.gpu_record import GpuRecord
 
 DISTURBED_CORES = 0.25
-"""Load of other processes, in cores, above which a trial is marked. The kernel counts in ticks of
-10 ms, which short trials see as up to 0.2 cores."""
+"""Foreign load in cores above which a trial is marked. The kernel counts in ticks of 10 ms, which
+short trials see as up to 0.2 cores."""
 
 
 QUIET = 0.8
-"""Share of idle cores before and after a trial below which it is marked."""
+"""Share of idle cores around a trial below which it is marked."""
 
 
 Cause = Literal["busy", "shared", "throttled"]
@@ -32,7 +32,7 @@ def disturbances(
     idle_after: float | None,
     gpus: GpuRecord | None = None,
 ) -> tuple[Cause, ...]:
-    """Returns what disturbed a trial before, during or after it; unknown values are ignored."""
+    """Returns the causes that disturbed a trial; unknown values are ignored."""
     idle = [share for share in (idle_before, idle_after) if share is not None]
     busy = (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET
     causes: set[Cause] = {finding.cause for finding in gpus.findings()} if gpus else set()

@@ -1,7 +1,7 @@
-"""Effects of single features on throughput and memory, alone and combined.
+"""Effects of single features on throughput and memory.
 
-Cells that differ in one axis only are compared in pairs. Alone: against the baseline, which has
-everything off. Together: the mean over all such pairs, whatever else both have on.
+Compares pairs of cells that differ in one axis. Alone: against the baseline, with everything off.
+Together: the mean over all pairs, whatever else is on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIXED = tuple(name for name in SETTING if name not in ("workload", "precision",
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one feature, as ratios of cells with it over cells without."""
+    """Effect of a feature: ratios of cells with it over cells without."""
 
     axis: str
     value: str
@@ -84,8 +84,7 @@ def _strategy(cell: CellResult) -> str:
 
 
 def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
-    """Returns the effects for each model and machine on which features were turned on alone and
-    together."""
+    """Returns effects by model and machine, if features were on both alone and together."""
     places: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
@@ -155,8 +154,8 @@ def _effect(
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """Returns the geometric mean of the pairs' throughput ratios.
 
-    Its error is the larger of the pairs' errors and their scatter, since an effect varies between
-    pairs. Two pairs are too few for a scatter, so the interval then spans both pairs' intervals.
+    The error is the larger of the pairs' errors and their scatter, since effects vary. Two pairs
+    are too few for a scatter, so the interval then spans both pairs' intervals.
     """
     known = [
         (cell.log_throughput, twin.log_throughput)

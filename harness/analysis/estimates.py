@@ -1,4 +1,4 @@
-"""Throughput estimates of a run's cells, with noise pooled over all of them."""
+"""Throughput estimates with noise pooled over a run's cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.analysis.stats import LogEstimate
 from harness.record.trial import TrialRecord
 
 FIRST_VERSION = 8
-"""First schema version with estimates; older runs are shown as they were then."""
+"""First schema version with estimates."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,14 @@ class RunEstimates:
     cells: Mapping[str, LogEstimate] = field(default_factory=dict)
     """Logarithm of samples per second, by cell id."""
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """Samples per second by cell id and trial number, adjusted by the control."""
+    """Adjusted samples per second by cell id and trial number."""
     adjustment: Adjustment = NONE
-    """Adjustment of cells without offloading to disk and with a core for each rank."""
+    """Adjustment of cells without disk offload and with a core per rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
-    """Returns the estimates of one run; empty for older schema versions.
-
-    `finished`: one record for each trial that has a throughput.
-    """
+    """Returns estimates from one run's trials with a throughput; empty for older schema
+    versions."""
     if not finished or min(trial.schema_version for trial in finished) < FIRST_VERSION:
         return RunEstimates()
     windows = [windows_of(trial) for trial in finished]
@@ -80,7 +78,7 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
 def _moderated(
     logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]], cells: Set[str]
 ) -> dict[str, Spread]:
-    """Returns the moderated spreads of these cells by id. `steps`: number for each trial."""
+    """Returns spreads by cell id, moderated over `cells`."""
     logs = {cell_id: values for cell_id, values in logs.items() if cell_id in cells}
     own = [
         Spread(
@@ -94,12 +92,12 @@ def _moderated(
 
 
 def steps_of(trial: TrialRecord) -> int:
-    """Returns the recorded number of steps of a trial that ended well; at least 1."""
+    """Returns the recorded number of steps, at least 1."""
     return max(1, trial.steps_taken or len(trial.losses))
 
 
 def windows_of(trial: TrialRecord) -> list[Window]:
-    """Returns the windows of a trial; empty without a control."""
+    """Returns a trial's windows; empty without a control."""
     columns = (
         trial.window_step_seconds,
         trial.window_control_seconds,
@@ -122,7 +120,7 @@ def _kind(trial: TrialRecord) -> _Kind:
 
 
 def _computing(trial: TrialRecord) -> Hashable:
-    """Returns what determines the control's time on an idle machine."""
+    """Returns what sets the control's time on an idle machine."""
     shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
     return *shape, trial.oversubscribed
 
@@ -130,7 +128,6 @@ def _computing(trial: TrialRecord) -> Hashable:
 def _together(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, list[Window]]:
-    """Returns the windows of trials, grouped by control."""
     together: dict[Hashable, list[Window]] = {}
     for trial, own in zip(trials, windows, strict=True):
         if own:
@@ -141,7 +138,6 @@ def _together(
 def _launches(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, list[Sequence[Window]]]:
-    """Returns the windows of each trial, by cell."""
     launches: dict[Hashable, list[Sequence[Window]]] = {}
     for trial, own in zip(trials, windows, strict=True):
         launches.setdefault(trial.cell_id, []).append(own)

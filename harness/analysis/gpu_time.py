@@ -1,4 +1,4 @@
-"""Breakdown of a GPU's step time, including its arithmetic at the measured rate."""
+"""Breakdown of a GPU's step time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PARTS = {
     "copy": "copies between host and device",
     "idle": "idle, waiting for the host",
 }
-"""Display name of each part. `matmul` is used if the measured rate is unknown, else the first
-two."""
+"""Display name of each part. `matmul` replaces the first two if the measured rate is unknown."""
 _LEAST_SHARE = 0.005
 
 
@@ -36,12 +35,10 @@ class GpuTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of the step, by name of the part."""
         return {name: seconds / self.step_seconds for name, seconds in self.seconds.items()}
 
     @property
     def sentence(self) -> str:
-        """Description of the step, the gap's largest part first."""
         shares = self.shares
         first = AT_RATE if AT_RATE in shares else "matmul"
         gap = sorted((name for name in shares if name != first), key=lambda name: -shares[name])
@@ -55,10 +52,10 @@ def gpu_time(
 ) -> GpuTime | None:
     """Returns the parts of a profiled step; None if no GPU was profiled.
 
-    `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s that the device reached. The
-    profiler delays the host, so its overhead is subtracted from the idle time, as far as possible.
-    Model FLOPs include attention, so attention kernels belong to the gap. Slower matrix products
-    are the matrix time beyond that of all FLOPs.
+    `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s reached by the device. The
+    profiler delays the host, so its overhead is taken from the idle time. Model FLOPs include
+    attention, whose kernels therefore count as gap; slower matrix products are the time beyond that
+    of all FLOPs.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):

@@ -1,4 +1,4 @@
-"""Hardware of a run, as far as it affects times."""
+"""Hardware of a run, as it affects times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from harness.record.run import RunRecord
 
 _SAME_MEMORY = 0.02
-"""Relative tolerance: kernels on the same machine reserve different amounts."""
+"""Relative tolerance: kernels of one machine reserve different amounts."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Properties that must be equal for times to be comparable."""
+    """Properties that must match for times to be comparable."""
 
     host: str
     cpu_model: str | None
@@ -28,11 +28,10 @@ class Hardware:
     power_limits: tuple[str, ...] | None = None
     """Text for each GPU; None if unknown, as before schema version 7."""
     ecc: tuple[str, ...] | None = None
-    """Error correction of each GPU, `on` or `off`, which costs memory speed; None if unknown."""
+    """Error correction of each GPU, which costs memory speed; None if unknown."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:
-        """Returns the hardware of a run's host."""
         limits, ecc = _settings(run.gpu_facts)
         return cls(
             run.host,
@@ -46,10 +45,7 @@ class Hardware:
         )
 
     def difference(self, other: Hardware, device: str) -> str:
-        """Returns why times on the two are not comparable; empty if they are.
-
-        GPUs matter only to cells on GPUs.
-        """
+        """Returns why times are not comparable, or empty. GPUs matter only to cells on GPUs."""
         if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
             return "other hosts, whose CPU models are unknown"
         if self.cpu_model != other.cpu_model:
@@ -87,8 +83,7 @@ class Hardware:
 
 
 def _settings(facts: str | None) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns power limit and error correction of each GPU as text, from `gpu_facts`; None for an
-    unknown one."""
+    """Returns power limits and error correction as text; None for unknown ones."""
     gpus = json.loads(facts) if facts else []
     limits = [gpu["power_limit_watts"] for gpu in gpus]
     ecc = [gpu["ecc"] for gpu in gpus]
@@ -103,5 +98,4 @@ def _apart(size: float, other: float) -> bool:
 
 
 def _gpu_words(gpus: Sequence[str] | None) -> str:
-    """Returns each kind with its count."""
     return ", ".join(f"{count} x {name}" for name, count in Counter(gpus or ()).items()) or "none"

@@ -1,4 +1,4 @@
-"""History of a cell over runs on equal hardware, with its lasting changes."""
+"""History of a cell on equal hardware, with lasting changes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ Figure = Literal["throughput", "memory"]
 SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EFFECT}
 """Smallest relative change of the level that counts."""
 MOST_RUNS = 250
-"""Most runs of a cell in its history, the newest."""
+"""Number of newest runs of a cell that are used."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run's measurement of a cell."""
-
     run_id: str
     started_at: datetime
     value: Estimate
@@ -41,16 +39,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Measurements of a cell over its runs, oldest first, on the newest run's hardware."""
+    """Measurements of a cell by run, oldest first, on the newest run's hardware."""
 
     cell_id: str
     cell_name: str
     figure: Figure
     points: tuple[Point, ...]
     elsewhere: int = 0
-    """Number of runs left out for other hardware or another memory method."""
+    """Number of runs left out for other hardware or memory methods."""
     failed: int = 0
-    """Number of runs left out because the cell failed, diverged or was not verified."""
+    """Number of runs left out because the cell was not ok."""
 
     @property
     def newest(self) -> Point:
@@ -89,10 +87,8 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """Returns one series for each measured cell, in order of first occurrence.
-
-    `cells`: oldest run first.
-    """
+    """Returns a series per measured cell, in order of first occurrence. `cells`: oldest run
+    first."""
     by_id: dict[str, list[MeasuredCell]] = {}
     for cell in cells:
         by_id.setdefault(cell.cell_id, []).append(cell)
@@ -100,7 +96,6 @@ def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
 
 
 def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
-    """Returns the series of one cell from all its runs; None without a measurement."""
     good = [cell for cell in every if cell.ok and _by_round(cell, figure)]
     if not good:
         return None
@@ -129,7 +124,7 @@ def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool
 
 
 def method(figure: Figure) -> dict[str, str]:
-    """Returns how changes are detected, for every output format."""
+    """Describes the detection of changes, for every output format."""
     return {
         "Value": "median over a run's trials; the interval is of 95 %",
         "Test": METHOD,

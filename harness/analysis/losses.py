@@ -1,4 +1,4 @@
-"""Losses of a trial by step, from its ranks, including steps trained again."""
+"""Losses of a trial by step, including steps trained again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns the mean loss of each step over the ranks that have one (equal shares of the batch).
-
-    `ranks`: the losses of each rank, by step.
-    """
+    """Returns each step's mean loss over the ranks that have one (equal shares of the batch)."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]
@@ -21,7 +18,7 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Pass:
-    """Consecutive steps, up to a rewind of the state or to the end."""
+    """Consecutive steps up to a rewind or the end."""
 
     first: int
     """Training step that it begins with; 0 before any rewind."""
@@ -39,10 +36,8 @@ class Pass:
 def passes(
     losses: Sequence[float | None], training_steps: Sequence[int | None]
 ) -> tuple[Pass, ...]:
-    """Returns the losses of a trial, split at each rewind.
-
-    `training_steps`: step of each loss; None stands for the loss's index.
-    """
+    """Returns the losses split at rewinds. `training_steps`: step of each loss; None stands for its
+    index."""
     steps = [number if step is None else step for number, step in enumerate(training_steps)]
     starts = [i for i, step in enumerate(steps) if i == 0 or step != steps[i - 1] + 1]
     return tuple(

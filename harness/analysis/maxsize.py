@@ -1,4 +1,4 @@
-"""Results of a search for the largest model or longest sequence of one strategy."""
+"""Results of a search for the largest model or longest sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Holding:
     """Model states by kind."""
     other: float = 0.0
     stacks: float = 0.0
-    """Thread stacks."""
     buffers: Mapping[str, float] = field(default_factory=dict)
     """Library buffers by name."""
     largest: tuple[str, ...] = ()
@@ -32,13 +31,13 @@ class MaxsizeResult:
 
     label: str
     status: str
-    """One of found, none fits, all fit, unfinished, stopped (a probe failed for a reason other than
+    """One of found, none fits, all fit, unfinished, stopped (a probe failed for another reason than
     memory), unavailable and refused."""
     reason: str
     workload: str
     budget: int
     tokens: bool = False
-    """Whether the search varies the sequence length; sizes are then tokens, else parameters."""
+    """Whether sizes are tokens of a sequence instead of parameters."""
     step: int | None = None
     """Parameters of one search step."""
     parameters: int | None = None
@@ -55,32 +54,29 @@ class MaxsizeResult:
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Library buffers in bytes, by name."""
     failed_in: str | None = None
-    """Operation in which the smallest model that does not train ran out of memory."""
+    """Operation in which that smallest model ran out of memory."""
     failure: str = ""
-    """Any other failure of that model, if it occurs only under the limit."""
+    """Other failure of that model, only under the limit."""
     holding: Holding | None = None
     """Memory of a rank at that point."""
     formula: Mapping[str, float] = field(default_factory=dict)
-    """Bytes by kind for that model, by the formula."""
+    """Bytes of that model by kind, by the formula."""
     probes: int = 0
     seconds: float = 0.0
 
     @property
     def largest_model(self) -> str:
-        """Text such as `50.1M` or `4096 tokens`; the status if nothing trains."""
+        """Text such as `50.1M` or `4096 tokens`, or the status."""
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
-        """Returns a size as text, in parameters or tokens."""
         return f"{size} tokens" if self.tokens else millions(size)
 
     def amount(self, size: int) -> str:
-        """Returns a size as text with its unit."""
         return self.text(size) if self.tokens else f"{self.text(size)} parameters"
 
     @property
     def too_large(self) -> str:
-        """Text for the smallest size that does not train."""
         return self.amount(self.next_parameters or 0)
 
     @property
@@ -90,8 +86,8 @@ class MaxsizeResult:
 
     @property
     def fill(self) -> dict[str, float]:
-        """Bytes by name of what filled the budget when memory ran out: states by kind, then the
-        rest. Empty if nothing ran out.
+        """Bytes by name of what filled the budget: states by kind, then the rest. Empty if memory
+        did not run out.
 
         `temporaries`: what the failed operation freed, and what it asked for. `rest`: activations
         that autograd keeps, C++ buffers, Python's heap.
@@ -107,8 +103,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Name and bytes of memory beyond ZeRO's model states, largest first. Leaves out what is
-        below 1 % of the budget; empty if memory did not run out."""
+        """Name and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
+        budget. Empty if memory did not run out."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -127,7 +123,7 @@ class MaxsizeResult:
         return sorted(large, key=lambda part: -part[1])
 
     def _expected(self, kind: str) -> float:
-        """Returns bytes by the formula. Gradients may be what it counts as library or transient."""
+        """Returns formula bytes; gradients may be what it counts as library or transient."""
         if kind != "gradients":
             return self.formula[kind]
         held = self.holding.kinds["library"] if self.holding else 0.0
@@ -144,8 +140,7 @@ def mebibytes(size: float) -> str:
 
 
 def limits(row: MaxsizeResult) -> str:
-    """Describes where memory ran out and what filled it besides ZeRO's model states; empty if
-    nothing ran out."""
+    """Describes where memory ran out and what filled it; empty if it did not."""
     sentences = []
     if row.failed_in:
         beyond = ", ".join(f"{name} {mebibytes(size)}" for name, size in row.responsible)
@@ -166,8 +161,8 @@ def limits(row: MaxsizeResult) -> str:
 
 
 def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a sentence for each model in a chain that is no larger than its predecessor, with the
-    bytes responsible."""
+    """Describes each model in a chain that is no larger than its predecessor, with the bytes
+    responsible."""
     by_label = {row.label: row for row in rows if row.parameters}
     notes = []
     for chain in order:

@@ -1,4 +1,4 @@
-"""Table of a search for the largest model or longest sequence, from records alone."""
+"""Table of a search for the largest model or longest sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.spec.cell import Cell
 
 
 def maxsize_results(results: Results) -> list[MaxsizeResult]:
-    """Returns the results of each search, in the order of its cells."""
+    """Returns results in the order of each search's cells."""
     rows: list[MaxsizeResult] = []
     for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
         plan = Plan.from_row(run)
@@ -39,14 +39,13 @@ class Search:
 
     budget: int
     predicted: Mapping[str, Mapping[str, Any]]
-    """Predictions by cell id: step and size by the formula, activations of the first and of each
-    further step."""
+    """Predictions by cell id: step and size, activations of the first and each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
-    """Last attempts of each trial by cell id, in the order of attempts."""
+    """Last attempts by cell id, in order."""
     unlimited: Sequence[TrialRecord]
-    """Trials without a memory limit, for probes that failed for a reason other than memory."""
+    """Trials without a memory limit, after probes failed for another reason than memory."""
     tokens: int = 0
-    """Tokens that one step adds to a sequence; 0 if each step adds a block to the model."""
+    """Tokens added per step; 0 if a step adds a block to the model."""
 
     @classmethod
     def of(cls, results: Results, plan: Plan) -> Search:
@@ -63,7 +62,7 @@ class Search:
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
 
     def size(self, trial: TrialRecord) -> int:
-        """Returns parameters or tokens of a sequence, whichever the search varies."""
+        """Returns parameters, or tokens of a sequence."""
         return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
@@ -93,7 +92,6 @@ class Search:
         return self._result(cell, status, reason, best, smallest)
 
     def _first(self, trial: TrialRecord) -> bool:
-        """Returns whether the trial has a single step."""
         return steps_of(Cell(**json.loads(trial.cell)), self.tokens) == 1
 
     def _result(
@@ -104,8 +102,7 @@ class Search:
         best: TrialRecord | None,
         smallest: TrialRecord | None,
     ) -> MaxsizeResult:
-        """Builds a row. `best`: the largest model that trains; `smallest`: the smallest that does
-        not."""
+        """Builds a row from the largest trial that fits and the smallest that does not."""
         predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
         buffers = json.loads(best.library_buffers or "{}") if best else {}
         return MaxsizeResult(
@@ -133,8 +130,7 @@ class Search:
         )
 
     def _formula(self, trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
-        """Returns formula bytes of a trial's states and activations by kind; empty without a
-        formula."""
+        """Returns formula bytes by kind; empty without a formula."""
         columns = {**COLUMNS, "transient": "transient"}
         sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
         if None in sizes.values():
@@ -152,7 +148,6 @@ def _kept(trial: TrialRecord) -> dict[str, int]:
 
 
 def _holding(text: str | None) -> Holding | None:
-    """Parses the column `failed_holding`."""
     held = json.loads(text or "{}")
     if not held:
         return None

@@ -1,11 +1,10 @@
-"""Spreads of cells with few trials each, moderated over all cells of a run.
+"""Spreads of cells with few trials, moderated over all cells of a run.
 
-Two trials say almost nothing about a cell's spread. Variances of cells are assumed to scatter about
-a common one as a scaled inverse chi-square (Smyth, Linear models and empirical Bayes methods,
-Statistical Applications in Genetics and Molecular Biology 3 (2004), section 3). The common variance
-depends on the number of steps a trial averages, as a power of a covariate (Law, Chen, Shi and
-Smyth, voom, Genome Biology 15 (2014), R29, with a straight line instead of their curve). All are
-estimated from the run by maximum likelihood: ratios of variances follow Fisher's F distribution.
+Cells' variances are assumed to scatter about a common one as a scaled inverse chi-square (Smyth,
+Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular
+Biology 3 (2004), section 3). It depends on a power of the number of steps a trial averages (Law,
+Chen, Shi and Smyth, voom, Genome Biology 15 (2014), R29, with a straight line instead of their
+curve). All are estimated by maximum likelihood: ratios of variances follow Fisher's F distribution.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 FEWEST_FOR_PRIOR = 3
 """Fewest cells with a spread for a prior; fewer are pooled."""
 FEWEST_FOR_TREND = 12
-"""Fewest cells for a trend; with fewer the common variance is constant."""
+"""Fewest cells for a trend of the variance."""
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
-"""Bounds on the estimated degrees of freedom of the common variance."""
+"""Bounds on the common variance's degrees of freedom."""
 STEEPEST = 2.0
 """Bound on the absolute power."""
 
@@ -47,9 +46,9 @@ class Prior:
     variance: float
     """Variance at `averaged` 1."""
     degrees: float
-    """Degrees of freedom; infinite if the cells' variances do not differ beyond the prior."""
+    """Degrees of freedom; infinite if variances of cells do not differ."""
     power: float = 0.0
-    """Power of `averaged` by which the variance grows: -1 if steps are independent."""
+    """Power of `averaged` in the variance: -1 if steps are independent."""
 
     def of(self, spread: Spread) -> float:
         """Returns the common variance of cells with this `averaged`."""
@@ -57,10 +56,10 @@ class Prior:
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns each cell's variance, shrunk towards the common one, in the cells' order.
+    """Returns variances shrunk towards the common one, in the cells' order.
 
-    Cells without a degree of freedom get the common variance. If fewer than three cells have any,
-    all are pooled.
+    Cells without a degree of freedom get the common one. If fewer than three cells have any, all
+    are pooled.
     """
     common = prior(spreads)
     if common is None:

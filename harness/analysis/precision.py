@@ -1,4 +1,4 @@
-"""Precision of a run's throughputs, and cells whose intervals are still too wide."""
+"""Precision of a run's throughputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEDIAN_WANTED, NINE_IN_TEN_WANTED = 0.04, 0.08
-"""Half widths that a run aims for by adding trials while it has time."""
+"""Half widths that a run aims for while it has time."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Half widths of the 95 % intervals of throughput over the baseline's, as fractions of the
-    ratios."""
+    """Relative half widths of the 95 % intervals of throughput over the baseline's."""
 
     cells: int
     median: float
@@ -45,8 +44,7 @@ class Precision:
 
 
 def precision(cells: Sequence[CellResult]) -> Precision | None:
-    """Returns the precision over verified cells with a core for each rank and a baseline; None if
-    there are none."""
+    """Returns the precision over verified cells with a core per rank and a baseline, or None."""
     widths = list(_widths_over_baseline(cells).values())
     if not widths:
         return None
@@ -54,7 +52,6 @@ def precision(cells: Sequence[CellResult]) -> Precision | None:
 
 
 def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
-    """Returns relative half widths of throughput over the baseline's, by cell id."""
     return {
         cell.cell_id: (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
         for cell in cells
@@ -66,11 +63,10 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 
 def not_known_well(cells: Sequence[CellResult]) -> set[str]:
-    """Returns the ids of all cells compared with a baseline, and of the baselines, if the run is
-    not precise enough; else none.
+    """Returns the ids of compared cells and baselines if the run is not precise enough; else none.
 
-    All cells, because adding trials only where the interval happens to be wide would make a run's
-    intervals too narrow.
+    Always all of them: adding trials only to cells with wide intervals would make a run's intervals
+    too narrow.
     """
     known, among = precision(cells), _widths_over_baseline(cells)
     if known is None or known.enough:
@@ -79,10 +75,9 @@ def not_known_well(cells: Sequence[CellResult]) -> set[str]:
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Returns relative half widths by cell id, for ranked cells above `precision` (a fraction) or
-    with too few trials.
+    """Returns relative half widths by cell id, if above `precision` or from too few trials.
 
-    Interleaved cells use the widest 95 % interval of their ratios to others in their setting.
+    Interleaved cells use their widest 95 % interval against others in the setting.
     """
     ranked = [cell for cell in cell_results(trials) if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
@@ -93,7 +88,7 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
 
 
 def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
-    """Returns the relative half width of the cell's interval; infinite without an interval."""
+    """Returns the cell's relative half width; infinite without an interval."""
     comparisons = [
         comparison
         for other in ranked

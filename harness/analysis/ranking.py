@@ -19,8 +19,7 @@ from harness.analysis.stats import (
 def compared(
     cell: CellResult, other: CellResult, confidence: float | None = None
 ) -> Comparison | None:
-    """Returns the throughput of one cell over another's, within rounds if both are of one run; None
-    if either has no trial.
+    """Returns a throughput ratio, within rounds if both cells are of one run; None without trials.
 
     `confidence`: None for that of verdicts.
     """
@@ -34,12 +33,11 @@ def compared(
 
 
 def same(cell: CellResult, other: CellResult) -> bool:
-    """Returns whether two cells are tied in throughput."""
     comparison = compared(cell, other)
     return comparison is None or comparison.verdict == "no difference seen"
 
 
 def alike(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns, for cells in ranking order, whether each is tied with the one above it."""
+    """Returns whether each cell of a ranking is tied with the one above it."""
     pairs = itertools.pairwise(ranking)
     return [False, *(same(cell, above) for above, cell in pairs)][: len(ranking)]

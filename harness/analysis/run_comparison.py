@@ -1,4 +1,4 @@
-"""Comparison of two runs, folders or cells of one run, with its method."""
+"""Comparison of two runs, folders or cells of one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY_METHOD = (
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Comparison of B, the second, with A, the first; regressions first."""
+    """Comparison of B with A; regressions first."""
 
     first: str
     second: str
@@ -44,7 +44,7 @@ class RunComparison:
     @property
     def headline(self) -> str:
         """Text such as `2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen
-        12`; for cells of one run, the number of each verdict."""
+        12`; within a run, counts of verdicts."""
         if self.test != RUNS_METHOD:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
@@ -61,7 +61,7 @@ class RunComparison:
 
     @property
     def method(self) -> dict[str, str]:
-        """How verdicts were reached, for every output format."""
+        """Description of the method, for every output format."""
         count, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
         return {
             "Test": self.test,

@@ -10,7 +10,7 @@ from harness.analysis.setting import SERIES, SETTING
 from harness.spec.training import HALF_PRECISIONS, rounding_alone
 
 _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches", "nodes", "links")
-"""Fields in which a twin in fp32 may differ: on GPUs it trains a smaller model of the family."""
+"""Fields in which an fp32 twin may differ: on GPUs it is a smaller model of the family."""
 _TWIN = ("run_id", *(name for name in (*SERIES, *SETTING) if name not in (*_SIZES, "precision")))
 
 
@@ -46,8 +46,8 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
 
 
 def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
-    """Returns the parity of the twins that share most sizes with the cell, preferring one that is
-    not exact; empty if there are none."""
+    """Returns the parity of the twins that share most sizes, preferring an inexact one; empty
+    without twins."""
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell, name) == getattr(twin, name) for name in _SIZES)

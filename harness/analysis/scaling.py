@@ -13,10 +13,8 @@ from harness.spec.cell import BASELINE
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the same cells with their scaling efficiencies.
-
-    Weak scaling compares with one device at the batch per device.
-    """
+    """Returns the same cells with scaling efficiencies. Weak scaling compares at equal batch per
+    device."""
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
@@ -51,7 +49,7 @@ class _Efficiency:
 
 
 def _efficiency(cell: CellResult, base: CellResult | None) -> _Efficiency:
-    """Returns the efficiency, with its 95 % interval if the run has estimates of both."""
+    """Returns the efficiency, with its 95 % interval if estimates exist."""
     if base is None or not base.samples_per_second or cell.samples_per_second is None:
         return _Efficiency()
     value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)

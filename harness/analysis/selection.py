@@ -1,4 +1,4 @@
-"""Selection of results to compare: a run, or the newest results of a folder."""
+"""Selection of results to compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell's result, with the time and hardware of its run."""
+    """A cell's result with its run's time and hardware."""
 
     result: CellResult
     started_at: datetime
@@ -59,25 +59,21 @@ class MeasuredCell:
 
     @property
     def speed(self) -> float | None:
-        """Samples per second, geometric mean over trials; None if the cell may not be compared."""
+        """Samples per second, geometric mean over trials; None if not comparable."""
         return self.result.samples_per_second if self.ok else None
 
     @property
     def peak(self) -> float | None:
-        """Peak memory of the fullest rank in bytes, median over trials."""
+        """Median over trials of the fullest rank's peak bytes."""
         peaks = self.result.peak_by_round.values()
         return statistics.median(peaks) if peaks else None
 
     def comparable(self, other: MeasuredCell) -> bool:
-        """Returns whether both were measured on equal hardware."""
         return not self.hardware.difference(other.hardware, self.result.device)
 
 
 def measured(results: Results) -> list[MeasuredCell]:
-    """Returns every cell's result in every run, oldest run first.
-
-    Searches for the largest model are left out.
-    """
+    """Returns every cell's result in every run, oldest run first, without searches."""
     runs = {run.run_id: run for run in RunRecord.from_frame(results.runs) if not is_search(run)}
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
     cells = in_recorded_order(TrialRecord.from_frame(trials))
@@ -92,17 +88,15 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run is a search for the largest model, whose trials are no
-    measurements."""
+    """Returns whether the run searches for the largest model; its trials are no measurements."""
     return "search" in json.loads(run.plan)
 
 
 def joined(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
-    """Returns the same cells, with ids of the older rule replaced by the id of the first newer cell
-    that the older rule equates.
+    """Returns the same cells, with each older id replaced by the first newer id that it matches.
 
-    A history thus continues across the change of rules, and a default that changes later starts a
-    new one.
+    Histories thus continue across the change of rules, and later changes of a default start new
+    ones.
     """
     newer: dict[str, str] = {}
     for cell in sorted(cells, key=lambda cell: cell.started_at):
@@ -122,7 +116,7 @@ def _older_id(cell: str) -> str:
 
 @dataclass(frozen=True)
 class RunSelection:
-    """One side of a comparison: a run, or the newest run of each cell and hardware of a folder."""
+    """One side of a comparison: a run, or a folder's newest run by cell and hardware."""
 
     name: str
     cells: tuple[MeasuredCell, ...]
@@ -131,7 +125,6 @@ class RunSelection:
 
 
 def select(name: str, results: Results) -> RunSelection:
-    """Returns one side of a comparison, from the tables of its runs."""
     newest: list[MeasuredCell] = []
     for cell in reversed(measured(results)):
         if not any(cell.cell_id == new.cell_id and cell.comparable(new) for new in newest):
@@ -167,11 +160,11 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """Returns the id of a run given by its id, a unique prefix, `latest`, or `latest~1` for the one
-    before. Raises UsageError."""
+    """Returns the run with this id or unique prefix, `latest`, or `latest~1` for the one before.
+    Raises UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
-        store.load()  # raises the error of a folder without runs
+        store.load()  # raises NoRuns
     if word == "latest" or word.startswith("latest~"):
         return _latest(store, word)
     if word in run_ids:
@@ -187,7 +180,6 @@ def find_run(store: Store, word: str) -> str:
 
 
 def _latest(store: Store, word: str) -> str:
-    """Returns the run that `latest` or `latest~N` means, ignoring searches."""
     back = word.removeprefix("latest").removeprefix("~") or "0"
     passed = 0
     for row in store.newest_rows():
@@ -202,10 +194,7 @@ def _latest(store: Store, word: str) -> str:
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """Returns the runs or folders A and B.
-
-    A folder that holds the other side's run is taken without it. Raises UsageError.
-    """
+    """Returns sides A and B. A folder leaves out the other side's run. Raises UsageError."""
     a, b = (_resolve(word, results) for word in (first, second))
     if a.folder == b.folder and a.run_id == b.run_id:
         raise UsageError(
@@ -229,7 +218,7 @@ class _Meant:
     results: Results
 
     def selection(self, word: str, other: _Meant) -> RunSelection:
-        """Returns this side; a whole folder leaves out the run on the other side."""
+        """Returns this side; a folder leaves out the other side's run."""
         results = self.results
         if self.run_id is None and self.folder == other.folder:
             runs, trials = (

@@ -1,4 +1,4 @@
-"""Settings: what must be equal to compare strategies by throughput."""
+"""Settings, within which throughputs are comparable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on what; only throughputs of equal settings are comparable."""
+    """What is trained, and on what; throughputs compare only in equal settings."""
 
     workload: str
     data: str
@@ -31,7 +31,6 @@ class Setting:
 
     @classmethod
     def of(cls, cell: Cell | CellResult) -> Setting:
-        """Returns the setting of a planned or measured cell."""
         return cls(*(getattr(cell, name) for name in SETTING))
 
     @property
@@ -51,19 +50,14 @@ class Setting:
 
 SETTING = tuple(field.name for field in fields(Setting))
 SCALED = ("devices", "nodes", "links", "global_batch")
-"""Fields of a setting that scaling changes.
-
-The batch is then compared in total, or per device (weak scaling).
-"""
+"""Fields of a setting that scaling changes. The batch is then compared in total, or per device
+(weak scaling)."""
 SERIES = ("strategy", "options", "micro_batches", "recompute", "compile", "launcher")
-"""Fields of a cell that say which strategy trains it, and how.
-
-A scaling curve has one value of them.
-"""
+"""Fields of a cell that stay constant along a scaling curve."""
 
 
 def setting(cell: CellResult, without: Collection[str] = ()) -> tuple[object, ...]:
-    """Returns the setting of a cell as a tuple, without these fields."""
+    """Returns a cell's setting as a tuple, without some fields."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
@@ -76,15 +70,13 @@ def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
 
 
 def timed(cells: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Returns the cells whose throughput is a measurement, in order.
-
-    `once`: ids of the cells that run once, for parity alone.
-    """
+    """Returns the cells whose throughput is a measurement. `once`: ids of cells that run once, for
+    parity alone."""
     return [cell for cell in cells if cell.cell_id not in once]
 
 
 class GroupSize(NamedTuple):
-    """Criteria for the group of cells, of one setting, that heads its run."""
+    """Criteria for the group that heads a run."""
 
     timed: bool
     """False if all of its cells run once, for parity alone."""
@@ -96,10 +88,10 @@ class GroupSize(NamedTuple):
 
 
 def heading(groups: Sequence[GroupSize]) -> int | None:
-    """Returns the index of the group that heads a run; None if there are no groups.
+    """Returns the index of the group that heads a run; None without groups.
 
-    It prefers, in this order: timed, the main workload, several cells, real hardware, several
-    devices, most cells. `groups`: those of the main workload first.
+    Preferences in order: timed, main workload, several cells, real hardware, several devices, most
+    cells. `groups`: those of the main workload first.
     """
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [
@@ -110,12 +102,11 @@ def heading(groups: Sequence[GroupSize]) -> int | None:
 
 
 def series(cell: CellResult) -> tuple[object, ...]:
-    """Returns which strategy trains a cell, with its options."""
     return tuple(getattr(cell, name) for name in SERIES)
 
 
 def batch(cell: CellResult, regime: str | None = None) -> int:
-    """Returns the samples per step that stay constant over device counts: in total (strong scaling)
-    or per device (weak). `regime`: overrides the cell's."""
+    """Returns the samples per step that stay constant: in total (strong scaling) or per device
+    (weak). `regime`: overrides the cell's."""
     weak = (regime or cell.regime) == "weak"
     return cell.global_batch // cell.devices if weak else cell.global_batch

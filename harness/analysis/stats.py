@@ -1,4 +1,4 @@
-"""Statistics of step times, of trials and of comparisons between cells."""
+"""Statistics of steps, trials and comparisons."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ INTERVAL_METHOD = (
     " 1931), which assumes that launches spread about normally"
 )
 LEAST_TRIALS = 5
-"""Fewest trials for an interval to count as narrow: two trials may agree by chance."""
+"""Fewest trials for a narrow interval: two trials may agree by chance."""
 COMPARED_CONFIDENCE = 0.995
 """Confidence for ratios within rounds, and between runs."""
 ESTIMATES_CONFIDENCE = 0.9985
-"""Confidence for ratios between cells of a run. A cell is compared with 60 others, and at most one
-run in 20 should have a false alarm. Simulated from the noise of three recorded runs
-(scripts/power.py), 2.6 to 9.0 % of runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85
-%."""
+"""Confidence for ratios between cells of a run. With 60 comparisons per cell, at most one run in 20
+should have a false alarm. Simulated from three recorded runs (scripts/power.py), 2.6 to 9.0 % of
+runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
@@ -56,7 +55,7 @@ SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Median over independent trials with its 95 % interval (None below two trials)."""
+    """Median over trials with its 95 % interval (None below two trials)."""
 
     value: float
     low: float | None
@@ -77,7 +76,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LogEstimate:
-    """Mean of a logarithm over independent trials, its standard error and degrees of freedom."""
+    """Mean log over trials with standard error and degrees of freedom."""
 
     mean: float
     error: float
@@ -87,7 +86,7 @@ class LogEstimate:
     """Whether machine speed as seen by the control was taken out."""
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
-        """Returns the value itself, with Student's t interval if there is a degree of freedom."""
+        """Returns the value with Student's t interval, if there is a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
         half = _students_t((1 + confidence) / 2, self.degrees) * self.error
@@ -99,10 +98,10 @@ class LogEstimate:
 def ratio(
     first: LogEstimate, second: LogEstimate, confidence: float = ESTIMATES_CONFIDENCE
 ) -> Comparison:
-    """Returns the ratio of two estimates of the same run.
+    """Returns the ratio of two estimates of one run.
 
-    It uses the smaller number of degrees of freedom. They do not add up, because both spreads were
-    moderated over the same cells.
+    Uses the smaller degrees of freedom: both spreads were moderated over the same cells, so they do
+    not add up.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
@@ -113,8 +112,7 @@ def ratio(
 
 
 def median_error(trials: int) -> float:
-    """Returns the standard error of the median over that of the mean, for normal values (1 for one
-    or two values, 1.2533 for many).
+    """Returns the standard error of the median over that of the mean, for normal values.
 
     Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360). For an even number
     the median is a mean of two.
@@ -125,21 +123,20 @@ def median_error(trials: int) -> float:
 
 
 def quantile(confidence: float, trials: int) -> float:
-    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean over `trials`
-    values."""
+    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean over trials."""
     return _students_t((1 + confidence) / 2, trials - 1)
 
 
 @functools.cache
 def _students_t(share: float, degrees: float) -> float:
-    """Returns the quantile, like `scipy.stats.t.ppf`, whose import takes almost a second."""
+    """Replaces `scipy.stats.t.ppf`, whose import takes almost a second."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median of one value per trial with its interval, see INTERVAL_METHOD."""
+    """Returns the median over trials with its interval, see INTERVAL_METHOD."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -154,8 +151,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two throughputs, with its interval (None with too few trials) and number of
-    rounds."""
+    """Ratio of two throughputs with its interval (None with too few trials)."""
 
     ratio: float
     low: float | None
@@ -164,7 +160,7 @@ class Comparison:
 
     @property
     def precision(self) -> float | None:
-        """Half width of the interval over the ratio; None without an interval."""
+        """Relative half width of the interval, or None."""
         return (
             None
             if self.low is None or self.high is None
@@ -190,8 +186,7 @@ def compare_rounds(
     turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
     confidence: float = COMPARED_CONFIDENCE,
 ) -> Comparison | None:
-    """Compares throughputs by round, over the rounds that both have; None if there are none. Drift
-    of the machine affects both alike within a round.
+    """Compares throughputs in common rounds, where machine drift cancels; None without any.
 
     `turns`: time slices of both, for interleaved rounds. `confidence`: of the interval; verdicts
     need the default.
@@ -212,21 +207,20 @@ def compare_rounds(
 
 
 def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
-    """Returns the log ratio of two trials by TURNS_METHOD; None if they were not interleaved."""
+    """Returns the log ratio by TURNS_METHOD; None if the trials were not interleaved."""
     logs = [*beside(first, second), *(-log for log in beside(second, first))]
     return statistics.median(logs) if logs else None
 
 
 def within_a_run(by_turns: bool, estimated: bool) -> str:
-    """Describes how cells of one run are compared. `estimated`: over the whole run, as of schema
-    version 8."""
+    """Describes comparisons in a run. `estimated`: over the whole run, from schema version 8."""
     if by_turns:
         return f"{COMPARISON_METHOD}; {TURNS_METHOD}"
     return ESTIMATES_COMPARED if estimated else COMPARISON_METHOD
 
 
 def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Yields the log of each time slice over the other trial's slices before and after it."""
+    """Yields the log of each slice over the other trial's slices before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:
         after = bisect.bisect(begins, began)
@@ -239,8 +233,8 @@ def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
 def compare_runs(
     first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE
 ) -> Comparison | None:
-    """Compares throughputs of two runs, without common rounds, by Welch's t interval of the
-    logarithms (Biometrika 34, 1947)."""
+    """Compares throughputs without common rounds by Welch's t interval of the logarithms
+    (Biometrika 34, 1947)."""
     if not first or not second:
         return None
     a, b = ([math.log(value) for value in values] for values in (first, second))
@@ -266,18 +260,15 @@ def _comparison(mean: float, half: float | None, count: int) -> Comparison:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the trial's step times: at each step the slowest rank's.
-
-    `by_rank`: the same number of steps for each rank.
-    """
+    """Returns the slowest rank's time at each step. `by_rank`: equally many steps per rank."""
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Returns means over all runs of `cycle` consecutive steps, so that periodic work is fully in
-    each.
+    """Returns means over all `cycle` consecutive steps, so that each covers all periodic work.
 
-    `steps`: the values' step numbers, ascending. If no run is that long, returns the mean of all.
+    `steps`: the values' step numbers, ascending. Without enough consecutive steps, returns the mean
+    of all.
     """
     starts = [
         i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1
@@ -286,8 +277,7 @@ def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> li
 
 
 def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> float:
-    """Returns the mean with equal weight for each position of the cycle. `steps`: the values' step
-    numbers."""
+    """Returns the mean with equal weight for each position of the cycle. `steps`: step numbers."""
     places: dict[int, list[float]] = {}
     for step, value in zip(steps, values, strict=True):
         places.setdefault(step % cycle, []).append(value)
@@ -305,8 +295,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Returns the relative change from first to last step if Kendall's tau shows a trend (p <
-    0.01), else 0.
+    """Returns the relative change over the steps if Kendall's tau shows a trend (p < 0.01), else 0.
 
     The slope is Theil and Sen's median of slopes. A long enough warm-up leaves no trend.
     """
@@ -321,6 +310,5 @@ def trend(values: Sequence[float]) -> float:
 
 
 def efficiency(throughput: float, devices: int, single_throughput: float) -> float:
-    """Returns throughput over `devices` times that of one device: 1.0 is ideal, for strong and weak
-    scaling."""
+    """Returns throughput over `devices` times that of one device; 1.0 is ideal."""
     return throughput / (devices * single_throughput)

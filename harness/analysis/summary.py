@@ -1,4 +1,4 @@
-"""Summary of trials as one result per cell, for tables and reports."""
+"""Summary of trials as one result per cell."""
 
 from __future__ import annotations
 
@@ -107,24 +107,22 @@ _KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes"
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
-    """Returns one row per run and cell, for notebooks; columns are the fields of CellResult.
-
-    `trials`: table `trials`. Rows are ordered like `cell_results`.
-    """
+    """Returns a frame for notebooks, with fields of CellResult as columns, ordered like
+    `cell_results`."""
     import pandas as pd
 
     return pd.DataFrame([vars(result) for result in cell_results(trials)])
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
-    """Returns the results of a frame of table `trials`, see `summarised`."""
+    """Returns the results of table `trials`, see `summarised`."""
     return summarised(TrialRecord.from_frame(trials), baseline)
 
 
 def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
-    """Returns one result per run and cell: ranked ones first, fastest first.
+    """Returns one result per run and cell: ranked first, then fastest first.
 
-    `baseline`: selects the baseline of each setting; by default as in `baseline_of`.
+    `baseline`: selects each setting's baseline; default: `baseline_of`.
     """
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
     results = with_baselines(results, baseline)
@@ -132,8 +130,7 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
-    """Returns one result per run and cell, in the order of their first trials, without scaling
-    efficiencies."""
+    """Returns one result per run and cell, by first trial, without scaling efficiencies."""
     attempts: dict[tuple[str, str], list[TrialRecord]] = {}
     for trial in trials:
         attempts.setdefault((trial.run_id, trial.cell_id), []).append(trial)
@@ -155,27 +152,23 @@ def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Returns the trials of a cell that count, from its records in any order."""
+    """Returns a cell's trials that count, from records in any order."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
     return ended([last[number] for number in sorted(last)])
 
 
 def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Returns the trials with a throughput."""
     return [trial for trial in trials if trial.samples_per_second is not None]
 
 
 def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
-    """Returns one cell's result from the last attempt of each trial.
-
-    `estimates`: of the cell's run.
-    """
+    """Returns one cell's result from the last attempts, with estimates of its run."""
     finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
     status = worst_of(trials).status
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
     figures: Figures = {name: getattr(trials[0], name) for name in _SHARED}
-    # The number of nodes is unknown before version 4, when there was only one.
+    # Before version 4 there was always one node, and it was not recorded.
     figures |= {"nodes": trials[0].nodes or 1}
     for name in ("samples_per_second", "tokens_per_second"):
         figures |= _interval(name, _values(finished, name))
@@ -215,7 +208,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
 
 
 def _rates(finished: Sequence[TrialRecord]) -> Figures:
-    """Returns the denominators of the utilizations, from the first trial."""
+    """Returns denominators of utilizations, from the first trial."""
     first = finished[0] if finished else None
     return {
         "peak_flops_per_second": first and device_rate(first, first.mfu),
@@ -224,17 +217,14 @@ def _rates(finished: Sequence[TrialRecord]) -> Figures:
 
 
 def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:
-    """Returns the known values of a column."""
     return [value for trial in trials if (value := getattr(trial, name)) is not None]
 
 
 def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
-    """Returns the known values of a column by trial number."""
     return {t.trial: value for t in trials if (value := getattr(t, name)) is not None}
 
 
 def _interval(name: str, values: Sequence[float]) -> Figures:
-    """Returns the median of a column with its interval."""
     median = estimate(values) if values else Estimate(0.0, None, None, 0)
     return {
         name: median.value if values else None,
@@ -244,7 +234,7 @@ def _interval(name: str, values: Sequence[float]) -> Figures:
 
 
 def _estimated(figures: Figures, estimate: LogEstimate) -> Figures:
-    """Returns the throughput by the run's estimate, and without the control's adjustment."""
+    """Returns the throughput with and without the control's adjustment."""
     raw, adjusted = figures["samples_per_second"], estimate.estimate()
     each: Figures = {"log_throughput": estimate}
     for name in ("samples_per_second", "tokens_per_second"):
@@ -276,7 +266,6 @@ def _disturbances(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _by_rank(trials: Sequence[TrialRecord]) -> Figures:
-    """Returns bytes sent, and the ranks' peaks."""
     counted = [[x for x in trial.sent_bytes_per_step if math.isfinite(x)] for trial in trials]
     sent = [max(ranks) for ranks in counted if ranks]
     peaks = [ranks for trial in trials if (ranks := trial.peak_memory_bytes_by_rank)]
@@ -287,8 +276,7 @@ def _by_rank(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _states(trials: Sequence[TrialRecord]) -> Figures:
-    """Returns what the fullest rank holds between steps, from the trial with the most, and the
-    formula's prediction."""
+    """Returns the most that a rank holds between steps, and the formula's prediction."""
     kept = [
         (sum(sizes), sizes, trial)
         for trial in trials
@@ -315,7 +303,7 @@ def _states(trials: Sequence[TrialRecord]) -> Figures:
 
 
 def _parity(trials: Sequence[TrialRecord]) -> Figures:
-    """Returns the parity of the trial that deviates most."""
+    """Returns parity of the trial that deviates most."""
     judged = [trial for trial in trials if trial.parity_verdict is not None]
     if not judged:
         return {}

@@ -12,14 +12,12 @@ from harness.record.status import NOT_LAUNCHED
 
 @dataclass(frozen=True)
 class System:
-    """Cells that the matrix files under one system; a cell without one is its own system, named by
-    its label."""
+    """Cells of one system of the matrix; a cell without one is its own system."""
 
     name: str
     cells: tuple[CellResult, ...]
 
     def count(self, *statuses: str) -> int:
-        """Returns the number of cells with one of these statuses."""
         return sum(cell.status in statuses for cell in self.cells)
 
     @property
@@ -29,8 +27,7 @@ class System:
 
 
 def systems(cells: Sequence[CellResult]) -> list[System]:
-    """Returns the systems ordered by the number that begins their name; those without one come
-    last, in the order of the cells."""
+    """Returns systems by the number that begins their name; those without one come last."""
     grouped: dict[str, list[CellResult]] = {}
     for cell in cells:
         grouped.setdefault(cell.label if cell.system is None else cell.system, []).append(cell)

@@ -1,4 +1,4 @@
-"""Status, reason and disturbances of a cell, from its trials."""
+"""Status, reason and disturbances of a cell's trials."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 
 
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Drops trials that the user stopped, which say nothing about the cell; keeps them if there are
-    no others."""
+    """Drops trials stopped by the user, which say nothing about the cell, unless there are no
+    others."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials
 
 
 def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """Returns the first of the trials with the worst status, which is the cell's status."""
+    """Returns the first trial with the worst status, which is the cell's."""
     return min(trials, key=lambda trial: WORST_FIRST.index(trial.status))
 
 
 def reason_of(trials: Sequence[TrialRecord]) -> str:
-    """Returns the reason for a cell's status; if trials ended differently, with the number that
-    ended this way."""
+    """Returns the reason for a cell's status, with a count if trials ended differently."""
     worst = worst_of(trials)
     same = sum(trial.status == worst.status for trial in trials)
     if same == len(trials) or worst.status == "ok":
@@ -36,7 +35,7 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
 
 
 def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    """Returns start and throughput of each time slice by trial number, for interleaved trials."""
+    """Returns start and throughput of each time slice, by number of interleaved trial."""
     return {
         trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
         for trial in trials
@@ -45,20 +44,18 @@ def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
 
 
 def gpus_of(trial: TrialRecord) -> GpuRecord:
-    """Returns what a trial recorded about its GPUs."""
     return GpuRecord.read(trial.gpu_before, trial.gpu_after, trial.gpu_use)
 
 
 def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
-    """Returns what disturbed a trial; empty if nothing did, or if older versions did not record
-    it."""
+    """Returns what disturbed a trial; empty for nothing or not recorded."""
     return disturbances(
         trial.foreign_load_cores, trial.idle_before, trial.idle_after, gpus_of(trial)
     )
 
 
 def disturbance_in_words(trial: TrialRecord, causes: Collection[Cause]) -> str:
-    """Returns text such as `trial 2: 1.30 cores used by others, 40 % idle before`."""
+    """Formats as `trial 2: 1.30 cores used by others, 40 % idle before`."""
     seen = [finding.words for finding in gpus_of(trial).findings()]
     if "busy" in causes:
         if trial.foreign_load_cores is not None:

@@ -1,4 +1,4 @@
-"""Deviation of a trained model's parameters from the reference run's."""
+"""Deviation of trained parameters from the reference run's."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """Returns the parameter's name in the workload's model, without wrapper prefixes."""
+    """Strips wrapper prefixes from a parameter's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter of this rank's model by plain name, unsharded and in the workload's
-    layout.
+    """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
 
     Gathers shards (DTensor) with a collective, so all ranks must iterate together. A pipeline stage
     yields only its parameters.
@@ -48,7 +47,7 @@ def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
 def update_deviations(
     train_state: TrainState, workload: Workload, reference: Reference
 ) -> dict[str, float]:
-    """Returns |parameter - reference| / |reference's update| by tensor, for this rank's parameters.
+    """Returns |parameter - reference| / |reference's update| by tensor of this rank.
 
     Directions with an analytically zero gradient are exempt: AdamW turns their rounding noise into
     full-size steps.

@@ -1,4 +1,4 @@
-"""Comparison of a cell with its reference run and its fp32 counterpart, with tolerances."""
+"""Comparison of a cell with its references."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from harness.workloads.counts import model_facts
 
 
 def in_fp32(cell: Cell) -> Cell | None:
-    """Returns the cell with the workload's weights in fp32; None if they already are."""
+    """Returns the cell with weights in fp32; None if they already are."""
     name = make_workload(cell.workload).in_fp32
     return cell.model_copy(update={"workload": name}) if name else None
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Returns the largest relative deviation from the fp32 reference's losses; None if weights are
-    fp32 or a loss is not finite."""
+    """Returns the largest relative deviation from fp32 losses; None if weights are fp32 or a loss
+    is not finite."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
         return None
@@ -44,8 +44,7 @@ def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None
 def allowed_deviation(
     cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
 ) -> Tolerance:
-    """Returns the tolerance that the strategy and workload declare, widened for the precision and a
-    split BatchNorm.
+    """Returns the declared tolerance, widened for precision and split BatchNorm.
 
     Half precision and the model's response to its rounding are one reason: see `rounding_alone`.
     """
@@ -70,8 +69,8 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on a trial from its `losses` by step and each rank's `updates` (see
-    harness/parity/verdict.py). Without a reference it is unknown, for the reason `why_not`."""
+    """Returns the verdict on `losses` by step and each rank's `updates` (see
+    harness/parity/verdict.py); without a reference, unknown because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return judge(

@@ -1,8 +1,7 @@
-"""Check that a trial is still the same training after the parity segment.
+"""Parity after the segment.
 
-Two correct trainings drift apart, because each step amplifies rounding. Two reference runs that
-differ only in how they split the batch show how fast. A trial's losses must stay within an envelope
-that widens at their rate.
+Correct trainings drift apart, because each step amplifies rounding. Two reference runs that split
+the batch differently show how fast. Losses must stay within an envelope that widens at their rate.
 """
 
 from __future__ import annotations
@@ -17,37 +16,36 @@ from harness.spec.training import EXACT
 NARROWEST = 2e-6
 """Relative deviation that rounding of a loss alone can cause."""
 TIMES_DRIFT = 30.0
-"""Allowed multiple of the reference runs' drift, which is chaotic.
-docs/studies/parity-deviations.md has what trials need."""
+"""Allowed multiple of the references' chaotic drift; docs/studies/parity-deviations.md has what
+trials need."""
 TIMES_OWN = 3.0
 """Allowed multiple of the trial's deviation within the segment."""
 WIDEST = 0.05
-"""Declared tolerance from which later losses are not checked: it is a different training. Also the
-limit of the envelope without a second reference run."""
+"""Declared tolerance at which later losses are not checked: it is a different training. Also limits
+the envelope without a second reference run."""
 MOST = 0.5
-"""Limit of the envelope: trainings that have drifted apart by a few percent soon differ as any two
-do, and the loss alone says little."""
+"""Limit of the envelope: after a drift of a few percent, correct trainings soon differ as any two
+do."""
 GROWTH_PER_STEP = 0.08
-"""Logarithm of the envelope's growth factor per step without a second reference run (it did not end
-well, or rounded alike)."""
+"""Log growth of the envelope per step without a second reference run (it did not end well, or
+rounded alike)."""
 
 
 def envelope(
     step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
 ) -> float:
-    """Returns the allowed relative deviation of the loss at a step after the segment; infinite if
-    the strategy declares `WIDEST` or more.
+    """Returns the allowed relative loss deviation at a step after the segment; infinite if the
+    strategy declares `WIDEST` or more.
 
     `segment`: its length; `tolerance`: allowed within it; `own`: the trial's largest deviation
-    there; `drift`: relative deviation of the second reference run by step, empty without one.
-    Declared tolerances (low precision, compression) grow with the square root of the steps, as a
-    sum of independent roundings does. If the reference's drift has grown by more since the segment,
-    they grow by that.
+    there; `drift`: relative deviation of the second reference run by step, or empty. Declared
+    tolerances (low precision, compression) grow with the square root of the steps, like a sum of
+    independent roundings, or with the reference's drift since the segment if that is more.
     """
-    if tolerance >= WIDEST:  # declared to be another training
+    if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
     if drift:
-        # A trial may be some steps ahead of it.
+        # A trial may drift some steps earlier.
         drifted = max(drift[: round(1.2 * step) + 8])
         rounding, most = TIMES_DRIFT * drifted, MOST if drifted else WIDEST
         grown = drifted / max(*drift[:segment], NARROWEST / TIMES_DRIFT)
@@ -60,10 +58,9 @@ def envelope(
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
-    """Returns the drift of a convolutional net's references, raised for jumps that a trial may make
-    earlier.
+    """Returns a convolutional net's reference drift, raised for jumps that a trial makes earlier.
 
-    ReLU and max pooling can turn rounding into a different gradient at once. One training jumped at
+    ReLU and max pooling can turn rounding into a different gradient at once: one training jumped at
     step 19, its references not within 60 (docs/studies/parity-deviations.md). After the segment,
     the drift is at least the growth assumed without a second reference run.
     """
@@ -76,8 +73,7 @@ def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
 def deviations_later(
     losses: Sequence[float | None], reference: Sequence[float], segment: int
 ) -> list[float]:
-    """Returns |loss - reference| / |reference| for each step after the segment that the reference
-    has."""
+    """Returns |loss - reference| / |reference| by step after the segment."""
     known = min(len(losses), len(reference))
     return loss_deviations(losses[segment:known], reference[segment:known])
 
@@ -89,10 +85,10 @@ def with_later(
     drift: Sequence[float],
     precision_drift: Sequence[float] = (),
 ) -> ParityVerdict:
-    """Returns the verdict, or `diverged` if a later step's loss leaves the envelope.
+    """Returns the verdict, or `diverged` if a later loss leaves the envelope.
 
-    `precision_drift`: relative deviation of the reference in the trial's precision by step, if
-    known. A batch may be sensitive to precision, so the envelope is widened at its step.
+    `precision_drift`: relative deviation by step of the reference in the trial's precision, if
+    known. It widens the envelope at its step, since a batch may be sensitive to precision.
     """
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):

@@ -1,4 +1,4 @@
-"""A reference run on disk: losses, parameters after the parity segment, and its noise."""
+"""A reference run on disk."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 
-VERSION = 2  # of the reference files; raise it when what they hold changes meaning
+VERSION = 2  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Differences by rounding alone, between two reference runs that only split the batch
-    differently."""
+    """Differences by rounding alone, between references that split the batch differently."""
 
     loss: float
     """Largest |difference| / |loss| at any step of the segment."""
     update: float
-    """Largest norm of the difference of any tensor, relative to its update."""
+    """Largest norm of a tensor's difference, relative to its update."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference run on disk: losses of the segment, trained tensors after it, the norm of each
-    tensor's update.
+    """Reference run on disk: losses of the segment, trained tensors after it, update norms.
 
-    Of an untrained tensor it keeps a digest: the tensor must stay bit for bit the same.
+    Of untrained tensors it keeps digests: they must stay bit for bit the same.
     """
 
     folder: str
@@ -53,7 +51,7 @@ class Reference:
     def save(
         self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]
     ) -> None:
-        """Writes the reference run's files, the JSON last, since it marks them as complete."""
+        """Writes the files, the JSON last, since it marks them as complete."""
         from safetensors.torch import save_file
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -63,9 +61,8 @@ class Reference:
             name: p.detach().cpu().contiguous() for name, p in parameters.items() if p.requires_grad
         }
         frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
-        mine = (  # tasks of an array may make the same reference at the same time
-            f"{platform.node()}.{os.getpid()}.tmp"
-        )
+        # Array tasks may create the same reference concurrently.
+        mine = f"{platform.node()}.{os.getpid()}.tmp"
         save_file(final, Path(self.folder) / f"final.{mine}")
         norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
@@ -78,22 +75,21 @@ class Reference:
 
     @property
     def all_losses(self) -> list[float]:
-        """Losses of the segment and of all later steps requested so far."""
+        """Losses of the segment and all later steps requested so far."""
         facts = self.facts
         losses: list[float] = facts.get("all_losses") or facts["losses"]
         return losses
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative deviation of the loss at each of these steps in a run that differs in rounding
-        alone (see `rounded_differently`). Empty if that is not informative, None if there was no
-        such run."""
+        """Relative loss deviation by step of a run that differs in rounding alone (see
+        `rounded_differently`); empty if not informative, None without such a run."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
     def precision_drift(self, precision: str) -> list[float]:
-        """Returns the relative deviation of the fp32 loss at each of these steps from that in a
-        lower precision, the larger of two runs; empty if there were none."""
+        """Returns the relative deviation by step of fp32 losses from those in a lower precision,
+        the larger of two runs; or empty."""
         losses: list[float] = self.facts.get("precision_drift", {}).get(precision, [])
         return losses
 
@@ -102,11 +98,10 @@ class Reference:
         self._write(self.facts | {"precision_drift": all_drifts})
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Saves the losses of a longer run of the same training, and resets its drift."""
+        """Saves losses of a longer run of the same training, and resets the drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
-        """Saves the losses' deviation from a run that rounds differently."""
         self._write(self.facts | {"drift": list(drift)})
 
     def note(self, noise: Noise) -> None:
@@ -125,10 +120,9 @@ class Reference:
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a digest of the values as fp32, independent of device and precision.
+    """Returns a digest of the values as fp32, whichever device they are on.
 
-    Works on a copy: NumPy holds on to a tensor's storage, and FSDP1 resizes the storage of gathered
-    tensors.
+    Copies them: NumPy holds on to a tensor's storage, and FSDP1 resizes that of gathered tensors.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Reference runs: their cells and folders, their memory and disk needs, and cache eviction."""
+"""Reference runs: cells, folders, memory needs and cache eviction."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ from harness.workloads.counts import model_facts
 from harness.workloads.registry import split_name
 
 MICRO_BATCH_TOKENS = 2048
-"""Most tokens that a reference run on a GPU computes at once: a model of 1.1 B parameters then
-keeps 7 GiB of activations."""
+"""Most tokens that a reference run on a GPU computes at once: 1.1 B parameters then keep 7 GiB of
+activations."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
-"""Environment variable: GiB of the cache that reference runs may fill."""
+"""Environment variable: GiB that reference runs may fill."""
 DEFAULT_LIMIT_GIB = 20.0
 IN_USE_SECONDS = 3600.0
-"""Time since its last use for which a reference is not evicted: another run may be comparing with
-it."""
+"""Seconds after use in which a reference is not evicted, as another run may need it."""
 NOISE_TOKENS = 8192
-"""Largest batch, in tokens, whose reference is run again for its noise: rounding does not depend on
-the number of tokens."""
+"""Largest batch in tokens that is run again for noise: rounding does not depend on its size."""
 CONTEXT_BYTES = 2**30
-"""Approximate GPU memory of CUDA's context and its libraries' kernels: 0.5 to 0.8 GiB on
-data-centre GPUs."""
+"""Approximate GPU memory of CUDA's context and library kernels: 0.5 to 0.8 GiB on data-centre
+GPUs."""
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Returns the cell for the same training in fp32, in one process, on the whole batch at once.
+    """Returns the same training in fp32, one process, and one batch at a time.
 
-    On a GPU it accumulates gradients over micro-batches, so that the batch of eight devices fits
-    one. With BatchNorm it does not: on parts of the batch that is a different training.
+    On a GPU it uses micro-batches, so that the batch of eight devices fits one; not with BatchNorm,
+    for which parts of the batch are a different training.
     """
     reference = cell.reference()
     if cell.device != "cuda" or make_workload(cell.workload).batch_norm:
@@ -57,12 +55,10 @@ def reference_cell(cell: Cell) -> Cell:
 
 
 def split_differently(reference: Cell) -> Cell | None:
-    """Returns the same training with twice as many micro-batches, to measure the effect of rounding
-    alone.
+    """Returns the same training with twice as many micro-batches, to measure rounding alone.
 
-    None if the batch cannot be split, if that is a different training, or if the batch is large:
-    one GPU needs eight times as long for the batch of eight, and its noise equals that of one GPU's
-    batch.
+    None if that is impossible or a different training, or if the batch is large: eight GPUs' batch
+    takes one GPU eight times as long, and has the noise of one GPU's batch.
     """
     if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None
@@ -70,9 +66,9 @@ def split_differently(reference: Cell) -> Cell | None:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """Returns the same training and data with different rounding. The batch has twice as many
-    parts. If it cannot be split, its last sample comes first, and on CPUs one core is used, where
-    convolutions add in a different order."""
+    """Returns the same training and data with different rounding: twice as many micro-batches. If
+    that is impossible, the last sample comes first, and CPUs use one core, on which convolutions
+    add in another order."""
     if halved := _halved(reference):
         return halved, data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
@@ -80,8 +76,8 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def _halved(reference: Cell) -> Cell | None:
-    """Returns the same training with twice as many micro-batches; None if the batch cannot be
-    split, or if that is a different training (BatchNorm)."""
+    """Returns the same training with twice as many micro-batches; None if impossible, or a
+    different training (BatchNorm)."""
     parts = 2 * reference.micro_batches
     if reference.global_batch % parts or make_workload(reference.workload).batch_norm:
         return None
@@ -97,7 +93,7 @@ def _tokens(cell: Cell, parts: int) -> int:
 
 
 def reference_key(cell: Cell) -> str:
-    """Returns the folder name of the reference run: training, data, kind of GPU and versions."""
+    """Returns the folder name, from training, data, kind of GPU and versions."""
     workload = make_workload(cell.workload)
     data = prepare_data(cell.data, workload, cell.sequence_length)
     versions = [version_of(package) for package in ("torch", "transformers", *workload.requires)]
@@ -110,19 +106,17 @@ def reference_key(cell: Cell) -> str:
     ]
     if cell.device == "cuda":
         parts.append(gpu_kind())
-    if workload.partly_frozen:  # files that also held what is not trained were named without this
+    if workload.partly_frozen:  # distinguishes older files, which also hold untrained tensors
         parts.append("trained tensors only")
     digest = hashlib.blake2s(repr(tuple(parts)).encode(), digest_size=8).hexdigest()
     return f"{cell.workload.replace('/', '_').replace(':', '_')[-40:]}-{digest}"
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs, as far as it determines their random numbers; empty
-    without one.
+    """Returns the kind of this host's GPUs as it determines random numbers; empty without one.
 
-    CUDA's generator distributes its numbers over as many threads as the multiprocessors hold, so a
-    seed gives different weights on a different kind. NVML reports the number of cores; a MIG slice
-    has its profile in its name.
+    CUDA's generator uses as many threads as the multiprocessors hold, so a seed gives different
+    weights on different kinds. NVML reports the cores; a MIG slice has its profile in its name.
     """
     devices = visible_gpus()
     if not devices:
@@ -140,8 +134,8 @@ def reference_of(cell: Cell) -> Reference:
 
 
 def noise_for(cell: Cell, reference: Reference) -> Noise | None:
-    """Returns the noise of a cell's reference, or of one GPU's part of a batch that is too large to
-    run twice. None on a CPU, or if neither was measured."""
+    """Returns the noise of a cell's reference, or of one GPU's part of a large batch. None on a CPU
+    or if not measured."""
     if cell.device != "cuda":
         return None
     if noise := reference.noise:
@@ -162,16 +156,16 @@ def mark_used(reference: Reference) -> None:
 
 
 def kept_bytes(cell: Cell) -> int:
-    """Returns the disk space of a cell's reference: its trained tensors."""
+    """Returns the disk bytes of a cell's reference: its trained tensors."""
     return model_facts(make_workload(cell.workload), cell.sequence_length).trained_bytes
 
 
 def memory_bytes(reference: Cell) -> int:
-    """Returns an upper bound on a reference run's GPU memory, in bytes.
+    """Returns an upper bound on a reference run's GPU memory in bytes.
 
-    It sums parameters, gradients and optimizer state (16 bytes per trained parameter for AdamW). It
-    adds the larger of one micro-batch's activations and the temporaries of torch's optimizer over
-    all parameters (4 bytes each). A variant is assumed to keep the activations of its base model.
+    It sums parameters, gradients, optimizer state (16 bytes per trained parameter for AdamW), and
+    the larger of a micro-batch's activations and torch's optimizer temporaries (4 bytes per
+    parameter). A variant is assumed to keep its base model's activations.
     """
     from harness.workloads.activations import activation_bytes
 
@@ -188,8 +182,7 @@ def memory_bytes(reference: Cell) -> int:
 
 
 def limit_bytes() -> int:
-    """Returns the bytes that kept references may fill; raises UsageError if the limit is no
-    number."""
+    """Returns the bytes that references may fill; raises UsageError if not a number."""
     text = os.environ.get(LIMIT, "")
     try:
         gibibytes = float(text) if text else DEFAULT_LIMIT_GIB
@@ -201,16 +194,15 @@ def limit_bytes() -> int:
 
 
 def make_room(cells: Iterable[Cell]) -> None:
-    """Evicts references beyond the limit, least recently used first, but never those of these
-    cells.
+    """Evicts least recently used references beyond the limit, but never those of these cells.
 
-    Raises UsageError if the disk then lacks room for the missing references.
+    Raises UsageError if the disk then lacks room for missing references.
     """
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)
     home = _home()
     if home.exists() and not home.is_dir():
-        return  # a reference run that cannot be written says so, and its cells stay unverified
+        return  # the reference run reports the error, and its cells stay unverified
     home.mkdir(parents=True, exist_ok=True)
     kept = [_kept(folder) for folder in home.iterdir() if folder.is_dir()]
     beyond = sum(reference.bytes for reference in kept) + missing - limit_bytes()
@@ -238,9 +230,9 @@ class _Kept:
 
 
 def _kept(folder: Path) -> _Kept:
-    """Measures a folder, tolerating that another run writes into it or evicts it."""
+    """Measures a folder that another run may be writing or evicting."""
     sizes = []
-    last_used = time.time()  # a folder that is just being cleared is nobody's to clear again
+    last_used = time.time()  # never evict a folder that is being evicted
     with contextlib.suppress(FileNotFoundError):
         last_used = folder.stat().st_mtime
         for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""Verdict on whether a trial is the same training as the reference."""
+"""Verdict on parity within the segment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     pass
 from harness.parity.reference import Noise
 
-# What a precision costs against the fp32 reference, over at most 20 steps. The measured figures are
-# in docs/studies/parity-deviations.md.
+# Deviation of each precision from the fp32 reference, over at most 20 steps; measured in
+# docs/studies/parity-deviations.md.
 PRECISION = {
     "bf16": Tolerance(
         2e-3, 0.12, "bf16 keeps 8 bits of mantissa: every product is rounded to 0.4 %"
@@ -38,8 +38,8 @@ SPLIT_BATCH_NORM = Tolerance(
 
 
 TIMES_NOISE = 10.0
-"""Multiple of the reference's noise that a correct trial on a GPU may deviate by. The noise comes
-from one pair of runs, and a trial's kernels differ more than those of the pair."""
+"""Multiple of the reference's noise that a correct trial on a GPU may deviate by: the noise is from
+one pair of runs, and a trial's kernels differ more than theirs."""
 WIDEST_BY_NOISE = (1e-4, 5e-2)
 """Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the smallest
 gradient mistake in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
@@ -47,7 +47,7 @@ gradient mistake in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """`exact`, `within tolerance`, `diverged` or `unknown`, with the largest deviations and the
+    """One of `exact`, `within tolerance`, `diverged` and `unknown`, with deviations and
     tolerances."""
 
     verdict: str
@@ -62,8 +62,7 @@ class ParityVerdict:
 def noise_of(
     losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]
 ) -> Noise | None:
-    """Returns the noise shown by another run of the reference; None if that run did not stay
-    finite."""
+    """Returns the noise shown by a second reference run; None if it did not stay finite."""
     noise = Noise(max(loss_deviations(losses, reference)), max(updates.values(), default=math.inf))
     return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
 
@@ -92,8 +91,7 @@ def judge(
     tied: Mapping[str, str] | None = None,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on a trial. `updates`: each rank's deviations by tensor; every tensor of
-    the model must be in one.
+    """Returns the verdict. `updates`: each rank's deviations by tensor, together of all tensors.
 
     `noise`: the reference's; if it exceeds what is allowed, the reason says so.
     """
@@ -148,7 +146,7 @@ def judge(
 
 
 def beyond(allowed: Tolerance, noise: Noise | None) -> str:
-    """Returns a sentence if the reference's noise alone exceeds what is allowed; else empty."""
+    """Describes reference noise beyond the tolerance, or empty."""
     if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
         return ""
     return (
@@ -159,8 +157,8 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
 
 
 def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
-    """Returns what a trial on a GPU may deviate by: the larger of `allowed` and TIMES_NOISE times
-    the reference's noise, the latter at most WIDEST_BY_NOISE."""
+    """Returns the tolerance on a GPU: `allowed`, or TIMES_NOISE times the noise if that is more, at
+    most WIDEST_BY_NOISE."""
     if noise is None:
         return allowed
     most_loss, most_update = WIDEST_BY_NOISE
@@ -172,8 +170,7 @@ def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
 
 
 def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
-    """Returns the tolerance for several reasons to deviate: the largest of each limit, with all
-    reasons joined by `between`."""
+    """Returns the largest of each limit, with all reasons joined by `between`."""
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
@@ -185,5 +182,4 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
 
 
 def as_row(verdict: ParityVerdict) -> dict[str, Any]:
-    """Returns column names and values of a verdict."""
     return {f"parity_{name}": value for name, value in asdict(verdict).items()}

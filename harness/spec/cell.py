@@ -1,4 +1,4 @@
-"""A cell: everything needed to repeat a measurement, and nothing measured."""
+"""A cell: everything needed to repeat a measurement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic_core import PydanticCustomError
 from harness.spec.link import link_text, over
 
 BASELINE = "single"
-"""Strategy that all others are compared with: one process on one device. The name is part of the
-record format, because records are read where no strategy can be imported."""
+"""Strategy that all others are compared with: one process on one device. It is part of the record
+format, which is read where no strategy can be imported."""
 PLAIN = (1, "none", "none")
 """Micro-batches, recomputation and compilation of a cell that uses none of them."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Implementations of an optimizer, and the one that the reference uses."""
+"""Implementations of an optimizer, and the one the reference uses."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
 _ALWAYS_IDENTITY = {
@@ -47,8 +47,8 @@ _ALWAYS_IDENTITY = {
     "threads_per_device",
     "memory_limit_bytes",
 }
-"""Fields always included in the cell id. Do not add a new field here: it then enters the id only if
-it is not at its default, so that existing ids stay the same. Its default must never change."""
+"""Fields always in the cell id. Do not list new fields: they enter the id only if not at their
+default, so that existing ids stay the same. Their defaults must never change."""
 
 
 def _hash(identity: Mapping[str, object]) -> str:
@@ -56,8 +56,7 @@ def _hash(identity: Mapping[str, object]) -> str:
 
 
 class Cell(BaseModel):
-    """One strategy with its options, workload, number of devices, precision and batch size,
-    measured in one or more trials."""
+    """One strategy with its options, workload, number of devices, precision and batch size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -66,8 +65,8 @@ class Cell(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the strategy; those not given keep their defaults."""
     defaults: dict[str, Any] | None = None
-    """Options not given, with their values when the cell was planned; null in records from before
-    schema version 7. Filled in by the suite, not by a matrix."""
+    """Values, when the cell was planned, of options not given; null before schema version 7. Filled
+    in by the suite, not by a matrix."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -75,9 +74,9 @@ class Cell(BaseModel):
     sequence_length: int = Field(default=64, ge=2)
     """Tokens per sample (ignored by image workloads)."""
     devices: int = Field(default=1, ge=1)
-    """Number of devices (GPUs, or groups of CPU cores) that the strategy uses."""
+    """Number of GPUs, or groups of CPU cores, that the strategy uses."""
     nodes: int = Field(default=1, ge=1)
-    """Number of nodes (machines), each with the same number of devices."""
+    """Number of machines, with equally many devices each."""
     links: str = ""
     """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
     delay); empty: the nodes' real network."""
@@ -90,20 +89,19 @@ class Cell(BaseModel):
     global_batch: int = Field(default=8, ge=1)
     """Samples per optimizer step over all devices."""
     micro_batches: int = Field(default=1, ge=1)
-    """Number of parts that each rank splits its share of the batch into: gradient accumulation, or
-    a pipeline's micro-batches."""
+    """Number of parts of each rank's share of the batch: gradient accumulation, or a pipeline's
+    micro-batches."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What each block recomputes in the backward pass instead of keeping it: nothing, all but
-    matrix products and attention, or everything."""
+    """What each block recomputes in the backward pass: nothing, all but matrix products and
+    attention, or everything."""
     compile: Literal["none", "block", "block_cudagraphs"] = "none"
     """What torch.compile compiles before the timed steps: nothing, or each block separately;
-    `block_cudagraphs` also replays its kernels as CUDA graphs (mode `reduce-overhead`)."""
+    `block_cudagraphs` also replays kernels as CUDA graphs (mode `reduce-overhead`)."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
-    """AdamW by torch's default implementation, by tensor lists (foreach), in one kernel (fused) or
-    with 8-bit moments; Muon for the matrices of the blocks, with AdamW for the rest; or SGD with
-    momentum 0.9."""
+    """AdamW by torch's default, by tensor lists (foreach), in one kernel (fused) or with 8-bit
+    moments; Muon for the blocks' matrices, with AdamW for the rest; or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
@@ -117,18 +115,18 @@ class Cell(BaseModel):
     """Number of first steps, recorded but excluded from timings."""
     timed_steps: int = Field(default=10, ge=1)
     parity_steps: int = Field(default=13, ge=1, le=20)
-    """Length of the segment, from step 0, that is compared with the reference run."""
+    """Number of steps, from step 0, compared with the reference run."""
     launcher: Literal["elastic", "spawn"] = "elastic"
     """torchrun's elastic agent, or torch.multiprocessing.spawn."""
     threads_per_device: int = Field(default=1, ge=1)
-    """Number of CPU cores that each device's rank is pinned to, and of its intra-op threads."""
+    """Number of CPU cores and intra-op threads of each device's rank."""
     memory_limit_bytes: int | None = Field(default=None, ge=1)
-    """Memory that a rank may use in bytes, beyond its imports (CPU) or in total (GPU)."""
+    """Memory limit of a rank in bytes, beyond its imports (CPU) or in total (GPU)."""
     time_limit_seconds: float = Field(default=120.0, gt=0)
     expect: Literal["ok", "diverged"] = "ok"
-    """Parity that the matrix's author expects; with `diverged` a divergence is no failure."""
+    """Expected parity; with `diverged` a divergence is no failure."""
     system: str = ""
-    """System under test that the matrix files this cell under, such as `DeepSpeed ZeRO`."""
+    """System under which the matrix files the cell, such as `DeepSpeed ZeRO`."""
 
     @field_validator("links", mode="before")
     @classmethod
@@ -141,10 +139,7 @@ class Cell(BaseModel):
     @property
     def id(self) -> str:
         """Twelve hex digits, equal for equal measurements on every host: a hash of all fields that
-        affect the measurement, including those at their defaults.
-
-        It is the older id if `defaults` is null.
-        """
+        affect them, including defaults. The older id if `defaults` is null."""
         if self.defaults is None:
             return self.older_id
         return _hash(
@@ -153,15 +148,12 @@ class Cell(BaseModel):
 
     @property
     def older_id(self) -> str:
-        """Id by the rule from before schema version 7, which left out fields at their defaults.
-
-        Under it, a changed default gave a different training the same id.
-        """
+        """Id by the rule from before schema version 7, without fields at their defaults. Under it,
+        a changed default gave a different training the same id."""
         return _hash(self._identity(set()))
 
     def _identity(self, always: set[str]) -> dict[str, object]:
-        """Returns the fields of an id: those in `always`, and others that are not at their
-        default."""
+        """Returns the fields in `always`, and others not at their default."""
         fields = type(self).model_fields
         values = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
         return {
@@ -191,8 +183,7 @@ class Cell(BaseModel):
 
     @property
     def name(self) -> str:
-        """Label plus the fields that distinguish cells for a reader: `ddp(static_graph=true)
-        llama-mini x2 fp32 batch 8`."""
+        """Label with further fields: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
@@ -209,8 +200,7 @@ class Cell(BaseModel):
 
     @property
     def moments(self) -> int:
-        """Number of tensors that the optimizer keeps per parameter, each of the parameter's
-        size."""
+        """Number of optimizer tensors per parameter, each of its size."""
         return 1 if self.optimizer == "sgd" else 2
 
     @property
@@ -219,7 +209,7 @@ class Cell(BaseModel):
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self) -> Cell:
-        """Returns the cell for the same training in fp32 in one process, used for parity."""
+        """Returns the same training in fp32 in one process."""
         return self.model_copy(
             update={
                 "strategy": BASELINE,

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    It names no command and no command-line option. If the remedy is one, a subclass identifies the
-    case, and the command line adds the remedy (see bench/cli/remedies.py). Exit code 2.
+    It names no command or command-line option. If the remedy is one, a subclass identifies the
+    case, and the command line adds it (see bench/cli/remedies.py). Exit code 2.
     """
 
 

@@ -26,7 +26,7 @@ class Link:
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """Parses the text of a link; raises ValueError with a full sentence if it is invalid."""
+        """Parses a link's text; raises ValueError with a full sentence."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -49,7 +49,7 @@ class Link:
 
     @property
     def text(self) -> str:
-        """Canonical text of the link: `1gbit 1ms`, `100mbit`, `none`."""
+        """Canonical text: `1gbit 1ms`, `100mbit`, `none`."""
         words = [_in_units(self.bits_per_second, _RATES)] if self.bits_per_second else []
         words += [_in_units(self.delay_seconds, _DELAYS)] if self.delay_seconds else []
         return " ".join(words) or UNSHAPED
@@ -61,7 +61,7 @@ def over(text: str) -> str:
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
-    """Returns the value in the largest unit that makes it at least one."""
+    """Formats the value in the largest unit that makes it at least one."""
     name = next(
         (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
     )
@@ -69,8 +69,8 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 
 
 def link_text(value: object) -> str:
-    """Returns the canonical text of a matrix's link: a string, a mapping with `rate`, `delay` or
-    both, or nothing for the nodes' real network (empty text).
+    """Returns a link's canonical text from a string, a mapping with `rate`, `delay` or both, or
+    nothing (empty: the nodes' real network).
 
     Raises ValueError with a full sentence for anything else.
     """

@@ -1,8 +1,7 @@
-"""Redaction of secrets in everything recorded or shown: error messages, logs, stacks, names.
+"""Redaction of secrets in all recorded or shown text.
 
-Found by name: values of environment variables whose names mark them as secret. Found by form:
-tokens of well-known services, passwords in URLs, values after words such as `password=`, private
-keys.
+Found by name: values of environment variables with secret names. Found by form: tokens of
+well-known services, passwords in URLs, values after words such as `password=`, private keys.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from urllib.parse import quote
 
 REDACTED = "[redacted]"
 LEAST = 8
-"""Minimum length of a secret: shorter values occur as ordinary words."""
+"""Minimum length of a secret: shorter values are ordinary words."""
 SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL"
     r"|AUTHORIZATION|_PAT$|_KEY$|_AUTH$|_PWD$)",
@@ -56,8 +55,8 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Returns the values of secret environment variables, also as escaped in JSON and URLs. Longest
-    first, because one may contain another."""
+    """Returns the values of secret environment variables, also escaped for JSON and URLs, longest
+    first because one may contain another."""
     values = {
         written
         for name, value in environment.items()
@@ -68,14 +67,13 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """Returns the text with each secret replaced. Lone surrogates, which Python makes of
-    undecodable bytes, become escapes, since no file or terminal accepts them.
+    """Replaces each secret, and escapes lone surrogates, which no file or terminal accepts.
 
     `secrets`: None for those of this process's environment.
     """
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:
-        return text  # short columns are most of what is recorded
+        return text  # a fast path for short columns, the majority
     for secret in _own_secrets() if secrets is None else secrets:
         text = text.replace(secret, REDACTED)
     for form in _FORMS:

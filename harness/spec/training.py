@@ -1,4 +1,4 @@
-"""Layout of a training over devices, and its batches, model states and tolerances."""
+"""Layout, batches, model states and tolerances of a training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Data x pipeline x sequence x tensor parallel use of devices; neighbouring ranks are tensor
-    parallel."""
+    """Data x pipeline x sequence x tensor parallelism; neighbouring ranks are tensor parallel."""
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
-    """Number of sequence-parallel ranks, which train on the same samples, each on its part of the
-    tokens."""
+    """Number of ranks that train on the same samples, each on its part of the tokens."""
     devices_per_process: int = 1
     """Number of devices of a process; more than 1 for DataParallel."""
     servers: int = 0
-    """Number of parameter servers: additional processes, last in rank, that hold the model and get
-    no samples."""
+    """Number of parameter servers: extra processes, last in rank, with the model and no samples."""
 
     @property
     def devices(self) -> int:
@@ -41,8 +38,7 @@ class Layout:
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
-        """Returns the devices that this device's process uses: only this one, or all for
-        DataParallel."""
+        """Returns the devices of this device's process: only this one, or all for DataParallel."""
         import torch
 
         count = self.devices_per_process
@@ -54,18 +50,18 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that train the same part of the model on different tokens. Their
-        gradients are averaged, and states may be sharded among them."""
+        """Number of ranks that train the same part of the model on different tokens. They average
+        gradients and may shard states."""
         return self.data * self.sequence
 
     @property
     def shares(self) -> int:
-        """Number of parts of the global batch, one for each data-parallel process."""
+        """Number of parts of the global batch, one per data-parallel process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns the index of the part of the global batch that a rank receives. A parameter
-        server receives the last one and ignores it."""
+        """Returns the index of a rank's part of the global batch. A parameter server ignores its
+        part, the last."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
@@ -77,23 +73,23 @@ class Tolerance:
     loss: float
     """Largest |loss - reference| / |reference| at any step of the segment."""
     update: float
-    """Largest norm of (parameters - reference parameters) over the norm of the reference's update,
-    of any tensor."""
+    """Largest norm of any tensor's (parameters - reference parameters) over that of the reference's
+    update."""
     reason: str
 
 
 REASONS = "; "
-"""Separator in `Tolerance.reason`, and in records. Half precision and the model share one reason;
+"""Separator in `Tolerance.reason`, also in records. Half precision and the model share one reason;
 each thing that the strategy adds has its own."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def rounding_alone(precision: str, reason: str) -> bool:
-    """Returns whether the reason covers only half precision, and nothing that the strategy adds."""
+    """Returns whether the reason is half precision alone."""
     return precision in HALF_PRECISIONS and REASONS not in reason
 
 
-# Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks). The figures are in
+# Calibrated on every exact strategy of matrix `full` (2 and 8 gloo ranks); see
 # docs/studies/parity-deviations.md.
 EXACT = Tolerance(
     loss=1e-5, update=1e-3, reason="the same training; only the order of additions differs"
@@ -126,11 +122,10 @@ class States:
     gradients: float = 0.0
     optimizer: float = 0.0
     library: float = 0.0
-    """Copies and buffers that a library keeps in addition to the states: communication buckets,
-    fp32 master weights, memory pools."""
+    """Library copies and buffers besides the states: communication buckets, fp32 master weights,
+    memory pools."""
     transient: float = 0.0
-    """Peak of what a step allocates in addition and frees again: gradients until the update,
-    gathered parameters."""
+    """Peak of further allocations in a step: gradients until the update, gathered parameters."""
 
     @property
     def total(self) -> float:
@@ -141,9 +136,9 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
 Retained = tuple[StateKind, str, "Tensor | int"]
-"""Kind, name, and the retained tensor (or its bytes, if the library exposes only those)."""
+"""Kind, name, and the tensor (or its bytes, if the library exposes only those)."""
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]
-"""Does one optimizer step on this rank's share of a global batch. Returns the mean loss of the
-rank's samples, or None if the rank computes no loss."""
+"""Does one optimizer step on this rank's share of a batch. Returns the mean loss of its samples, or
+None if the rank computes none."""
