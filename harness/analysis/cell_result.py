@@ -93,7 +93,7 @@ class CellResult:
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
-    """Estimate behind these columns; None before schema version 8."""
+    """Estimate behind these throughputs; None before schema version 8."""
     raw_samples_per_second: float | None = None
     """Unadjusted median over trials; None before schema version 8."""
     raw_tokens_per_second: float | None = None
@@ -110,10 +110,10 @@ class CellResult:
     disturbances: tuple[str, ...] = ()
     """Description of each disturbed trial."""
     gpu_findings: tuple[str, ...] = ()
-    """Descriptions of GPU problems in the trials."""
+    """Descriptions of what was found on the trials' GPUs."""
 
     step_seconds_p50: float | None = None
-    """Median over trials, like the columns below."""
+    """Median over trials, like the columns up to `offload_written_bytes_per_step`."""
     step_seconds_p95: float | None = None
     data_seconds_p50: float | None = None
     setup_seconds: float | None = None
@@ -178,8 +178,9 @@ class CellResult:
     set_back_loss_deviation: float | None = None
     set_back_update_deviation: float | None = None
     same_training: bool = False
-    """Whether it trains the same as one process and may be recommended: exact parity, or in half
-    precision within what the precision alone allows and not known to be inexact in fp32."""
+    """Whether it trains the same as one process, so that it may be recommended. Parity is exact;
+    or, in half precision, within what the precision alone allows and not known to be inexact in
+    fp32."""
     fp32_twin: str = ""
     """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; empty without
     one."""

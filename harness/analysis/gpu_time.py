@@ -54,7 +54,7 @@ def gpu_time(
 
     `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s reached by the device. The
     profiler delays the host, so its overhead is taken from the idle time. Model FLOPs include
-    attention, whose kernels therefore count as gap; slower matrix products are the time beyond that
+    attention, whose kernels therefore count as gap. Slower matrix products are the time beyond that
     of all FLOPs.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's mean loss over the ranks that have one (equal shares of the batch)."""
+    """Returns each step's mean loss over the ranks that have one (equal shares of the batch).
+    `ranks`: each rank's losses by step."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]

@@ -54,13 +54,13 @@ class MaxsizeResult:
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Library buffers in bytes, by name."""
     failed_in: str | None = None
-    """Operation in which that smallest model ran out of memory."""
+    """Operation in which the next larger model ran out of memory."""
     failure: str = ""
-    """Other failure of that model, only under the limit."""
+    """Other failure of the next larger model, only under the limit."""
     holding: Holding | None = None
-    """Memory of a rank at that point."""
+    """Memory of a rank when it ran out."""
     formula: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of that model by kind, by the formula."""
+    """Bytes of the next larger model by kind, by the formula."""
     probes: int = 0
     seconds: float = 0.0
 

@@ -2,9 +2,10 @@
 
 Cells' variances are assumed to scatter about a common one as a scaled inverse chi-square (Smyth,
 Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular
-Biology 3 (2004), section 3). It depends on a power of the number of steps a trial averages (Law,
-Chen, Shi and Smyth, voom, Genome Biology 15 (2014), R29, with a straight line instead of their
-curve). All are estimated by maximum likelihood: ratios of variances follow Fisher's F distribution.
+Biology 3 (2004), section 3). The common variance depends on a power of the number of steps a trial
+averages (Law, Chen, Shi and Smyth, voom, Genome Biology 15 (2014), R29, with a straight line
+instead of their curve). All are estimated by maximum likelihood: ratios of variances follow
+Fisher's F distribution.
 """
 
 from __future__ import annotations

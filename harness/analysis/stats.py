@@ -129,7 +129,7 @@ def quantile(confidence: float, trials: int) -> float:
 
 @functools.cache
 def _students_t(share: float, degrees: float) -> float:
-    """Replaces `scipy.stats.t.ppf`, whose import takes almost a second."""
+    """Returns the quantile without `scipy.stats.t.ppf`, whose import takes almost a second."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))
@@ -220,7 +220,7 @@ def within_a_run(by_turns: bool, estimated: bool) -> str:
 
 
 def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Yields the log of each slice over the other trial's slices before and after it."""
+    """Yields the log ratio of each slice to the other trial's slices before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:
         after = bisect.bisect(begins, began)
@@ -265,7 +265,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Returns means over all `cycle` consecutive steps, so that each covers all periodic work.
+    """Returns means over every `cycle` consecutive steps, so that each covers all periodic work.
 
     `steps`: the values' step numbers, ascending. Without enough consecutive steps, returns the mean
     of all.

@@ -40,7 +40,7 @@ def envelope(
     `segment`: its length; `tolerance`: allowed within it; `own`: the trial's largest deviation
     there; `drift`: relative deviation of the second reference run by step, or empty. Declared
     tolerances (low precision, compression) grow with the square root of the steps, like a sum of
-    independent roundings, or with the reference's drift since the segment if that is more.
+    independent roundings. If the reference's drift grew more since the segment, they grow by that.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
@@ -58,9 +58,9 @@ def envelope(
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
-    """Returns a convolutional net's reference drift, raised for jumps that a trial makes earlier.
+    """Returns a convolutional net's reference drift, raised in case a trial jumps earlier.
 
-    ReLU and max pooling can turn rounding into a different gradient at once: one training jumped at
+    ReLU and max pooling can turn rounding into a different gradient at once. One training jumped at
     step 19, its references not within 60 (docs/studies/parity-deviations.md). After the segment,
     the drift is at least the growth assumed without a second reference run.
     """

@@ -120,7 +120,7 @@ class Reference:
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a digest of the values as fp32, whichever device they are on.
+    """Returns a digest of the values as fp32, whichever device and precision they have.
 
     Copies them: NumPy holds on to a tensor's storage, and FSDP1 resizes that of gathered tensors.
     """

@@ -38,10 +38,10 @@ GPUs."""
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Returns the same training in fp32, one process, and one batch at a time.
+    """Returns the same training in fp32, in one process and on the whole batch at once.
 
-    On a GPU it uses micro-batches, so that the batch of eight devices fits one; not with BatchNorm,
-    for which parts of the batch are a different training.
+    On a GPU it uses micro-batches, so that the batch of eight devices fits one. With BatchNorm it
+    does not, since parts of the batch are a different training.
     """
     reference = cell.reference()
     if cell.device != "cuda" or make_workload(cell.workload).batch_norm:
@@ -57,8 +57,8 @@ def reference_cell(cell: Cell) -> Cell:
 def split_differently(reference: Cell) -> Cell | None:
     """Returns the same training with twice as many micro-batches, to measure rounding alone.
 
-    None if that is impossible or a different training, or if the batch is large: eight GPUs' batch
-    takes one GPU eight times as long, and has the noise of one GPU's batch.
+    None if that is impossible or a different training. Also None for a large batch: that of eight
+    GPUs takes one GPU eight times as long, and has the noise of one GPU's batch.
     """
     if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None

@@ -38,7 +38,7 @@ SPLIT_BATCH_NORM = Tolerance(
 
 
 TIMES_NOISE = 10.0
-"""Multiple of the reference's noise that a correct trial on a GPU may deviate by: the noise is from
+"""Multiple of the reference's noise that a correct trial on a GPU may deviate by. The noise is from
 one pair of runs, and a trial's kernels differ more than theirs."""
 WIDEST_BY_NOISE = (1e-4, 5e-2)
 """Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the smallest

@@ -119,7 +119,7 @@ class Cell(BaseModel):
     launcher: Literal["elastic", "spawn"] = "elastic"
     """torchrun's elastic agent, or torch.multiprocessing.spawn."""
     threads_per_device: int = Field(default=1, ge=1)
-    """Number of CPU cores and intra-op threads of each device's rank."""
+    """Number of CPU cores that each device's rank is pinned to, and of its intra-op threads."""
     memory_limit_bytes: int | None = Field(default=None, ge=1)
     """Memory limit of a rank in bytes, beyond its imports (CPU) or in total (GPU)."""
     time_limit_seconds: float = Field(default=120.0, gt=0)
@@ -209,7 +209,7 @@ class Cell(BaseModel):
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self) -> Cell:
-        """Returns the same training in fp32 in one process."""
+        """Returns the parity reference: the same training in fp32 in one process."""
         return self.model_copy(
             update={
                 "strategy": BASELINE,

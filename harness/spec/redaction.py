@@ -67,7 +67,8 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """Replaces each secret, and escapes lone surrogates, which no file or terminal accepts.
+    """Returns the text with secrets replaced and lone surrogates escaped, which no file or terminal
+    accepts.
 
     `secrets`: None for those of this process's environment.
     """
