@@ -1,1 +1,1 @@
-"""What this machine has: GPUs, cores, libraries, folders and processes."""
+"""Facts about this machine: GPUs, cores, libraries, folders and processes."""

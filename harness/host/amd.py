@@ -1,4 +1,4 @@
-"""AMD's GPUs on this host, which the suite names but does not use."""
+"""AMD GPUs on this host, which the suite reports but does not use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SYS = Path("/sys")
 
 
 def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
-    """Return the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
+    """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
 
-    Read from the topology of the kernel's driver `amdkfd`, in which a CPU has no SIMD units and
-    version 90402 stands for gfx942 (major, minor and stepping; the last two in hexadecimal).
+    Reads the topology of the kernel driver `amdkfd`, in which CPUs have no SIMD units. Version
+    90402 means gfx942: major, minor and stepping, the last two in hexadecimal.
     """
     found: Counter[str] = Counter()
     for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):

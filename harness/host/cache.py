@@ -1,4 +1,4 @@
-"""The folder outside the checkout in which data and results of earlier runs are kept."""
+"""Cache folder outside the checkout, for data and results of earlier runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Folder of prepared data and reference runs: $PARALLELISM_BENCH_CACHE, else
-    `parallelism-bench` in the user's cache folder. It is made where it is missing."""
+    """Returns the folder of prepared data and reference runs, and creates it if needed.
+
+    It is $PARALLELISM_BENCH_CACHE, or else `parallelism-bench` in the user's cache folder.
+    """
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")
     folder.mkdir(parents=True, exist_ok=True)

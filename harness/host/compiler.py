@@ -1,4 +1,4 @@
-"""What torch.compile needs of this host."""
+"""What torch.compile needs on this host."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shutil
 
 
 def missing_compiler() -> str:
-    """What is missing, and what would install it; empty where the compiler is there.
+    """Returns what is missing and how to install it; empty if the compiler is there.
 
-    torch.compile writes C++ and lets $CXX, or g++, compile it: the kernels of CPUs, and what
-    launches those of GPUs.
+    torch.compile generates C++ for CPU kernels and for the launchers of GPU kernels, and compiles
+    it with $CXX or g++.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

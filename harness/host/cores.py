@@ -1,4 +1,4 @@
-"""Which CPU cores a process may use, and which of them the ranks of a node get."""
+"""CPU cores that a process may use, and their assignment to a node's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.spec.cell import Cell
 
 
 def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
-    """These hardware threads, by the kernel's CPU numbers, grouped by physical core."""
+    """Groups hardware threads (the kernel's CPU numbers) by physical core."""
     groups: dict[str, list[int]] = {}
     for thread in sorted(threads):
         path = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
@@ -20,17 +20,16 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def allowed_cores() -> list[int]:
-    """The CPU cores this process may use, one hardware thread per core first."""
+    """Returns the CPUs this process may use: one hardware thread per core first, then the rest."""
     cores = physical_cores(os.sched_getaffinity(0))
     return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """The CPU cores that each local process is pinned to: the cores of its devices. A parameter
-    server gets as many as one device.
+    """Returns the CPU cores to pin each local process to: those of its devices.
 
-    `processes`: ranks of the whole trial; `local`: those of them that this node starts. Where the
-    devices need more cores than there are, cores are given out several times.
+    `processes`: ranks of the whole trial; `local`: those that this node starts. A parameter server
+    gets as many cores as one device. If there are too few cores, they are assigned more than once.
     """
     if cell.device == "cuda":
         return _near_gpus(cell, local)
@@ -43,12 +42,11 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each local process of a GPU cell: the shares of its GPUs. A parameter server, which
-    drives no GPU, may use all cores.
+    """Returns the cores of each local process of a GPU cell: the shares of its GPUs.
 
-    The cores of a rank also run the threads of autograd, of NCCL, of a library (Horovod, CPU Adam,
-    disk access) and of the harness, which prepares batches. On one core, or on cores of the other
-    socket, these threads would be what is measured.
+    Parameter servers drive no GPU and may use all cores. A rank's cores also run the threads of
+    autograd, NCCL, libraries (Horovod, CPU Adam, disk access) and the harness's batch preparation.
+    On a single core, or on the other socket, those threads would dominate the measurement.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -64,7 +62,7 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _shares(gpus: int) -> list[tuple[int, ...]]:
-    """Of the cores that this process may use, the share of each of the first `gpus` GPUs."""
+    """Returns the share of this process's cores for each of the first `gpus` GPUs."""
     from harness.host.gpu import nearby_cores
 
     return share_cores(
@@ -75,12 +73,11 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
 def share_cores(
     cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Each GPU's share of the cores, as hardware threads: GPUs near the same cores divide these
-    evenly among themselves.
+    """Returns each GPU's share of the cores, as hardware threads.
 
-    `cores`: the hardware threads of each core. `near`: the hardware threads near each GPU; where
-    they are unknown, or none of them is among `cores`, all cores count as near. Where there are
-    fewer cores than GPUs, several GPUs get the same core.
+    GPUs near the same cores split them evenly; if there are fewer cores than GPUs, several GPUs get
+    the same core. `cores`: hardware threads of each core. `near`: hardware threads near each GPU;
+    if unknown, or none is among `cores`, all cores count as near.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -96,13 +93,15 @@ def share_cores(
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Intra-op threads of a rank that is pinned to these hardware threads: `threads_per_device` of
-    a CPU cell, one for each core of a GPU cell."""
+    """Returns the intra-op threads of a rank pinned to these hardware threads.
+
+    That is `threads_per_device` for a CPU cell and one thread per core for a GPU cell.
+    """
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
 def core_ranges(cores: Iterable[int]) -> str:
-    """Core numbers in the kernel's notation: `0-3,8`."""
+    """Formats core numbers in the kernel's notation: `0-3,8`."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
@@ -113,12 +112,11 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
-    """Whether the cell's ranks need more cores than there are.
+    """Returns whether the cell's ranks need more cores than there are.
 
-    A rank of a CPU cell needs a core for each of its threads. A rank of a GPU cell needs one core,
-    which launches kernels. `cores`: of all nodes together; None: unknown, so nothing is said to be
-    oversubscribed. `processes`: number of ranks if there are more than devices, because of
-    parameter servers.
+    A rank of a CPU cell needs a core per thread; one of a GPU cell needs one core, to launch
+    kernels. `cores`: of all nodes together; if None (unknown), returns False. `processes`: number
+    of ranks if parameter servers make it exceed the number of devices.
     """
     if cores is None:
         return False
@@ -127,5 +125,5 @@ def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
 
 
 def cores_of_nodes(cell: Cell) -> int:
-    """Cores of all nodes of a cell, if each has as many as this host."""
+    """Returns the cores of all nodes of a cell, assuming each has as many as this host."""
     return cell.nodes * len(allowed_cores())

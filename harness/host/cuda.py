@@ -1,6 +1,6 @@
-"""Which packages the fork server may import for all ranks.
+"""Packages that the fork server may import for all ranks.
 
-A rank that is forked from a process that has initialised CUDA cannot use CUDA itself.
+A rank forked from a process that has initialised CUDA cannot use CUDA itself.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ LEAVE_CUDA_ALONE = frozenset(
         "horovod.torch",
     },
 )
-"""Packages whose import does not initialise CUDA where a GPU is visible;
-tests/gpu/test_fork_server.py imports each of them.
+"""Packages whose import does not initialise CUDA even if a GPU is visible.
 
-Others do: bitsandbytes asks for the GPU's compute capability, and peft and transformers.trainer
-import bitsandbytes.
+tests/gpu/test_fork_server.py imports each of them. Other packages do initialise it: bitsandbytes
+queries the GPU's compute capability, and peft and transformers.trainer import bitsandbytes.
 """
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
-    """Those of these packages that the fork server may import; a rank imports the others itself.
+    """Returns the packages that the fork server may import; ranks import the others themselves.
 
-    With GPUs only packages that are known to leave CUDA alone are imported before the fork: a
-    plug-in may require any package.
+    With GPUs, only packages known to leave CUDA alone qualify: a plug-in may require any package.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
 def architectures() -> list[str]:
-    """Returns what this torch has GPU code for, such as `sm_90`; empty in a build without CUDA.
+    """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    torch.cuda.get_arch_list() initialises CUDA before torch 2.12, and returns nothing without a
-    visible GPU.
+    Empty for a build without CUDA. torch.cuda.get_arch_list() is no substitute: it initialises CUDA
+    before torch 2.12, and returns nothing without a visible GPU.
     """
     import torch
 
@@ -49,11 +47,10 @@ def architectures() -> list[str]:
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process has initialised CUDA, by torch or by any other library that calls the
-    driver.
+    """Returns whether torch or any other library has initialised CUDA in this process.
 
-    The driver's `cuDeviceGetCount` only returns an error before `cuInit` was called. A driver that
-    is not loaded has not been initialised; RTLD_NOLOAD keeps this check from loading it.
+    The driver's `cuDeviceGetCount` fails only before `cuInit`. A driver that is not loaded has not
+    been initialised; RTLD_NOLOAD keeps this check from loading it.
     """
     import torch
 

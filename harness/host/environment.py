@@ -1,4 +1,4 @@
-"""What a measurement was taken on: versions, hardware, commit.
+"""The environment of a measurement: versions, hardware, commit.
 
 Only what is listed here is recorded, never all environment variables.
 """
@@ -29,13 +29,13 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
-"""Whose versions are recorded, beside those of the packages that strategies require."""
+"""Packages whose versions are recorded, in addition to those that strategies require."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-"""Installs a torch for older drivers and GPUs: see scripts/setup.sh."""
+"""Command that installs a torch for older drivers and GPUs; see scripts/setup.sh."""
 _VOLTA = 7
-"""Major compute capability of the oldest GPUs (7.0) that torch 2.10 for CUDA 12 has code for."""
+"""Major compute capability of the oldest GPUs (7.0) supported by torch 2.10 for CUDA 12."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -47,13 +47,12 @@ SLURM = {
     "nodes": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-"""The environment variables of a SLURM job that are recorded, by the name they are recorded under.
-"""
+"""Recorded environment variables of a SLURM job, by the name they are recorded under."""
 
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """The installed version; None where the package is not installed."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -61,21 +60,25 @@ def version_of(package: str) -> str | None:
 
 
 def gpus() -> tuple[tuple[str, int], ...]:
-    """Name and memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, without touching
-    CUDA."""
+    """Returns name and memory in bytes of each GPU visible under CUDA_VISIBLE_DEVICES.
+
+    Does not initialise CUDA.
+    """
     from harness.host.gpu import visible_gpus
 
     return tuple((device.name, device.memory_bytes) for device in visible_gpus())
 
 
 def device_type() -> str:
-    """`cuda` where this torch can use the GPUs that are here, else `cpu`."""
+    """Returns `cuda` if this torch can use the host's GPUs, else `cpu`."""
     return "cuda" if gpus() and unused_gpus() is None else "cpu"
 
 
 def unused_gpus() -> str | None:
-    """Return why this host's GPUs are not used and what would change that; None if they are used,
-    or if there are none."""
+    """Returns why this host's GPUs are not used and how to change that.
+
+    None if they are used, or if there are none.
+    """
     from harness.host.amd import amd_gpus
     from harness.host.gpu import driver, visible_gpus
 
@@ -117,11 +120,11 @@ def unused_gpus() -> str | None:
 
 
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether a build of torch runs on a GPU of this compute capability.
+    """Returns whether a build of torch runs on a GPU of this compute capability.
 
-    It does with machine code (sm_*) for the same major version and the same or an older minor one,
-    or with PTX (compute_*) for the same or an older version (CUDA C++ Programming Guide, section on
-    compute capability). `built`: harness.host.cuda.architectures(); empty: unknown, taken to run.
+    It needs machine code (sm_*) for the same major version and the same or an older minor one, or
+    PTX (compute_*) for the same or an older version (CUDA C++ Programming Guide, section on compute
+    capability). `built`: harness.host.cuda.architectures(); if empty (unknown), returns True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:
@@ -136,7 +139,7 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def cpu_model() -> str | None:
-    """The processor's name; None where the system does not say."""
+    """Returns the processor's name; None if the system does not report it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -146,8 +149,10 @@ def cpu_model() -> str | None:
 
 
 def git_commit() -> str | None:
-    """Commit of the suite's own checkout, with `+` where files that git tracks were changed; None
-    where the suite does not lie in a checkout of its own."""
+    """Returns the commit of the suite's own checkout, with `+` if tracked files have changed.
+
+    None if the suite is not in its own checkout.
+    """
     checkout = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -161,7 +166,7 @@ def git_commit() -> str | None:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != checkout:
-            return None  # installed into an environment that lies in another checkout
+            return None  # installed into an environment inside another checkout
         return git("rev-parse", "HEAD") + (
             "+" if git("status", "--porcelain", "--untracked-files=no") else ""
         )
@@ -170,12 +175,12 @@ def git_commit() -> str | None:
 
 
 def allocation() -> dict[str, str]:
-    """The SLURM job that this process runs in; empty outside one."""
+    """Returns the SLURM job that this process runs in; empty outside a job."""
     return {name: value for name, variable in SLURM.items() if (value := os.environ.get(variable))}
 
 
 def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
-    """CPUs of each NUMA node in the kernel's notation: ["0-15", "16-31"]."""
+    """Returns the CPUs of each NUMA node in the kernel's notation: ["0-15", "16-31"]."""
     lists = (sys / "devices/system/node").glob("node[0-9]*/cpulist")
     return [
         file.read_text().strip()
@@ -184,7 +189,7 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, object]:
-    """A run's columns about this host's GPUs, used or not."""
+    """Returns a run's columns about this host's GPUs, used or not."""
     from harness.host.gpu import driver
     from harness.host.gpu_facts import gpu_facts, gpu_topology
 
@@ -207,7 +212,7 @@ def _gpu_columns() -> dict[str, object]:
 
 
 def cudnn_version() -> str | None:
-    """Version of the cuDNN that torch loads, such as `9.12.0`; None without cuDNN.
+    """Returns the version of torch's cuDNN, such as `9.12.0`; None without cuDNN.
 
     Does not initialise CUDA. The number is major x 10000 (before version 9: x 1000) + minor x 100 +
     patch (cudnn_version.h).
@@ -222,9 +227,9 @@ def cudnn_version() -> str | None:
 
 
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
-    """The environment's columns of a run's row.
+    """Returns the environment columns of a run's row.
 
-    `more_libraries`: packages whose version is recorded beside LIBRARIES, where they are installed.
+    `more_libraries`: packages to record the versions of, if installed, in addition to LIBRARIES.
     """
     from harness.host.cores import allowed_cores
     from harness.host.memory import memory_bytes

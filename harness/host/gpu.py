@@ -1,4 +1,4 @@
-"""Which GPUs may this process use, and where are they?"""
+"""GPUs that this process may use, and their location on the host."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from dataclasses import dataclass
 from harness.host.nvml import Handle, Nvml, nvml
 
 _CORE_WORDS = 64
-"""64-bit words that NVML gets to write a set of CPU cores into: 4096 cores."""
+"""Number of 64-bit words for a set of CPU cores in NVML: 4096 cores."""
 _NODE_WORDS = 1
-"""64-bit words that NVML gets to write a set of NUMA nodes into: 64 nodes."""
+"""Number of 64-bit words for a set of NUMA nodes in NVML: 64 nodes."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as CUDA would count it: a GPU, or a MIG slice of one."""
+    """One device as CUDA counts it: a GPU, or a MIG slice of one."""
 
     index: int
-    """NVML's number of the physical GPU, in the order of the PCI bus; -1: unknown."""
+    """NVML's index of the physical GPU, in PCI bus order; -1 if unknown."""
     uuid: str
-    """`GPU-...` of a GPU, `MIG-...` of a slice."""
+    """`GPU-...` for a GPU, `MIG-...` for a slice."""
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None
     """CUDA compute capability."""
     pci_bus_id: str
-    """Empty: unknown."""
+    """Address on the PCI bus; empty if unknown."""
     numa_node: int | None
     cores: tuple[int, ...]
-    """CPU cores near it, by the kernel's numbers; empty: unknown."""
+    """Nearby CPU cores, by the kernel's numbers; empty if unknown."""
     mig: bool
     """Whether this is a MIG slice."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver of this host; None: there is none, or it does not say."""
+    """NVIDIA driver of this host; fields are None if there is none or it does not answer."""
 
     version: str | None
     cuda: tuple[int, int] | None
-    """Newest version of CUDA that it runs: major, minor."""
+    """Newest supported CUDA version: major, minor."""
 
 
 @functools.cache
 def driver() -> Driver:
-    """The NVIDIA driver, asked once per process."""
+    """Returns the NVIDIA driver; queried once per process."""
     with nvml() as library:
         if library is None:
             return Driver(None, None)
@@ -58,27 +58,26 @@ def driver() -> Driver:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The devices that CUDA would show this process, in CUDA's order; raises nothing.
+    """Returns the devices that CUDA would show this process, in CUDA's order; never raises.
 
-    CUDA_VISIBLE_DEVICES is read as the CUDA C++ Programming Guide (appendix on environment
-    variables) and torch.cuda.device_count() read it: a list of numbers, or of beginnings of UUIDs.
-    An entry that is neither, or is out of range, ends the list; a device that is named twice
-    empties it. Of MIG slices CUDA shows a process only one, and then no other GPU. Numbers are
-    taken to follow the PCI bus; on a host with GPUs of several kinds CUDA counts like that only
-    under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    CUDA_VISIBLE_DEVICES is parsed as in the CUDA C++ Programming Guide (appendix on environment
+    variables) and torch.cuda.device_count(): a list of indices, or of UUID prefixes. An entry that
+    is neither, or is out of range, ends the list; a device named twice empties it. CUDA shows a
+    process only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus. On
+    a host with different GPUs, CUDA does that only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def nearby_cores(position: int) -> tuple[int, ...]:
-    """CPU cores near one of the visible GPUs, counted from 0; empty where that is unknown."""
+    """Returns the CPU cores near a visible GPU, counted from 0; empty if unknown."""
     devices = visible_gpus()
     return devices[position].cores if 0 <= position < len(devices) else ()
 
 
 @functools.cache
 def _visible(variable: str | None) -> tuple[Gpu, ...]:
-    """Cached: without persistence mode each start of NVML wakes every GPU, which takes seconds."""
+    """Cached because, without persistence mode, each NVML start wakes every GPU for seconds."""
     with nvml() as library:
         if library is None:
             return ()
@@ -100,7 +99,7 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
 
 
 def _physical(library: Nvml) -> dict[int, Handle]:
-    """The GPUs that this process may open, by NVML's number."""
+    """Returns the GPUs that this process may open, by NVML's index."""
     count = library.number("nvmlDeviceGetCount") or 0
     gpus = {number: library.handle("nvmlDeviceGetHandleByIndex", number) for number in range(count)}
     return {number: gpu for number, gpu in gpus.items() if gpu is not None}
@@ -111,7 +110,7 @@ def _uuid(library: Nvml, handle: Handle) -> str:
 
 
 def _slices(library: Nvml, gpu: Handle) -> list[Handle]:
-    """A GPU's MIG slices, whose numbers may have gaps."""
+    """Returns a GPU's MIG slices, whose indices may have gaps."""
     if not library.is_divided(gpu):
         return []
     most = library.number("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0
@@ -120,7 +119,7 @@ def _slices(library: Nvml, gpu: Handle) -> list[Handle]:
 
 
 def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle | None:
-    """The slice of this UUID, or the only slice whose UUID begins so; None where there is none."""
+    """Returns the slice with this UUID, or the only one with this UUID prefix; None otherwise."""
     exact = library.handle("nvmlDeviceGetHandleByUUID", name)
     if exact is not None:
         return exact
@@ -129,7 +128,7 @@ def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle |
 
 
 def _places(variable: str, uuids: Sequence[str]) -> list[int]:
-    """Places in `uuids` that a list of numbers or of beginnings of UUIDs names."""
+    """Returns the positions in `uuids` selected by a list of indices or of UUID prefixes."""
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
@@ -143,13 +142,13 @@ def _places(variable: str, uuids: Sequence[str]) -> list[int]:
 
 
 def _of_uuid(word: str, uuids: Sequence[str]) -> int:
-    """Place of the only UUID that begins so; -1 where there is none, or more than one."""
+    """Returns the position of the only UUID with this prefix; -1 if there is none or several."""
     matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
     return matching[0] if len(matching) == 1 else -1
 
 
 def _leading_number(word: str) -> int:
-    """The number that a word begins with, as C's strtoul reads it; -1 where it begins with none."""
+    """Parses leading digits as C's strtoul does; -1 without any."""
     digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
     return int(digits[0]) if digits else -1
 
@@ -160,8 +159,10 @@ def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:
 
 
 def _identity(library: Nvml, handle: Handle) -> Gpu | None:
-    """What never changes of a device; None where it does not even say its name or memory, as a GPU
-    that has fallen off the bus."""
+    """Returns the constant facts about a device.
+
+    None if it reports no name or memory, like a GPU that has fallen off the bus.
+    """
     physical, mig = library.whole_gpu(handle)
     name, memory = library.text("nvmlDeviceGetName", handle), library.memory(handle)
     if name is None or memory is None:

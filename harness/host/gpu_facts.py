@@ -1,4 +1,4 @@
-"""How a host's GPUs are set up and connected."""
+"""Settings of a host's GPUs and the links between them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _ANCESTORS = {
     "NODE": "NUMA node",
     "SYSTEM": "system",
 }
-"""The nearest thing that two GPUs share on the PCI bus, by NVML's NVML_TOPOLOGY_*."""
+"""Closest common level of two GPUs on the PCI bus, by NVML's NVML_TOPOLOGY_*."""
 _NVLINK_VERSIONS = dict(
     enumerate(("1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0"), start=1)
 )
-"""NVLink's versions by NVML's NVML_NVLINK_VERSION_*, of which an older pynvml lacks some names."""
+"""NVLink versions by NVML_NVLINK_VERSION_*, some of which older pynvml releases lack."""
 
 
 @dataclass(frozen=True)
 class GpuFacts(Gpu):
-    """Identity and settings of a GPU. None: the GPU does not say."""
+    """Identity and settings of a GPU; None if the GPU does not report a value."""
 
     ecc: bool | None
-    """Whether memory errors are corrected."""
+    """Whether error correction of memory is on."""
     persistence: bool | None
     """Whether the driver stays loaded while no process uses the GPU."""
     power_limit_watts: float | None
-    """The limit that is enforced."""
+    """Enforced power limit."""
     default_power_limit_watts: float | None
 
 
 def gpu_facts() -> list[GpuFacts]:
-    """Of each visible GPU, in CUDA's order."""
+    """Returns the facts about each visible GPU, in CUDA's order."""
     with nvml() as library:
         if library is None:
             return []
@@ -45,7 +45,7 @@ def gpu_facts() -> list[GpuFacts]:
 
 
 def _physical(library: Nvml, device: Gpu) -> Handle | None:
-    """The physical GPU, whose settings are those of its slices too."""
+    """Returns the physical GPU, whose settings also apply to its slices."""
     return library.handle("nvmlDeviceGetHandleByIndex", device.index)
 
 
@@ -65,8 +65,10 @@ def _facts(library: Nvml, device: Gpu) -> GpuFacts:
 
 
 def gpu_topology() -> list[list[str]]:
-    """How each pair of the visible GPUs is connected, in words: by NVLink, else by the nearest
-    thing that they share on the PCI bus."""
+    """Describes the link between each pair of visible GPUs.
+
+    It is NVLink, or else the closest level they share on the PCI bus.
+    """
     devices = visible_gpus()
     if not devices:
         return []
@@ -84,11 +86,11 @@ class _End:
     gpu: Handle | None
     bus_id: str
     version: str
-    """Of its NVLinks: `4.0`."""
+    """NVLink version, such as `4.0`."""
     to_switch: int
-    """Links that end at an NVSwitch."""
+    """Number of links that end at an NVSwitch."""
     to_gpus: Counter[str]
-    """Links by the bus id of the GPU at their other end."""
+    """Number of links by the bus id of the GPU at the other end."""
 
 
 def _end(library: Nvml, device: Gpu) -> _End:
@@ -104,7 +106,7 @@ def _end(library: Nvml, device: Gpu) -> _End:
         if kind == library.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH"):
             to_switch += 1
         elif other := library.bus_id("nvmlDeviceGetNvLinkRemotePciInfo", gpu, link):
-            to_gpus[other.upper()] += 1  # bus ids are written in either case
+            to_gpus[other.upper()] += 1  # bus ids come in either case
     return _End(gpu, device.pci_bus_id.upper(), version, to_switch, to_gpus)
 
 

@@ -1,5 +1,7 @@
-"""What data sheets promise of each GPU: peaks of arithmetic, memory and NVLink. The figures and
-their sources are in gpu_models.yaml."""
+"""Data-sheet peaks of each GPU: arithmetic, memory and NVLink.
+
+gpu_models.yaml has the figures and their sources.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,29 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product.
-
-    None: its maker's documents do not state the figure, or contradict each other.
-    """
+    """One product; None for figures that its maker's documents omit or contradict."""
 
     product_name: str
-    """Exactly as NVML reports it, without a leading `NVIDIA `."""
+    """Exact NVML name without the leading `NVIDIA `."""
     host_name: str
     """Short name for the command line."""
     memory_bytes: int
-    """As NVML reports it."""
+    """Memory as reported by NVML."""
     fp32_flops_per_second: float | None
-    """Dense, without tensor cores (so without TF32)."""
+    """Dense peak without tensor cores (so without TF32)."""
     bf16_flops_per_second: float | None
-    """Dense (no sparsity), tensor cores, sums in fp32; None before Ampere, which has no bf16 tensor
-    cores."""
+    """Dense peak (no sparsity) of tensor cores with fp32 sums; None before Ampere, which has no
+    bf16 tensor cores."""
     fp16_flops_per_second: float | None
-    """Dense (no sparsity), tensor cores, sums in fp32."""
+    """Dense peak (no sparsity) of tensor cores with fp32 sums."""
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
-    """Of one GPU, both directions together; None where NVLink is an optional bridge, or is not
-    there."""
+    """NVLink bandwidth of one GPU, both directions together; None if NVLink is absent or an
+    optional bridge."""
     source: str
 
     def peak_flops_per_second(self, precision: str) -> float | None:
-        """The dense peak of matrix multiplications in `fp32`, `bf16` or `fp16`."""
+        """Returns the dense peak of matrix multiplications in `fp32`, `bf16` or `fp16`."""
         peaks = {
             "fp32": self.fp32_flops_per_second,
             "bf16": self.bf16_flops_per_second,
@@ -52,7 +51,7 @@ class GpuModel:
 
 
 class _Row(BaseModel):
-    """A model in gpu_models.yaml, in the units that stand there."""
+    """A model in gpu_models.yaml, in that file's units."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -76,7 +75,7 @@ class _Table(BaseModel):
 
 @functools.cache
 def gpu_models() -> dict[str, GpuModel]:
-    """All products of the table by their short names, such as `h100-80gb`."""
+    """Returns all products of the table by short name, such as `h100-80gb`."""
     text = Path(__file__).with_name("gpu_models.yaml").read_text(encoding="utf-8")
     table = _Table.model_validate(yaml.safe_load(text))
     return {row.host: _model(row, table.sources[row.source]) for row in table.models}
@@ -103,9 +102,9 @@ def _by_product_name() -> dict[str, GpuModel]:
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """The product of this NVML name; None for a name that is not in the table.
+    """Returns the product with this NVML name; None if it is not in the table.
 
-    Only whole names count: an `L40` is not an `L4`, and a slice of a GPU (MIG, vGPU) has other
+    Only whole names match: an `L40` is not an `L4`, and a slice of a GPU (MIG, vGPU) has lower
     peaks than the GPU.
     """
     if not device_name:
@@ -114,7 +113,6 @@ def gpu_model(device_name: str | None) -> GpuModel | None:
 
 
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
-    """The data sheet's dense peak of one device; None for a device that is not in the table, as
-    every CPU is."""
+    """Returns the dense data-sheet peak of one device; None for CPUs and GPUs not in the table."""
     model = gpu_model(device_name)
     return model.peak_flops_per_second(precision) if model else None

@@ -1,4 +1,4 @@
-"""What a trial's row keeps of its GPUs, and which of it makes the trial's times doubtful."""
+"""GPU data in a trial's row, and the findings that make its times doubtful."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pydantic import TypeAdapter, ValidationError
 from harness.host.gpu_state import GpuState, GpuUse
 
 _THROTTLED_SHARE = 0.01
-"""Share of the timed seconds held back by heat above which a trial is marked."""
+"""Largest share of the timed seconds throttled by heat that does not mark a trial."""
 
 
 GIB = 2**30
 
 
 def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
-    """The text of a column; None where there are no states."""
+    """Serializes states for a column; None if there are none."""
     return json.dumps([asdict(state) for state in states]) if states else None
 
 
 def use_of(fields: Mapping[str, object]) -> GpuUse:
-    """From a mapping of its fields, with lists for tuples; raises pydantic's ValidationError."""
+    """Builds a GpuUse from its fields, with lists for tuples; raises pydantic's ValidationError."""
     return TypeAdapter(GpuUse).validate_python(fields)
 
 
@@ -41,7 +41,7 @@ def _uses() -> TypeAdapter[tuple[GpuUse, ...]]:
 
 @dataclass(frozen=True)
 class GpuFinding:
-    """Something that makes a trial's times on GPUs doubtful."""
+    """A reason to doubt a trial's times on GPUs."""
 
     cause: Literal["shared", "throttled"]
     words: str
@@ -49,16 +49,17 @@ class GpuFinding:
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """What a trial's row says of its GPUs."""
+    """GPU data of a trial's row."""
 
     before: tuple[GpuState, ...] = ()
     after: tuple[GpuState, ...] = ()
     use: tuple[GpuUse, ...] = ()
-    """By rank."""
+    """Use of each rank's GPUs, by rank."""
 
     @classmethod
     def read(cls, before: object, after: object, use: object) -> GpuRecord:
-        """From the three columns of a row; empty where they are null, or another program's."""
+        """Parses the three columns of a row; empty if they are null or in another program's
+        format."""
         first, last, of_ranks = (
             text if isinstance(text, str) else "[]" for text in (before, after, use)
         )
@@ -73,7 +74,7 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Which ranks lack figures because NVML did not answer them, one sentence for each."""
+        """Returns one sentence for each rank that lacks figures because NVML did not answer."""
         return [
             f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)
@@ -81,13 +82,13 @@ class GpuRecord:
         ]
 
     def findings(self) -> list[GpuFinding]:
-        """Why the trial's times are doubtful; what is unknown makes them no more so."""
+        """Returns the reasons to doubt the trial's times; unknown values are no reason."""
         around = _around("just before", self.before) + _around("just after", self.after)
         return around + _during(self.use)
 
 
 def _around(when: str, states: Iterable[GpuState]) -> list[GpuFinding]:
-    """What was wrong just before or after a trial, while its own ranks did not run."""
+    """Finds problems just before or after a trial, when its ranks were not running."""
     findings = []
     for state in states:
         others = state.processes or ()
@@ -107,7 +108,7 @@ def _heat(state: GpuState) -> str:
 
 
 def _during(uses: Iterable[GpuUse]) -> list[GpuFinding]:
-    """What held the ranks' GPUs back in the timed steps."""
+    """Finds what throttled the ranks' GPUs during the timed steps."""
     words = []
     for rank, use in enumerate(uses):
         held = use.throttled_seconds or {}

@@ -1,5 +1,4 @@
-"""What a GPU is doing: clocks and what holds them back, temperature, power, errors, and the
-processes that use it."""
+"""Current state of a GPU: clocks and their limits, temperature, power, errors, and processes."""
 
 from __future__ import annotations
 
@@ -22,51 +21,53 @@ REASONS = (
     "board limit",
     "reliability limit",
 )
-"""What holds the clocks back, in the order of the bits of nvmlClocksEventReasons (nvml.h)."""
+"""Reasons for lowered clocks, in the bit order of nvmlClocksEventReasons (nvml.h)."""
 
 
 _SLOWED = ("thermal slowdown by the driver", "thermal slowdown by hardware", "power brake")
-"""Reasons for which a trial is marked. A power cap is not one of them: a busy GPU runs at its power
-limit."""
+"""Reasons that mark a trial. A power cap does not: a busy GPU runs at its power limit."""
 
 
 _SLOWED_UNLESS_IDLE = "hardware slowdown"
-"""Also reported while an idle GPU changes its clocks (nvml.h)."""
+"""Reason that an idle GPU also reports while it changes its clocks (nvml.h)."""
 
 
 _LOWERED = 0.99
-"""Share of the default power limit below which the enforced one counts as lowered."""
+"""Share of the default power limit below which the enforced limit counts as lowered."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """What a GPU is doing. None: the GPU does not say; consumer cards, WSL and slices lack much."""
+    """Current state of a GPU.
+
+    None: not reported; consumer cards, WSL and slices omit many values.
+    """
 
     index: int
-    """NVML's number of the physical GPU."""
+    """NVML's index of the physical GPU."""
     uuid: str
     sm_mhz: int | None = None
     sm_max_mhz: int | None = None
     memory_mhz: int | None = None
     memory_max_mhz: int | None = None
     reasons: tuple[str, ...] | None = None
-    """What holds the clocks back, of REASONS."""
+    """Reasons for lowered clocks, from REASONS."""
     temperature_celsius: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    """The limit that is enforced now."""
+    """Enforced power limit."""
     default_power_limit_watts: float | None = None
     corrected_errors: int | None = None
-    """ECC errors since the driver was loaded."""
+    """Number of corrected ECC errors since the driver was loaded."""
     uncorrected_errors: int | None = None
     used_bytes: int | None = None
-    """Memory taken by all processes and the driver."""
+    """Memory used by all processes and the driver."""
     processes: tuple[GpuProcess, ...] | None = None
-    """All processes that compute on the GPU."""
+    """All compute processes on the GPU."""
 
     @property
     def slowed(self) -> tuple[str, ...]:
-        """Those of `reasons` for which a trial is marked."""
+        """Returns those of `reasons` that mark a trial."""
         reasons = self.reasons or ()
         marked = [reason for reason in reasons if reason in _SLOWED]
         if not marked and _SLOWED_UNLESS_IDLE in reasons and "idle" not in reasons:
@@ -74,7 +75,7 @@ class GpuState:
         return tuple(marked)
 
     def without(self, pids: Collection[int | None]) -> GpuState:
-        """The state as it would be without these processes."""
+        """Returns the state without these processes."""
         if self.processes is None:
             return self
         others = tuple(process for process in self.processes if process.pid not in pids)
@@ -82,41 +83,41 @@ class GpuState:
 
     @property
     def power_limit_lowered(self) -> bool:
-        """Whether somebody set the power limit below its default."""
+        """Whether the power limit is below its default."""
         now, default = self.power_limit_watts, self.default_power_limit_watts
         return now is not None and default is not None and now < _LOWERED * default
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """What NVML says of the GPUs that a rank drives, over the timed steps and at their end."""
+    """NVML data about a rank's GPUs, during the timed steps and at their end."""
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
-    """Length of the timed steps together."""
+    """Total length of the timed steps."""
     throttled_seconds: dict[str, float] | None = None
-    """Seconds of these in which `power`, `temperature`, ... held the clocks back, of the GPU with
-    most of them; None: not counted."""
+    """Timed seconds in which `power`, `temperature`, ... throttled the clocks; the maximum over the
+    GPUs. None: not counted."""
     states: tuple[GpuState, ...] = ()
-    """At the end of the timed steps."""
+    """States at the end of the timed steps."""
     process_bytes: int | None = None
-    """Memory of the rank's process, on the GPU where it has most."""
+    """Memory of the rank's process, on the GPU with the most."""
     context_bytes: int | None = None
-    """`process_bytes` without what torch's allocator had reserved: CUDA's context and communication
+    """`process_bytes` minus what torch's allocator had reserved: CUDA context and communication
     buffers."""
     nvml_answers: bool = True
-    """False: NVML could not be started in the rank's process, or did not find its GPUs there, so
-    that energy, clocks and memory are unknown."""
+    """Whether NVML answered; if not (it did not start, or did not find the rank's GPUs), energy,
+    clocks and memory are unknown."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
-    """NVML's bit mask of reasons in words; an unknown bit is given by its number."""
+    """Decodes NVML's bit mask of reasons; an unknown bit is given by its number."""
     bits = (bit for bit in range(64) if reasons >> bit & 1)
     return tuple(REASONS[bit] if bit < len(REASONS) else f"reason {bit}" for bit in bits)
 
 
 def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
-    """The state of one GPU, or of a slice and the GPU that it is part of."""
+    """Returns the state of one GPU, or of a slice and its parent GPU."""
     gpu, _ = library.whole_gpu(handle)
 
     def number(function: str, *constants: str) -> int | None:
@@ -152,7 +153,7 @@ def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
 
 
 def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
-    """The state of each of these devices that NVML finds."""
+    """Yields the state of each of these devices that NVML finds."""
     for device in devices:
         handle = library.handle("nvmlDeviceGetHandleByUUID", device.uuid)
         if handle is not None:
@@ -161,17 +162,17 @@ def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
 
 @dataclass
 class GpuLook:
-    """The states of the visible GPUs, looked at before and after each trial.
+    """States of the visible GPUs, read before and after each trial.
 
-    NVML stays started: without persistence mode each start of it wakes every GPU, which takes
-    seconds.
+    Keeps NVML started: without persistence mode, each start wakes every GPU, which takes seconds.
     """
 
     _library: Nvml | None = None
     _devices: tuple[Gpu, ...] = ()
 
     def states(self, count: int) -> tuple[GpuState, ...]:
-        """Of the first `count` GPUs, which are those that local ranks get; empty without GPUs."""
+        """Returns the states of the first `count` GPUs, those of the local ranks; empty without
+        GPUs."""
         if self._library is None:
             self._devices = visible_gpus()
             self._library = Nvml.start() if self._devices else None

@@ -1,5 +1,4 @@
-"""Packages that count as not installed while libraries look for them: some import whatever they
-find, though nobody here uses it."""
+"""Packages hidden from libraries that import whatever is installed, even if nobody uses it."""
 
 from __future__ import annotations
 
@@ -9,22 +8,22 @@ from types import ModuleType
 from typing import cast
 
 _MODULES = cast("dict[str, ModuleType | None]", sys.modules)
-"""Those that are None cannot be imported."""
+"""Loaded modules; a package whose entry is None cannot be imported."""
 
 
 def hide(package: str) -> None:
-    """Lets a package that was not imported yet count as not installed, until `show`."""
+    """Makes a package that is not yet imported look uninstalled, until `show`."""
     _MODULES.setdefault(package, None)
 
 
 def show(package: str) -> None:
-    """Lets it be imported again."""
+    """Makes a hidden package importable again."""
     if _is_hidden(package):
         del _MODULES[package]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, hidden or not; imports nothing."""
+    """Returns whether a package can be imported, hidden or not; imports nothing."""
     hidden = _is_hidden(package)
     show(package)
     installed = importlib.util.find_spec(package) is not None

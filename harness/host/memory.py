@@ -1,4 +1,4 @@
-"""How much memory may this process use: the host's, or less in a container or a SLURM job?"""
+"""Memory that this process may use: the host's, or less in a container or a SLURM job."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ MEBIBYTE = 2**20
 
 
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Return the bytes that this process may use at most: the smallest of the host's memory, the
-    limits of its control groups, and the memory of its SLURM job on this node.
+    """Returns the most bytes that this process may use.
 
-    `process`: its folder in /proc. `groups`: where control groups are mounted.
+    This is the smallest of the host's memory, the limits of its control groups, and the memory of
+    its SLURM job on this node. `process`: its folder in /proc. `groups`: mount point of control
+    groups.
     """
     limits = [limit for limit, _ in _group_limits(process, groups)]
     return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
 
 
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Return the bytes that this process can still allocate without swapping or being killed.
+    """Returns the bytes that this process can still allocate without swapping or being killed.
 
-    Page cache that the kernel would drop counts as available. A SLURM limit is compared with what
-    this process and its children use. Arguments: see `memory_bytes`.
+    Page cache that the kernel would drop counts as available. A SLURM limit is compared with the
+    memory of this process and its children. Arguments: see `memory_bytes`.
     """
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
@@ -35,11 +36,11 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 
 
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of a process's control group and of each group above it.
+    """Yields limit and use in bytes of a process's control group and of each group above it.
 
-    A container may see the path that its group has on the host, of which it has mounted only the
-    end; the group is then found at the mount point. Source of the file names: the kernel's
-    Documentation/admin-guide, cgroup-v1/memory.rst and cgroup-v2.rst.
+    A container may see its group's path on the host, although only the end of that path is mounted;
+    the group is then at the mount point. File names: the kernel's Documentation/admin-guide,
+    cgroup-v1/memory.rst and cgroup-v2.rst.
     """
     folder = group_folder(process, groups)
     if folder is None:
@@ -56,7 +57,7 @@ def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _inactive_file_bytes(group: Path) -> int:
-    """Page cache that the kernel drops first, as `docker stats` leaves it out of the use."""
+    """Returns the page cache that the kernel drops first, which `docker stats` also excludes."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
@@ -66,7 +67,7 @@ def _inactive_file_bytes(group: Path) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """None if there is no such file or it says `max`."""
+    """Reads a number; None if there is no such file or it says `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -74,9 +75,9 @@ def _number(file: Path) -> int | None:
 
 
 def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
-    """Bytes of this node's memory that the SLURM job has asked for; empty without a limit.
+    """Returns the bytes of this node's memory requested by the SLURM job; empty without a limit.
 
-    SLURM counts in MiB; 0 stands for the whole node (sbatch, --mem and --mem-per-cpu).
+    SLURM counts in MiB; 0 means the whole node (sbatch, --mem and --mem-per-cpu).
     """
     try:
         mebibytes = int(variables.get("SLURM_MEM_PER_NODE", 0)) or (
@@ -88,7 +89,8 @@ def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process and its children; pages that they share count repeatedly."""
+    """Returns the resident memory of this process and its children; shared pages count
+    repeatedly."""
     total = 0
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):

@@ -1,5 +1,5 @@
-"""How often the kernel has killed processes for lack of memory, among those that share this
-process's memory limit (a container, a job)."""
+"""Out-of-memory kills among the processes that share this process's memory limit (a container, a
+job)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _KEY = "oom_kill"
 
 
 def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None:
-    """The folder of the memory control group that a process is in, by its folder in /proc; None
-    where there is none."""
+    """Returns the folder of a process's memory control group; None without one.
+
+    `process`: its folder in /proc.
+    """
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":  # version 1, which then counts, not version 2
+        if controllers == "memory":  # version 1; takes precedence over version 2
             return groups / "memory" / path.lstrip("/")
         if not controllers:
             folder = groups / path.lstrip("/")
@@ -24,11 +26,11 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
 
 
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
-    """Processes killed so far in the memory control group of a process; where there is no such
-    group, on the whole machine. None: the system does not count them.
+    """Returns the number of processes killed so far in a process's memory control group.
 
-    Source: `memory.oom_control` of control groups version 1, `memory.events` of version 2 (the
-    kernel's Documentation/admin-guide), `oom_kill` of /proc/vmstat.
+    Without such a group, counts the whole machine. None: the system does not count them. Source:
+    `memory.oom_control` of control groups version 1, `memory.events` of version 2 (the kernel's
+    Documentation/admin-guide), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)
     of_group = [group / "memory.oom_control", group / "memory.events"] if group else []

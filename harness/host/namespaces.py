@@ -1,11 +1,11 @@
-"""Namespaces of Linux for this process.
+"""Linux namespaces for this process.
 
-`python -m harness.host.namespaces COMMAND...` runs a command in a network of its own, which has
-loopback and nothing else, so that nobody outside reaches what the command and its children listen
-on; where the system does not let this user have one, it runs the command as it is. For programs
-that listen on all interfaces and cannot be told otherwise, as Open MPI does.
+`python -m harness.host.namespaces COMMAND...` runs a command in its own network namespace, which
+has only loopback: nobody outside can reach the ports of the command and its children. If the system
+does not permit that, the command runs without one. For programs that insist on listening on all
+interfaces, such as Open MPI.
 
-Imports nothing that starts a thread: the kernel gives namespaces only to a process with one.
+Imports nothing that starts a thread: the kernel requires a single-threaded process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _checked(result: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Gives this process, which must have one thread only, namespaces of its own; raises OSError
-    where it may not have them."""
+    """Moves this single-threaded process into new namespaces; raises OSError if forbidden."""
     _checked(_LIBC.unshare(flags))
 
 
 def own_hosts(file: Path) -> None:
-    """Puts this file in the place of /etc/hosts for this process and its children: libraries look
-    up the address of their own host's name.
+    """Mounts this file over /etc/hosts for this process and its children.
+
+    Libraries look up the address of their own host name there.
     """
     unshare(NEW_MOUNTS)
     _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
@@ -49,8 +49,10 @@ def own_hosts(file: Path) -> None:
 
 
 def own_network() -> None:
-    """Gives this process a network namespace of its own; without the right to one inside a user
-    namespace, in which it is root. Raises OSError where that is forbidden too."""
+    """Gives this process its own network namespace; raises OSError if forbidden.
+
+    Without the right to one, it enters a user namespace first, in which it is root.
+    """
     user, group = os.getuid(), os.getgid()
     try:
         unshare(NEW_NETWORK)
@@ -62,11 +64,11 @@ def own_network() -> None:
             ("gid_map", f"0 {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(text)
-    die_with_parent()  # a change of credentials makes the kernel forget it
+    die_with_parent()  # a change of credentials clears this setting
 
 
 def bring_up_loopback() -> None:
-    """Switches on the loopback interface of a new network namespace."""
+    """Enables the loopback interface of a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh14x", b"lo", _UP)  # struct ifreq of linux/if.h
         fcntl.ioctl(any_socket, _SET_FLAGS, request)

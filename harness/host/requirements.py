@@ -1,6 +1,6 @@
-"""Which packages the suite cannot do without, and which of them an environment lacks.
+"""Required packages, and those missing from an environment.
 
-Imports nothing but the standard library: it runs before anything that may be missing.
+Imports only the standard library: it runs before anything that may be missing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REQUIREMENTS = {
     "safetensors": "safetensors",
     "pynvml": "nvidia-ml-py>=12.535",
 }
-"""Module that is imported, and requirement, as in pyproject.toml."""
+"""Requirement by module name, as in pyproject.toml."""
 
 
 def require() -> None:
-    """Ends this process with exit code 2 if required packages are missing or too old.
+    """Exits with code 2 if required packages are missing or too old.
 
-    Prints one line to stderr, with the versions that are needed and the command that installs them.
+    Prints one line to stderr with the required versions and the command that installs them.
     """
     if lacking := unmet():
         found = (f"{need} (here: {version})" if version else need for need, version in lacking)
@@ -49,8 +49,7 @@ def require() -> None:
 
 
 def unmet() -> list[tuple[str, str]]:
-    """Returns the requirements that are missing or too old here, each with the version that is
-    installed; an empty version if there is none."""
+    """Returns each unmet requirement and the installed version, which is empty if there is none."""
     lacking = []
     for module, need in REQUIREMENTS.items():
         spec = find_spec(module)
@@ -63,7 +62,7 @@ def unmet() -> list[tuple[str, str]]:
 
 
 def _version(spec: ModuleSpec, name: str) -> str:
-    """Version in the package's metadata next to the module; empty if it has none there.
+    """Returns the version in the metadata next to a module; empty without metadata.
 
     importlib.metadata would take longer than all other checks together.
     """
@@ -79,5 +78,5 @@ def _version(spec: ModuleSpec, name: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """The first two numbers of a version; pre-releases count as the release."""
+    """Returns the first two numbers of a version; pre-releases count as the release."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]

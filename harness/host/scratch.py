@@ -1,8 +1,8 @@
-"""Temporary folders that do not outlive their process for long.
+"""Temporary folders that do not long outlive their process.
 
-Whoever makes one holds a lock on it (flock), which the kernel releases when the process ends,
-however it ends. A folder without a holder was left by a process that was killed, and the next one
-removes it.
+The process that creates one holds a lock on it (flock), which the kernel releases when the process
+ends for any reason. An unlocked folder belonged to a killed process, and the next process removes
+it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ PREFIX = "parallelism-bench-scratch-"
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder for its owner alone, in `parent` or among the temporary files; it is removed
-    with the context.
+    """Creates a private folder in `parent` or the temporary folder; removes it on exit.
 
-    Processes that this one starts by exec do not inherit the lock; one that it forks leaves the
-    folder alone, also when multiprocessing drops what its parent meant to do at its end.
+    Processes started by exec do not inherit the lock. Forked children leave the folder alone, even
+    if multiprocessing drops their parent's exit handlers.
     """
     owner = os.getpid()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = _locked(folder)
-        # Between its making and its lock another process may have taken it for an abandoned one.
+        # Between creation and lock, another process may have removed it as abandoned.
         if lock is not None and folder.exists():
             break
         if lock is not None:
@@ -45,24 +44,23 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_multiprocessing_files() -> None:
-    """Gives multiprocessing a scratch folder for the sockets of this process, to its end.
+    """Puts multiprocessing's sockets into a scratch folder for the life of this process.
 
-    The one it would make itself (`pymp-*`) stays behind where the process is killed.
+    Its own folder (`pymp-*`) stays behind if the process is killed.
     """
     process = multiprocessing.current_process()
     config: dict[str, object] = process._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
         stack = contextlib.ExitStack()
         config["tempdir"] = str(stack.enter_context(scratch_folder()))
-        # Not by atexit, which children of multiprocessing leave out; after its other files.
+        # multiprocessing's children skip atexit. The priority runs this after its other files.
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
-    """Removes this user's scratch folders that no living process holds, in `parent` or among the
-    temporary files; returns them.
+    """Removes and returns this user's scratch folders that no living process has locked.
 
-    Folders of other users, and what is no folder, are left alone.
+    Searches `parent` or the temporary folder; skips other users' folders and anything not a folder.
     """
     removed = []
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
@@ -81,8 +79,10 @@ def remove_abandoned(parent: Path | None = None) -> list[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """A file descriptor that holds the folder's lock; None where another process holds it, or the
-    folder is gone."""
+    """Returns a file descriptor that holds the folder's lock.
+
+    None if another process holds the lock, or the folder is gone.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

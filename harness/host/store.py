@@ -1,5 +1,8 @@
-"""A store of torch.distributed that listens on one address: torch's own listen on all interfaces,
-and whoever reaches such a port may read and change what ranks tell each other."""
+"""A torch.distributed store that listens on a single address.
+
+torch's own stores listen on all interfaces, where anyone who reaches the port may read and change
+the ranks' data.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_SECONDS = 60
-"""How long the nodes of a trial wait for each other."""
+"""Timeout for the rendezvous of a trial's nodes."""
 CLIENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Environment variable by which every rank is a client of a store that is there, instead of rank 0
-opening one."""
+"""Environment that makes every rank a client of an existing store, so that rank 0 opens none."""
 
 
 def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
-    """A store that listens on `address` alone, on a free port where `port` is 0; its attribute
-    `port` is the number. Raises OSError where the port is in use."""
+    """Opens a store that listens only on `address`; raises OSError if the port is in use.
+
+    If `port` is 0, uses a free port; the store's attribute `port` has the number.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     with socket.create_server((address, port)) as listener:

@@ -1,9 +1,9 @@
-"""Libraries that set-up could not build here, and why: written by scripts/native.sh, read by plans.
+"""Libraries that setup could not build, and why: written by scripts/native.sh, read by plans.
 
 python -m harness.host.unbuilt LIBRARY
-    prints the file in which the reason is kept
+    prints the path of the file with the reason
 python -m harness.host.unbuilt LIBRARY VERSION LOG FOLDER REMEDY
-    keeps the reason there, and prints the log's first error
+    saves the reason there, and prints the log's first error
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Lines of a log that say why a build failed, the most telling first: of a compiler or linker, of
-# CMake, of Python, of pip.
+# Log lines that explain a failed build, most specific first: compiler or linker, CMake, Python,
+# pip.
 _ERRORS = (
     re.compile(
         r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?:"
@@ -35,11 +35,11 @@ class Unbuilt:
     library: str
     version: str
     error: str
-    """The first error of the log."""
+    """First error in the log."""
     mend: str
-    """What would help, as a clause: `use another compiler`."""
+    """Suggested remedy, as a clause: `use another compiler`."""
     log: str
-    """Path of the file with the build's output."""
+    """Path of the build's log."""
 
     @property
     def reason(self) -> str:
@@ -48,19 +48,19 @@ class Unbuilt:
 
 
 def reason_file(library: str) -> Path:
-    """The file that keeps the reason, inside the Python environment that lacks the library."""
+    """Returns the path of the reason file, inside the Python environment that lacks the library."""
     return Path(sys.prefix) / "share" / "parallelism-bench" / "unbuilt" / f"{library}.json"
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Why set-up could not build a library here; None where it did not fail or did not try."""
+    """Returns why setup could not build a library; None if it did not fail or was not tried."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None
 
 
 def first_error(log: str, folder: str = "") -> str:
-    """The line of a build's log that says best what went wrong, with paths relative to the build's
+    """Returns the log line that best explains a failure, with paths relative to the build
     folder."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in _ERRORS:
@@ -74,7 +74,7 @@ def first_error(log: str, folder: str = "") -> str:
 
 
 def keep(library: str, version: str, log: Path, folder: str, mend: str) -> Unbuilt:
-    """Keeps the reason why a library could not be built in `folder`."""
+    """Saves the reason why a library could not be built in `folder`."""
     error = first_error(log.read_text(errors="replace"), folder)
     failure = Unbuilt(library=library, version=version, error=error, mend=mend, log=str(log))
     reason_file(library).parent.mkdir(parents=True, exist_ok=True)
