@@ -1,1 +1,1 @@
-"""Measures a rank: time, memory, bytes sent, energy; each file answers one question."""
+"""Measurements of a rank: time, memory, bytes sent, energy."""

@@ -1,9 +1,8 @@
-"""Where did a step's time go?
+"""Breakdown of a step's time by component.
 
-The step, on the thread that trains, is cut wherever an event begins or ends, and each piece belongs
-to one component, so that the components sum to the step. Overlapped communication is communication
-in flight during pieces of other components; it is reported beside the components and is not part of
-the sum.
+The training thread's step is cut at each event boundary, and each piece is assigned to one
+component, so the components sum to the step. Overlapped communication is in flight during other
+components' pieces; it is reported separately and not part of the sum.
 """
 
 from __future__ import annotations
@@ -18,29 +17,28 @@ from typing import Literal
 from harness.record.profile import COMPONENTS
 
 STRAGGLES = 0.15
-"""Share by which a straggler's own time exceeds the median of the other ranks' own times, at least.
-"""
+"""Smallest share by which a straggler's own time exceeds the median of the other ranks'."""
 
 
 Kind = Literal[
     "operator",  # an operator computes on the CPU
-    "flight",  # a collective from its start to its end, on any thread
-    "transfer",  # a point-to-point message from its start to its end, on any thread
+    "flight",  # a collective from start to end, on any thread
+    "transfer",  # a point-to-point message from start to end, on any thread
     "launch",  # the call that starts communication
-    "hook",  # functions called when a gradient is ready, or at the end of backward
+    "hook",  # gradient-ready or end-of-backward hooks
     "wait",  # the training thread waits for communication
     "optimizer",  # the optimizer's step
     "data",
     "bubble",
     "offload",
-    "device compute",  # a kernel that is none of the following
+    "device compute",  # any other kernel
     "device matmul",
     "device attention",
     "device update",  # a kernel of the optimizer's step
     "device communication",
     "device transfer",
     "device copy",
-    "device optimizer",  # the device's time from the optimizer's first kernel to its last
+    "device optimizer",  # from the optimizer's first kernel to its last
 ]
 
 
@@ -62,7 +60,7 @@ _COMPUTING = ("compute", "optimizer")
 
 @dataclass(frozen=True)
 class Event:
-    """A stretch of time that the profiler recorded; `begin` and `end` are seconds of one clock.
+    """A time span recorded by the profiler; `begin` and `end` in seconds of one clock.
 
     Events of one kind on one thread are nested or disjoint.
     """
@@ -74,11 +72,11 @@ class Event:
 
 
 Piece = tuple[float, float, tuple[str, ...]]
-"""Begin, end, and the kinds of the events that it lies in, from the outermost to the innermost."""
+"""Begin, end, and the kinds of the enclosing events, outermost first."""
 
 
 def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
-    """The pieces of [begin, end], without gaps, by the events of one thread."""
+    """Cuts [begin, end] into pieces without gaps, at the boundaries of one thread's events."""
     inside = sorted(
         (e for e in events if e.end > begin and e.begin < end), key=lambda e: (e.begin, -e.end)
     )
@@ -100,7 +98,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
         until(event.begin)
         open_events.append(event)
         if len(open_events) > 1 and event.end > open_events[-2].end:
-            # Rounding of the clock may put the end of an inner event behind that of its outer one.
+            # Clock rounding may end an inner event after its outer one.
             open_events[-1] = Event(event.kind, event.thread, event.begin, open_events[-2].end)
     while open_events:
         until(open_events[-1].end)
@@ -111,7 +109,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Busy:
-    """The times covered by events of a kind, as disjoint intervals in order."""
+    """Times covered by events, as disjoint intervals in order."""
 
     begins: list[float]
     ends: list[float]
@@ -136,15 +134,14 @@ class Busy:
 def breakdown(
     events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool
 ) -> dict[str, float]:
-    """Seconds of each component of the step [begin, end] on `thread`, and beside them `overlapped`
-    and `operators`, the seconds in which an operator ran.
+    """Returns the seconds of each component of the step [begin, end] on `thread`.
 
-    A device's kernels decide before the events of its host, and of the host's events the innermost
-    one. Where no operator runs, the time belongs to what the thread waits for; to communication
-    where a collective is in flight or a gradient's hooks run; else it is the time of the
-    interpreter and the dispatcher, which counts as the optimizer's inside its step and as compute
-    elsewhere. `pipeline`: waiting for a point-to-point message is the bubble. `alone`: there is no
-    other rank.
+    Also returns `overlapped`, and `operators`: the seconds in which an operator ran. Device kernels
+    take precedence over host events, and inner host events over outer ones. Time without an
+    operator goes to what the thread waits for, or to communication if a collective is in flight or
+    gradient hooks run. The rest is the interpreter and dispatcher: `optimizer` inside the
+    optimizer's step, else `compute`. `pipeline`: waiting for a point-to-point message counts as the
+    bubble. `alone`: there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
@@ -198,7 +195,7 @@ def breakdown(
 
 
 def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
-    """The component of a piece, from the kinds of the events that the training thread is in."""
+    """Returns the component of a piece from the kinds of its enclosing events."""
     if "data" in kinds:
         return "data"
     updating = "optimizer" in kinds
@@ -217,18 +214,18 @@ def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
 
 
 def own_seconds(step: dict[str, float]) -> float:
-    """Seconds of a step, given by component, that a rank did not spend waiting for others."""
+    """Returns the seconds of a step, given by component, in which a rank did not wait for
+    others."""
     return sum(
         step[component] for component in COMPONENTS if component not in ("communication", "bubble")
     )
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """The rank that is the slowest in every step, and by what share it exceeds the median of the
-    other ranks (median over the steps); None where there is no such rank, or the share is at most
-    STRAGGLES.
+    """Returns the slowest rank of every step and its excess over the other ranks' median.
 
-    `steps`: for each step the own seconds of each rank.
+    The excess is a share, the median over the steps. None if no rank is always slowest, or the
+    excess is at most STRAGGLES. `steps`: own seconds of each rank, for each step.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:

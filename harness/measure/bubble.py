@@ -1,4 +1,4 @@
-"""What share of a pipeline's devices' time is spent waiting?"""
+"""Idle share of a pipeline's devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ def busy_fraction(
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Share of the wall time of `repeats` steps that this rank spent inside the methods `compute`,
-    given as owner and name.
+    """Returns the share of the wall time of `repeats` steps that this rank spent in `compute`.
 
-    The methods are wrapped for these steps only. The device is synchronised around each call, so
-    on a GPU the steps are slower than timed ones; only their ratio is used.
+    `compute`: methods by owner and name, wrapped for these steps only. Synchronising the device
+    around each call makes GPU steps slower than timed ones; only the ratio is used.
     """
     busy = 0.0
 
@@ -49,9 +48,9 @@ def busy_fraction(
 
 
 def bubble_fraction(busy: Iterable[float]) -> float:
-    """1 - mean busy share of the ranks.
+    """Returns 1 - the ranks' mean busy share.
 
-    For GPipe and 1F1B with p stages and m micro-batches theory says (p-1)/(m+p-1) (GPipe, arXiv
+    Theory for GPipe and 1F1B with p stages and m micro-batches: (p-1)/(m+p-1) (GPipe, arXiv
     1811.06965, section 2.3).
     """
     shares = list(busy)

@@ -1,4 +1,4 @@
-"""How long did each step take?"""
+"""Timing of steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StepTime:
     """Times of one step on one rank, in seconds."""
 
     data_seconds: float
-    """Making the batch and moving it to the device."""
+    """Time to prepare the batch and move it to the device."""
     step_seconds: float
-    """The whole step, data included, from one synchronisation of the device to the next."""
+    """Step time including data, between two synchronisations of the device."""
 
 
 def timed_step(
@@ -27,9 +27,9 @@ def timed_step(
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[R, StepTime]:
-    """Runs one step on the batch that `fetch` returns; returns what `step` returned, and the times.
+    """Runs one step on the batch from `fetch`; returns the step's result and times.
 
-    Nothing else happens between the first and the last reading of the clock `now`, in seconds.
+    Nothing else runs between the first and the last reading of the clock `now`, in seconds.
     """
     synchronize()
     begin = now()

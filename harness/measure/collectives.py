@@ -1,5 +1,5 @@
-"""Which collectives did a step call, and how many bytes does a rank send for them: at least, and by
-the backend's algorithm?"""
+"""Collectives of a step, and the bytes a rank sends for them: the minimum, and by the backend's
+algorithm."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A collective, or a point-to-point message."""
+    """A collective or point-to-point message."""
 
     operation: str
     tensor_bytes: int
-    """Bytes of the whole tensor: after it is gathered, before it is scattered; of all parts
-    together where it is a list of tensors."""
+    """Bytes of the whole tensor (after a gather, before a scatter), or of all tensors of a list."""
     group_size: int
-    """Number of ranks that take part."""
+    """Number of participating ranks."""
 
 
 def _once(n: int) -> float:
@@ -48,25 +47,29 @@ THEORY: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-"""Group size -> bytes that a rank must send, mean of the ranks, over the bytes of the tensor. An
-all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054, section
-7.1, which neglects the factor (n-1)/n)."""
+"""Bytes that a rank must send, averaged over the ranks, per byte of the tensor, by group size.
+
+An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054,
+section 7.1, which neglects the factor (n-1)/n).
+"""
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-"""The same for torch's gloo backend, which scatters after a whole all-reduce, and reduces by a
-reduce-scatter and a gather to the root."""
+"""Factors of torch's gloo backend.
+
+It scatters after a full all-reduce, and reduces by a reduce-scatter and a gather to the root.
+"""
 RING = THEORY
-"""The same for a ring, which NCCL, MPI (for large messages) and Horovod's Gloo use."""
+"""Factors of a ring, which NCCL, MPI (for large messages) and Horovod's Gloo use."""
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """Bytes that a rank must send per step for these calls, given with their count per step."""
+    """Returns the bytes a rank must send per step, given calls and their count per step."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
 
 
 def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
-    """Bytes that a rank sends per step by the backend's algorithm, without headers."""
+    """Returns the bytes a rank sends per step with the backend's algorithm, without headers."""
     factors = GLOO if backend == "gloo" else RING
     return sum(
         count * call.tensor_bytes * factors[call.operation](call.group_size)
@@ -74,8 +77,8 @@ def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
     )
 
 
-# Name of an operator in torch's namespaces c10d and _c10d_functional -> operation, and position of
-# the argument that holds the whole tensor.
+# Operators of torch's namespaces c10d and _c10d_functional -> operation, and position of the
+# argument with the whole tensor.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -109,8 +112,10 @@ _OPERATORS = {
 
 
 def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
-    """Returns a mode that counts every collective in `calls`, also those called from C++, and every
-    operator in `operators[0]`."""
+    """Returns a mode that counts collectives in `calls` and operators in `operators[0]`.
+
+    Collectives called from C++ count too.
+    """
     import torch
 
     from harness.workloads.activations import OperatorObserver
@@ -146,8 +151,10 @@ def collective_call(name: str, args: Sequence[object]) -> Call | None:
 
 
 def _group_size(args: Sequence[object]) -> int:
-    """Size of the process group among the arguments: an object, or its name where the operator is a
-    functional one."""
+    """Returns the size of the process group in the arguments.
+
+    Functional operators give the group's name, others an object.
+    """
     import torch.distributed as dist
     from torch._C import ScriptObject
 
@@ -163,7 +170,7 @@ def _group_size(args: Sequence[object]) -> int:
 
 
 def tensor_bytes(tensors: object) -> int:
-    """Bytes of a tensor, or of nested lists of tensors."""
+    """Returns the bytes of a tensor, or of nested lists of tensors."""
     import torch
 
     if isinstance(tensors, torch.Tensor):

@@ -1,7 +1,4 @@
-"""How long does a message take between two ranks?
-
-Measured over message sizes, with a fitted latency and bandwidth.
-"""
+"""Message times between two ranks by size, with a fitted latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 SIZES = tuple(4**k * 1024 for k in range(1, 9))
-"""Of messages in bytes: 4 KiB to 64 MiB."""
+"""Message sizes in bytes: 4 KiB to 64 MiB."""
 RANKS = 2
 WARMUP = 3
 MOST_REPEATS, LEAST_REPEATS, BYTES_PER_SIZE = 50, 7, 2**26
@@ -36,11 +33,11 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Fit:
-    """The time of a message as latency + bytes / bandwidth."""
+    """Message time as latency + bytes / bandwidth."""
 
     latency_seconds: float
     bandwidth_bytes_per_second: float | None
-    """None: the time did not grow with the size."""
+    """Fitted bandwidth; None if the time did not grow with the size."""
     largest_deviation: float
     """Largest |fitted - measured| / measured."""
 
@@ -51,17 +48,17 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Least squares of the relative error, latency and 1 / bandwidth at least 0 (Lawson and Hanson,
-    Solving Least Squares Problems, 1974: NNLS).
+    """Fits latency and 1 / bandwidth, both at least 0, by least squares of the relative error.
 
-    `sizes`: bytes; `seconds`: of a message of each size. The error is relative so that small
-    messages weigh as much as large ones, whose noise is larger than the latency.
+    Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
+    `seconds`: time of a message of each size. With the relative error, the noise of large messages
+    does not swamp the latency of small ones.
     """
     import numpy as np
     from scipy.optimize import nnls
 
     x, t = np.asarray(sizes, float), np.asarray(seconds, float)
-    largest = x.max()  # sizes relative to the largest one: both columns have similar magnitudes
+    largest = x.max()  # relative sizes give both columns similar magnitudes
     (latency, per_largest), _ = nnls(np.stack([1 / t, x / largest / t], axis=1), np.ones(len(t)))
     bandwidth = float(largest / per_largest) if per_largest > 0 else None
     line = Fit(float(latency), bandwidth, 0.0)
@@ -74,14 +71,14 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The times of one operation over one backend, and the line fitted to them."""
+    """Times of one operation over one backend, and the line fitted to them."""
 
     backend: str
     operation: str
     sizes: tuple[int, ...]
-    """Of the messages, in bytes."""
+    """Message sizes in bytes."""
     seconds: tuple[float, ...]
-    """Median time of each size."""
+    """Median time for each size."""
     fit: Fit
 
     def as_json(self) -> dict[str, object]:
@@ -100,16 +97,16 @@ class LinkFit:
 
 
 def repeats(size: int) -> int:
-    """Repetitions for a message of this many bytes: more of small ones, whose times vary more."""
+    """Returns the repetitions for a message of this many bytes; small ones vary more and get
+    more."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, BYTES_PER_SIZE // size))
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times of all operations between two ranks on this host: with `gloo` between two cores, with
-    `nccl` between GPUs 0 and 1.
+    """Returns the times of all operations between two ranks on this host.
 
-    `sizes`: of messages in bytes. Raises RuntimeError with the reason of the first rank that fails.
-    Leaves no process behind.
+    `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: message sizes in bytes.
+    Raises RuntimeError with the reason of the first rank that fails. Leaves no process behind.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -130,8 +127,10 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
 
 
 def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
-    """One rank: times every operation at every size and writes the times to `scratch`. Ends by
-    os._exit, as a rank of a trial does (see harness/worker/worker.py)."""
+    """Times every operation at every size and writes the times to `scratch`.
+
+    Ends by os._exit, as a trial's rank does (see harness/worker/worker.py).
+    """
     import torch
     import torch.distributed as dist
 
@@ -172,7 +171,7 @@ def timed(
     synchronize: Callable[[], object],
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each of `count` repetitions of `run`, after WARMUP that do not count."""
+    """Returns the seconds of each of `count` repetitions of `run`, after WARMUP untimed ones."""
     repetitions = []
     for _ in range(WARMUP + count):
         synchronize()
@@ -186,8 +185,10 @@ def timed(
 def _operations(
     rank: int, size: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each operation on messages of `size` bytes, and the number of messages it sends one after the
-    other. The result of each is checked once; raises RuntimeError where it is wrong."""
+    """Returns each operation on messages of `size` bytes, and its number of sequential messages.
+
+    Checks each result once; raises RuntimeError if it is wrong.
+    """
     import torch
     import torch.distributed as dist
 

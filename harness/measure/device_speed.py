@@ -1,4 +1,4 @@
-"""Measures what a device reaches at best: matrix products, copies of memory, and kernel launches.
+"""Achievable speed of a device: matrix products, memory copies, and kernel launches.
 
 Data sheets state what a chip can do; power limits, clocks and libraries decide what it does.
 """
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_SHARE = 1 / 8
-"""Share of the device's free memory that the measurement may take, at most."""
+"""Largest share of the device's free memory that the measurement may use."""
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
-"""Rows and columns of the square matrices, from the smallest."""
+"""Rows and columns of the square matrices, ascending."""
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
 SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
-"""Time that the products of one size may take; a size that would take longer is left out."""
+"""Time budget for the products of one size; larger sizes are skipped."""
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
-"""Limit for a measurement in a process of its own: mostly imports on a slow disk."""
+"""Limit for a measurement in a separate process: mostly imports on a slow disk."""
 _APART = """
 import dataclasses, json, sys
 from harness.host.process import die_with_parent
@@ -47,8 +47,8 @@ print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
     """Measures one GPU in about 5 s, or this process's CPU threads in about 2 s.
 
-    It initialises CUDA for a GPU, so call it in a process of its own. Raises RuntimeError if the
-    device cannot be used.
+    Initialises CUDA for a GPU, so call it in a separate process. Raises RuntimeError if the device
+    cannot be used.
     """
     import torch
 
@@ -65,9 +65,9 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 
 
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
-    """Measures a device in a process of its own, so that this one leaves CUDA alone.
+    """Measures a device in a separate process, so that this one leaves CUDA alone.
 
-    Raises nothing: a failure is the measurement's reason. `limit`: seconds.
+    Never raises: the result has the reason for a failure. `limit`: seconds.
     """
     command = [sys.executable, "-c", _APART, device]
     try:
@@ -116,7 +116,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> float | None:
-    """FLOP/s of the fastest size; None if the device cannot multiply in this precision."""
+    """Returns the FLOP/s of the fastest size; None if the device does not support the precision."""
     best: float | None = None
     budget = SECONDS_PER_SIZE[device.type]
     for size in PRODUCT_SIZES[device.type]:
@@ -134,7 +134,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> f
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A square matrix product of random numbers: zeros would draw less power and run faster."""
+    """Returns a square product of random numbers: zeros would draw less power and run faster."""
     import torch
 
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -154,8 +154,10 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median time of one call of `run` on the device, from as many calls as fit into `budget`
-    seconds, at least LEAST_REPEATS after a warm-up."""
+    """Returns the median time of one call of `run` on the device, in seconds.
+
+    Makes as many calls as fit into `budget` seconds, at least LEAST_REPEATS, after a warm-up.
+    """
     import torch
 
     run()
@@ -179,13 +181,13 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget: floa
             run()
             event.record()
     _synchronize(device)
-    # Back to back, so that the clocks settle where a training under load has them.
+    # Back to back, so that the clocks settle as they do in training.
     between = itertools.pairwise(events)
     return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in between)
 
 
 def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """Bytes per second to and from the device, by kind of host memory."""
+    """Returns bytes per second to and from the device, by kind of host memory."""
     import torch
 
     pageable = torch.ones(on_device.numel(), dtype=torch.uint8)
@@ -203,7 +205,7 @@ def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Median over rounds: few enough launches in each that the host never waits for the queue."""
+    """Returns the median over rounds too short for the host to wait for the launch queue."""
     import torch
 
     tiny = torch.zeros(1, device=device)

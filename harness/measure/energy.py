@@ -1,4 +1,4 @@
-"""How much energy did the devices take?"""
+"""Energy use of the devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
-    """Joules by CPU package, from the RAPL counters of Intel and AMD processors: the counter, and
-    the value at which it starts again from 0; None where the host has no counters."""
+    """Returns the RAPL counter in joules and its wrap-around value, by CPU package (Intel and AMD).
+
+    None if the host has no counters.
+    """
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
@@ -28,13 +30,15 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules over several stretches of steps: of the GPUs that a rank drives, or of the host's CPU
-    packages, which rank 0 counts for all."""
+    """Joules over stretches of steps, of a rank's GPUs or of the host's CPU packages.
+
+    Rank 0 counts the packages for all ranks.
+    """
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
-    """Counters by device: joules, and the value at which the counter starts again."""
+    """Reader of counters by device: joules, and the value at which the counter wraps around."""
     joules: float | None = 0.0
-    """None: unknown."""
+    """Total energy; None if unknown."""
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod

@@ -1,7 +1,7 @@
-"""What does a GPU do during a step?
+"""Breakdown of a GPU's time during a step.
 
-Kernels are told apart by their names, which are those of the libraries that torch calls on NVIDIA's
-GPUs (cuBLAS, cuDNN, CUTLASS, Triton, FlashAttention, NCCL).
+Kernels are classified by the names that torch's libraries on NVIDIA GPUs give them (cuBLAS, cuDNN,
+CUTLASS, Triton, FlashAttention, NCCL).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from harness.record.profile import GPU_PARTS
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|mha_(fwd|bwd|varlen)", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"multi_tensor_apply|fused_?adam|adam_?w|koptimizer", re.IGNORECASE)
 _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE)
-"""Copies of buffers, as FSDP does them, and norms, as clipping does."""
+"""Buffer copies (FSDP) and norms (gradient clipping)."""
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""Kernels whose names may also contain the operator that they are fused with."""
+"""Kernels whose names may also contain the operator they are fused with."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -29,7 +29,7 @@ _MATMUL = re.compile(
 
 
 def kernel_kind(name: str) -> Kind:
-    """Class of a kernel that is not a collective's, by its name."""
+    """Returns the class of a kernel, other than a collective's, by its name."""
     if _OPTIMIZER.search(name):
         return "device compute" if _LISTS_OF_TENSORS.search(name) else "device update"
     if _TORCHS_OWN.search(name):
@@ -54,12 +54,11 @@ _COMPUTES = ("device matmul", "device attention", "device update", "device compu
 def gpu_parts(
     events: Sequence[Event], begin: float, end: float, step_seconds: float
 ) -> dict[str, float]:
-    """Seconds of each of GPU_PARTS in [begin, end], by name with `gpu_` before it; empty if no
-    event is a device's.
+    """Returns the seconds of each of GPU_PARTS in [begin, end], with names prefixed by `gpu_`.
 
-    Where kernels overlap, the first of GPU_PARTS counts. A kernel that computes within the device's
-    time of an optimizer's step is the optimizer's. `step_seconds`: the step by the clock, which the
-    parts sum to; what the events do not cover is idle.
+    Empty if there are no device events. If kernels overlap, the first of GPU_PARTS counts. Compute
+    kernels within the device's optimizer step count as the optimizer. `step_seconds`: the step by
+    the clock, which the parts sum to; time without events is idle.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:

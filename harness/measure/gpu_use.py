@@ -1,4 +1,4 @@
-"""What NVML says of the GPUs that a rank drives, read between steps."""
+"""NVML data about a rank's GPUs, read between steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _LIMITERS = {
     "board limit": "NVML_PERF_POLICY_BOARD_LIMIT",
     "reliability": "NVML_PERF_POLICY_RELIABILITY",
 }
-"""What limits the clocks, and NVML's name of the counter of nvmlDeviceGetViolationStatus. NVML has
-newer counters by reason, but the numbers by which they are asked for have changed between releases
-of its header: one release's number is another release's other counter."""
+"""Causes of throttling, and the nvmlDeviceGetViolationStatus counter of each.
+
+NVML's newer counters are unsafe: their numbers changed between releases of its header, so a number
+may select another counter.
+"""
 
 
 class RankGpus:
-    """The GPUs that a rank drives, as NVML sees them; none for a rank on the CPU.
+    """The GPUs that a rank drives, as NVML sees them; none for a CPU rank.
 
-    NVML is not shut down: the process of a rank ends soon.
+    NVML is not shut down: a rank's process ends soon.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -61,15 +63,14 @@ class RankGpus:
 
     @property
     def complete(self) -> bool:
-        """Whether NVML knows each of the rank's GPUs."""
+        """Whether NVML knows all of the rank's GPUs."""
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Joules that each GPU has taken since its driver was loaded, by UUID; None where one of
-        them does not count.
+        """Returns each GPU's joules since its driver was loaded, by UUID; None if any is unknown.
 
         A slice has no counter of its own, and its GPU's counter includes the other slices. The
-        second number is the value at which the counter starts again: these never do.
+        second number is where the counter wraps around: 0, as these never do.
         """
         if self.library is None or not self.complete:
             return None
@@ -82,12 +83,10 @@ class RankGpus:
         return counters
 
     def start(self) -> None:
-        """Begins a stretch of timed steps."""
         if self.handles:
             self._begun = time.perf_counter(), [self._throttled(handle) for handle in self.handles]
 
     def stop(self) -> None:
-        """Ends the stretch of timed steps."""
         if self._begun is None:
             return
         (began, before), self._begun = self._begun, None
@@ -105,7 +104,7 @@ class RankGpus:
         return state_of(self.library, handle, -1 if index is None else index, uuid)
 
     def _throttled(self, handle: Handle) -> dict[str, float]:
-        """Seconds since the driver was loaded by limiter, of those limiters that the GPU counts."""
+        """Returns the seconds since driver load by cause, for the causes that the GPU counts."""
         assert self.library is not None
         counted = {
             limiter: self.library.violation_seconds(handle, policy)
@@ -114,7 +113,7 @@ class RankGpus:
         return {limiter: seconds for limiter, seconds in counted.items() if seconds is not None}
 
     def use(self) -> GpuUse | None:
-        """What was seen until the end of the last stretch; None on the CPU."""
+        """Returns the use of the GPUs up to the end of the last stretch; None on the CPU."""
         if not self.devices:
             return None
         throttled: dict[str, float] = {}
@@ -133,10 +132,9 @@ class RankGpus:
         )
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:
-        """Of each GPU, this process's memory in bytes by NVML, and what of it torch's allocator has
-        reserved.
+        """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes.
 
-        None where NVML does not list this process: inside a container it has another process id.
+        None if NVML does not list this process: inside a container it has another process id.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""How busy was the machine, beside the training?"""
+"""CPU load of the machine apart from the training."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW_SECONDS = 0.03
-"""Three ticks of the kernel's clock on each core: enough to see a busy core, and hardly any
-delay."""
+"""Three ticks of the kernel's clock per core: enough to see a busy core, with little delay."""
 
 
 FRESH_SECONDS = 0.2
-"""For how long the share measured after a trial also counts as the share before the next one:
-longer than writing a record takes.
-"""
+"""Lifetime of a share measured after a trial as the share before the next one; longer than writing
+a record takes."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Seconds since boot that all cores together were busy (including time that a hypervisor gave
-    to others) and idle; None where unknown.
+    """Returns the busy and idle seconds of all cores together since boot; None if unknown.
+
+    Time that the hypervisor gave to others counts as busy.
     """
     try:
         user, nice, system, idle, iowait, irq, softirq, steal = (
@@ -37,7 +36,7 @@ def idle_share(
     sleep: Callable[[float], None] = time.sleep,
     read: Callable[[], tuple[float, float] | None] = cpu_seconds,
 ) -> float | None:
-    """Share of the cores' time that is idle during the next WINDOW_SECONDS; None where unknown."""
+    """Returns the cores' idle share during the next WINDOW_SECONDS; None if unknown."""
     before = read()
     sleep(WINDOW_SECONDS)
     after = read()
@@ -49,8 +48,10 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """The idle share before and after each trial; the one after a trial is also the one before the
-    next trial where that begins at once."""
+    """Idle shares before and after each trial.
+
+    The share after a trial is reused for the next one if that begins at once.
+    """
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -69,15 +70,17 @@ class Idle:
 
 @dataclass
 class Load:
-    """CPU time of this rank and of the whole machine over several stretches of steps, read between
-    steps."""
+    """CPU time of this rank and of the whole machine over stretches of steps.
+
+    Read between steps.
+    """
 
     seconds: float = 0.0
-    """Length of the stretches."""
+    """Total length of the stretches."""
     own: float = 0.0
     """CPU seconds of this rank."""
     busy: float | None = 0.0
-    """CPU seconds of all processes together; None: unknown."""
+    """CPU seconds of all processes; None if unknown."""
     _start: tuple[float, float, float | None] | None = None
 
     def _read(self) -> tuple[float, float, float | None]:
@@ -102,8 +105,10 @@ class Load:
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:
-    """How many cores, on average, processes other than the ranks kept busy during the timed steps;
-    None where unknown. `ranks`: all ranks of one machine."""
+    """Returns the mean number of cores that other processes kept busy during the timed steps.
+
+    None if unknown. `ranks`: all ranks of one machine.
+    """
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
     return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)

@@ -1,4 +1,4 @@
-"""How much memory did a rank need at its peak?"""
+"""Peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA_METHOD = "torch.cuda.max_memory_allocated; reserved by max_memory_reserved"
 
 
 def _status() -> dict[str, int]:
-    """Bytes by field of /proc/self/status, of the fields that are given in kB."""
+    """Returns the bytes by field of /proc/self/status, for fields given in kB."""
     fields: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -29,8 +29,9 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Bytes mapped as stacks of threads, also of those that glibc keeps for later threads:
-    anonymous writable mappings of the size that a new thread's stack has.
+    """Returns the bytes mapped as thread stacks, including those glibc caches for later threads.
+
+    These are anonymous writable mappings with the size of a new thread's stack.
     """
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
@@ -46,27 +47,27 @@ def _stacks() -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one rank in bytes; None: unknown."""
+    """Peak memory of one rank in bytes; None if unknown."""
 
     allocated: int | None
-    """On the device where it is largest."""
+    """Peak allocated bytes, on the device with the most."""
     reserved: int | None
-    """What the CUDA caching allocator held at most, on the device where that is largest."""
+    """Peak held by the CUDA caching allocator, on the device with the most."""
     method: str
-    """How it was measured, in words."""
+    """Description of the measurement method."""
     host: int | None = None
-    """Of a GPU's rank: resident host memory without pages of files, above the baseline after
-    imports. It contains pinned pages as far as the kernel counts them as resident."""
+    """Host peak of a GPU rank: resident memory without file pages, above the baseline after
+    imports. Pinned pages count if the kernel counts them as resident."""
 
 
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: the kernel keeps the highest resident memory (VmHWM), which includes pages of files. As the
-    pages of files only grow, VmHWM minus the file and shared pages at the end is the anonymous
-    memory at the peak, or a little less; the anonymous memory at construction, after imports, is
-    subtracted. Steps are not slowed down. CUDA: the caching allocator's own counters, of each
-    device that this process drives, and the memory of the host, to which states may be offloaded.
+    CPU: the kernel's peak resident memory (VmHWM) includes file pages, which only grow. So VmHWM
+    minus the file and shared pages at the end is the peak anonymous memory, or slightly less. The
+    anonymous memory at construction, after imports, is subtracted. Steps are not slowed down. CUDA:
+    the caching allocator's counters for each device, and host memory, to which states may be
+    offloaded.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`limit`: in bytes; on GPUs it is each device's. `devices`: all that this process drives,
-        where they are several."""
+        """`limit`: bytes; on GPUs, per device. `devices`: all devices of this process, if
+        several."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit
@@ -113,27 +114,28 @@ class MemoryMeter:
 
     @staticmethod
     def _give_pages_back() -> None:
-        """Gives every tensor of 128 KiB or more pages of its own, which the kernel gets back when
-        the tensor is freed.
+        """Makes glibc map tensors of 128 KiB or more separately, so freeing one returns its pages.
 
-        By itself glibc raises this threshold up to 32 MiB and keeps smaller blocks, freed or not,
-        in its heap. The limit would then measure the fragmentation of the heap: an FSDP2 rank needs
-        902 MB where 592 MB suffice.
+        By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks in its
+        heap. The limit would then measure heap fragmentation: an FSDP2 rank needs 902 MB instead of
+        592 MB.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Removes a limit on CPU memory: a rank that ran into it needs some memory to report it.
-        `reserve` is what it needs to get here."""
+        """Removes a CPU memory limit, so that a rank that hit it has memory to report it.
+
+        `reserve` frees enough memory to get here.
+        """
         self.reserve = None
         if self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Without the limit, for what the harness does beside the training."""
+        """Lifts the limit within the context, for the harness's own work."""
         if self.fractions:
             import torch
 
@@ -153,7 +155,7 @@ class MemoryMeter:
             yield
 
     def in_use(self) -> int:
-        """Bytes that count against the limit now, on the fullest device.
+        """Returns the bytes counted against the limit now, on the fullest device.
 
         CPU: bytes mapped since the imports, resident or not.
         """
@@ -164,22 +166,23 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Bytes of in_use that are stacks of threads started since the imports: mapped as a whole,
-        though mostly not resident."""
+        """Returns the bytes of in_use that are stacks of threads started since the imports.
+
+        Stacks are mapped as a whole, though mostly not resident.
+        """
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Gives freed heap memory back to the kernel, so that what set-up used and freed does not
-        count as memory of the steps."""
+        """Returns freed heap memory to the kernel, so that setup does not count as step memory."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
 
     def reset(self) -> bool:
-        """Forgets the peak so far; False where the kernel does not allow it."""
+        """Forgets the peak so far; returns False if the kernel does not allow it."""
         if self.device.type == "cuda":
             import torch
 
@@ -203,7 +206,7 @@ class MemoryMeter:
         return max(0, status["VmHWM"] - status["RssFile"] - self.host_baseline)
 
     def peak(self) -> Peak:
-        """The peak since the last reset."""
+        """Returns the peak since the last reset."""
         if self.device.type == "cuda":
             import torch
 
@@ -218,13 +221,11 @@ class MemoryMeter:
 
 
 def _without_files(status: dict[str, int]) -> int:
-    """Resident bytes without pages of files."""
     return status["RssAnon"] + status["RssShmem"]
 
 
 def imbalance(peaks: list[int]) -> float | None:
-    """Largest peak of the ranks over their mean; 1.0: all are equal; None without ranks, or where
-    all are 0.
-    """
+    """Returns the ranks' largest peak over their mean (1.0 if equal); None if empty or all are
+    0."""
     mean = sum(peaks) / len(peaks) if peaks else 0
     return max(peaks) / mean if mean else None

@@ -1,4 +1,4 @@
-"""A rank ran out of memory: in which phase of a step, and what did it hold?"""
+"""Out-of-memory report of a rank: the phase of the step, and the bytes it held."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _BACKWARD = ("backward", "_engine_run_backward")
 
 
 class Shortage(TypedDict):
-    """What a rank that ran out of memory was doing, and the bytes that it held."""
+    """Phase of a rank that ran out of memory, and the bytes it held."""
 
     failed_in: str
     holding: dict[str, object]
 
 
 def phase(error: BaseException) -> str:
-    """Which of PHASES the rank was in, by the functions in the exception's traceback."""
+    """Returns which of PHASES the rank was in, from the exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:
@@ -46,16 +46,16 @@ def phase(error: BaseException) -> str:
 
 
 def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
-    """The phase as `failed_in`, and as `holding` the bytes that were held then, by kind.
+    """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
-    `other`: tensors that Python can see beside the states (gathered parameters, flat copies,
-    activations kept by a module), and as `largest` their three largest groups; `stacks`: stacks of
-    threads that were started since the imports. The rest of `in_use` is what Python cannot see:
-    activations kept by autograd, buffers of C++.
+    `other`: tensors outside the states that Python can see (gathered parameters, flat copies,
+    activations kept by a module); `largest`: their three largest groups. `stacks`: stacks of
+    threads started since the imports. The rest of `in_use` is invisible to Python: activations kept
+    by autograd, C++ buffers.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []
-    # A library that was interrupted may not be able to name all it holds: what it names counts.
+    # An interrupted library may not be able to name everything it holds.
     with contextlib.suppress(Exception):
         states.extend(retained(train_state) if train_state else ())
     kinds, buffers = state_bytes(states, meter.device.type)
@@ -66,14 +66,16 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
 
 
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
-    """Bytes of all tensors of this process that are not among the states. Where no states are
-    known, those that are nn.Parameter count as `parameters`."""
+    """Returns the bytes of this process's tensors outside the states.
+
+    If no states are known, nn.Parameters count as `parameters`.
+    """
     import torch
 
     seen = {_storage(tensor)[0] for _, _, tensor in states if isinstance(tensor, torch.Tensor)}
     groups: Counter[str] = Counter()
     parameters = 0
-    # isinstance would read the attribute __class__, which makes some libraries' objects warn.
+    # isinstance would read __class__, which makes some libraries' objects warn.
     alive: list[Tensor] = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     alive.sort(key=lambda tensor: not isinstance(tensor, torch.nn.Parameter))  # before their views
     for tensor in alive:
@@ -94,6 +96,6 @@ def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes of the storage of the part that this rank holds."""
+    """Returns address and bytes of the storage of this rank's part."""
     storage = local_part(tensor).untyped_storage()
     return storage.data_ptr(), storage.nbytes()

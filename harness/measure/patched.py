@@ -1,4 +1,4 @@
-"""A method wrapped for the time of a measurement, and then restored."""
+"""Methods wrapped during a measurement, and then restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Method: TypeAlias = Callable[..., Any]
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
-    """`owner.name` is wrapped by `wrap` for as long as the context lasts.
+    """Wraps `owner.name` by `wrap` within the context.
 
     `owner`: a class, an instance or a module.
     """

@@ -1,4 +1,4 @@
-"""What fills a rank's memory at a step's peak?"""
+"""Contents of a rank's memory at a step's peak."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ if TYPE_CHECKING:
 
 
 STEPS = 2
-"""The first step finds the memory that was there before and is only known to C++."""
+"""Two steps, as the first one finds earlier memory that only C++ knows about."""
 
 
 class PeakBreakdown(TypedDict):
-    """Bytes by kind at the moment of a step when the rank's tensors take most memory."""
+    """Bytes by kind at the point of a step where the rank's tensors take the most memory."""
 
     parameters: int
-    """Also gathered ones, while a module holds them."""
+    """Parameters, including gathered ones while a module holds them."""
     gradients: int
     optimizer: int
     activations: int
-    """Tensors that forward makes."""
+    """Tensors created by forward."""
     library: int
-    """Buffers that the strategy names, and buffers of C++: those that operators write to, and
+    """Buffers named by the strategy, and C++ buffers: those that operators write to, and
     `unseen`."""
     other: int
-    """Tensors that backward makes and frees."""
+    """Tensors created and freed by backward."""
     peak: int
-    """The sum of these."""
+    """Sum of the above."""
     unseen: dict[str, int]
-    """Buffers that the strategy names by their size only, and that no operator writes to."""
+    """Buffers that the strategy names only by size and no operator writes to."""
 
 
 def peak_split(
     train_state: TrainState, device_type: str, step: Callable[[], object]
 ) -> PeakBreakdown:
-    """What fills the memory of devices of this type at a step's peak, by torch's MemTracker. Runs
-    `step` STEPS times."""
+    """Splits a step's peak memory on devices of this type, using torch's MemTracker.
+
+    Runs `step` STEPS times.
+    """
     import torch
     from torch.distributed._tools.mem_tracker import _MemRefType
 
@@ -59,7 +61,7 @@ def peak_split(
         newly_written: list[Tensor] = []
         tracker = _tracker(newly_written)
         tracker.track_external(train_state.model, *train_state.optimizers, *written)
-        for kind, _, tensor in reversed(states):  # a storage counts for the first that names it
+        for kind, _, tensor in reversed(states):  # first kind per storage counts
             if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type:
                 tracker._update_and_maybe_create_winfos(tensor, kinds[kind])
         with tracker:
@@ -82,7 +84,7 @@ def peak_split(
 
 
 def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
-    """Bytes at the peak by MemTracker's names of kinds; empty where no device is of this type."""
+    """Returns the bytes at the peak by MemTracker's kinds; empty if no device has this type."""
     for device, snapshot in tracker.get_tracker_snapshot("peak").items():
         if device.type == device_type:
             return {str(getattr(kind, "value", kind)): int(n) for kind, n in snapshot.items()}
@@ -90,11 +92,10 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 
 def _tracker(written: list[Tensor]) -> MemTracker:
-    """torch's tracker, which also appends to `written` the tensors that operators write to and that
-    it has not seen before: memory from before the step.
+    """Returns torch's tracker, extended to append tensors from before the step to `written`.
 
-    It keeps no statistics by module: a module that is called twice in a step, as with
-    micro-batches, would confuse them.
+    These are tensors that operators write to and the tracker has not seen. It keeps no statistics
+    by module: modules called twice in a step, as with micro-batches, would confuse them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
@@ -104,7 +105,7 @@ def _tracker(written: list[Tensor]) -> MemTracker:
         def _pre_fw_hook(self, module: nn.Module, inputs: object) -> None:
             try:
                 self._track_module_params_and_buffers(module, install_grad_hooks=True)
-            except RuntimeError:  # views of a flat parameter can have no hooks of their own
+            except RuntimeError:  # views of a flat parameter cannot have their own hooks
                 self._track_module_params_and_buffers(module, install_grad_hooks=False)
 
         def _post_fw_hook(self, module: nn.Module, inputs: object, outputs: object) -> None: ...

@@ -1,4 +1,4 @@
-"""How many tokens does each expert of a mixture get?"""
+"""Tokens per expert in mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 ExpertTokens = dict[int, tuple[int, ...]]
-"""Number of a block -> tokens of each of its experts."""
+"""Tokens of each expert, by block number."""
 
 
 def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
-    """The routers of transformers' mixtures by number of the block, also of a model that is
-    wrapped. The last of their outputs are the numbers of each token's experts: (tokens, experts per
-    token)."""
+    """Returns the routers of transformers' mixtures by block number, also for wrapped models.
+
+    A router's last output is each token's expert indices: (tokens, experts per token).
+    """
     ends = re.compile(
         rf"(?:^|\.){re.escape(workload.block_path)}\.(\d+)\."
         rf"(?:\w+\.)*?{re.escape(workload.mixture_path)}\.(?:\w+\.)*?gate$"
@@ -39,10 +40,9 @@ def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
 
 @contextlib.contextmanager
 def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[None]:
-    """Within it the tokens that each expert gets on this rank are added up in `counts`, over all
-    micro-batches.
+    """Adds up each expert's tokens on this rank in `counts`, over all micro-batches.
 
-    What is computed again during backward does not count a second time.
+    Recomputation during backward does not count again.
     """
     import torch
 
@@ -64,6 +64,8 @@ def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[Non
 
 
 def imbalance_of_experts(counts: ExpertTokens) -> float:
-    """Tokens of the busiest expert over the mean of its block, in the block where that is most; 1:
-    all experts get the same."""
+    """Returns the busiest expert's tokens over its block's mean, for the most uneven block.
+
+    1 means all experts get the same number.
+    """
     return max(max(tokens) * len(tokens) / sum(tokens) for tokens in counts.values())

@@ -1,4 +1,4 @@
-"""What does a rank keep between two steps, in bytes and by kind?"""
+"""Memory that a rank keeps between steps, in bytes by kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def retained(train_state: TrainState) -> Iterator[Retained]:
-    """What a rank keeps between steps: the states that the strategy names, else those found in
-    model and optimizers; then the library's buffers that the strategy names."""
+    """Yields what a rank keeps between steps: states, then the library's buffers.
+
+    States are those named by the strategy, or else those found in model and optimizers.
+    """
     if train_state.states:
         yield from train_state.states()
     else:
@@ -29,7 +31,7 @@ def retained(train_state: TrainState) -> Iterator[Retained]:
 
 
 def retained_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Retained]:
-    """Parameters, gradients and buffers of a model, and the tensors of the optimizers' states."""
+    """Yields a model's parameters, gradients and buffers, and the optimizers' state tensors."""
     for name, parameter in model.named_parameters():
         yield "parameters", name, parameter
         if parameter.grad is not None:
@@ -49,10 +51,10 @@ def retained_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[R
 def state_bytes(
     tensors: Iterable[Retained], device_type: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by kind, and those of kind `library` by name.
+    """Returns bytes by kind, and bytes of kind `library` by name.
 
-    A further kind, `host`, counts what is not on a device of this type. A storage counts once, for
-    the first tensor of it: list the owner of a storage before views of it.
+    An extra kind, `host`, counts tensors not on a device of this type. A storage counts once, for
+    its first tensor: list the owner of a storage before views of it.
     """
     kinds: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
     library: dict[str, int] = {}
@@ -69,15 +71,15 @@ def state_bytes(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds; any other tensor itself."""
+    """Returns this rank's part of a DTensor; any other tensor unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
-    """Bytes of the tensor's storage, 0 where it was seen before, and the type of its device.
+    """Returns the bytes of the tensor's storage (0 if seen before) and its device type.
 
-    A library may name the bytes only, of which the device is unknown.
+    Libraries may give only the bytes; the device is then None.
     """
     if isinstance(tensor, int):
         return tensor, None

@@ -1,4 +1,4 @@
-"""How many bytes did this process send to others, and read from and write to a disk?"""
+"""Bytes that this process sent to others, and read from and wrote to disk."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NOT_SENT, _BYTES_SENT = 144, 200
-"""Offsets in bytes in struct tcp_info of linux/tcp.h (Linux 4.19 and newer): of tcpi_notsent_bytes,
-a 32-bit number, and of tcpi_bytes_sent and tcpi_bytes_retrans, two 64-bit numbers."""
+"""Byte offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and newer).
+
+The first is the 32-bit tcpi_notsent_bytes; the second the 64-bit tcpi_bytes_sent, followed by
+tcpi_bytes_retrans.
+"""
 
 STILL_SECONDS = 0.002
-"""A thread of a library sends within this time what its step has given it."""
+"""Time within which a library's thread sends the data of its step."""
 MOST_LOOKS = 5
-"""Some libraries never stop sending small messages (Horovod's cycles)."""
+"""Bound on waiting, as some libraries never stop sending small messages (Horovod's cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
-    """Payload bytes that this process has given to its open TCP connections; None on older kernels.
+    """Returns the payload bytes given to this process's open TCP connections; None on older
+    kernels.
 
-    What the kernel still holds counts as sent: where the other process is slow to read, the last
-    message of a step would else count in the next one. Retransmissions do not: on a busy machine
-    the kernel repeats what was not acknowledged in time, and that is no property of the strategy.
+    Bytes that the kernel still holds count as sent; otherwise, with a slow reader, a step's last
+    message would count in the next step. Retransmissions do not count: they depend on how busy the
+    machine is, not on the strategy.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -48,8 +52,10 @@ def tcp_bytes_sent() -> int | None:
 
 
 def wait_until_sent() -> None:
-    """Waits until a library's threads send nothing more: a step may end before the last of its
-    messages was given to the kernel, which it does not wait for."""
+    """Waits until a library's threads stop sending.
+
+    A step may end before its last messages have reached the kernel.
+    """
     before = tcp_bytes_sent()
     for _ in range(MOST_LOOKS):
         time.sleep(STILL_SECONDS)
@@ -60,8 +66,10 @@ def wait_until_sent() -> None:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Bytes that this process made the kernel read from and write to block devices, without what
-    the page cache served; None where unknown."""
+    """Returns the bytes this process read from and wrote to block devices; None if unknown.
+
+    Reads served by the page cache do not count.
+    """
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -70,19 +78,21 @@ def disk_bytes() -> tuple[int, int] | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder and below."""
+    """Returns the total size of the files in a folder and its subfolders."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @dataclass
 class Traffic:
-    """Bytes over several stretches of steps; None: unknown. The counters are read between steps, so
-    that reading them takes no time of a step."""
+    """Bytes over stretches of steps; None if unknown.
+
+    The counters are read between steps, outside step times.
+    """
 
     over_tcp: bool
-    """Whether the ranks communicate over TCP (gloo, MPI); what NCCL sends is not visible here."""
+    """Whether the ranks communicate over TCP (gloo, MPI); NCCL's traffic is not visible here."""
     sent: int | None = 0
-    """Over TCP."""
+    """Bytes sent over TCP."""
     disk_read: int | None = 0
     disk_written: int | None = 0
     steps: int = 0
@@ -97,7 +107,7 @@ class Traffic:
     def stop(self, steps: int) -> None:
         """Ends a stretch of this many steps.
 
-        A counter that fell, because a connection was closed, makes its total unknown.
+        If a counter fell, because a connection was closed, the total becomes unknown.
         """
         if self._start is None:
             return

@@ -1,1 +1,1 @@
-"""What runs inside each rank: set-up, the training loop, the profile."""
+"""Code inside each rank: setup, training loop, profile."""

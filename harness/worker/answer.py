@@ -1,4 +1,4 @@
-"""What a rank answers when it is done: a JSON file in the trial's folder, written and read here."""
+"""A rank's answer when it is done: a JSON file in the trial's folder."""
 
 from __future__ import annotations
 
@@ -19,39 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankStep(StepTime):
-    """A step of this rank."""
-
     step: int
-    """From 0."""
+    """Index of the step, from 0."""
     phase: str
     """warmup, settling or timed, as in table `steps`."""
     loss: float | None
-    """Mean loss of this rank's samples; None where it has none."""
+    """Mean loss of this rank's samples; None without samples."""
     control_seconds: float | None = None
-    """Of the control that ran after the step; None: none did."""
+    """Seconds of the control after the step; None if there was none."""
     left_over_seconds: float | None = None
-    """Processor time that this rank's threads used in the pause after the step, for work that the
-    step left behind; it is part of `step_seconds`."""
+    """CPU seconds of this rank's threads in the pause after the step, for its leftover work;
+    included in `step_seconds`."""
     training_step: int | None = None
-    """Which step of the training it is, from 0: less than `step` once the state was set back."""
+    """Index of the training step, from 0: less than `step` after a rewind."""
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds over all stretches of timed steps together."""
+    """CPU seconds over all stretches of timed steps."""
 
     seconds: float
-    """Length of these stretches."""
+    """Total length of the stretches."""
     own: float
-    """Of this rank's process."""
+    """CPU seconds of this rank's process."""
     busy: float | None
-    """Of the whole machine; None where unknown."""
+    """CPU seconds of the whole machine; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What a rank read from and wrote to block devices in a timed step, and the size of the files
-    in the offload folder, in bytes."""
+    """A rank's bytes read and written per timed step, and bytes in the offload folder."""
 
     read: float | None
     written: float | None
@@ -60,83 +57,83 @@ class Offload:
 
 @dataclass(frozen=True)
 class RankStates:
-    """What a rank holds between two steps."""
+    """State of a rank between two steps."""
 
     parameter_dtypes: tuple[str, ...]
     gradient_dtypes: tuple[str, ...]
     optimizer_state_dtypes: tuple[str, ...]
     held_parameters: int
-    """Elements."""
+    """Number of elements."""
     state_bytes: dict[str, int]
     """Bytes of distinct storages: parameters, gradients, optimizer, library, host."""
     library_buffers: dict[str, int]
-    """Bytes of the library's buffers by name."""
+    """Bytes by name."""
 
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """What a rank measured that trained all its steps."""
+    """Measurements of a rank that trained all its steps."""
 
     setup_seconds: float
     setup_peak_memory_bytes: int | None
     restarts: int
     cores: str
-    """That it was pinned to, as 0-7,16."""
+    """Cores that the rank was pinned to, such as 0-7,16."""
     steps: tuple[RankStep, ...]
     time_slices: tuple[tuple[int, float], ...]
-    """First step of each slice, and when that began, in seconds after the epoch."""
+    """First step of each slice, and its start in seconds after the epoch."""
     peak_memory_bytes: int | None
     reserved_memory_bytes: int | None
     host_peak_bytes: int | None
     memory_method: str
     gpu_use: GpuUse | None
-    """None: it drives no GPU."""
+    """GPU use; None if the rank drives no GPU."""
     update_deviations: dict[str, float] | None
-    """By tensor, from the reference run's; None: not compared."""
+    """Deviations from the reference run by tensor; None if not compared."""
     replayed_deviations: tuple[dict[str, float], ...]
-    """The same each time after the state was set back."""
+    """Deviations by tensor after each replay."""
     busy_fraction: float | None
-    """Share of time that its pipeline stage computes; None: not looked at."""
+    """Share of time that its pipeline stage computes; None if not measured."""
     offload: Offload | None
-    """None: nothing lies on a disk."""
+    """Disk offload; None if nothing is on disk."""
     sent_bytes_per_step: float | None
     cpu_time: CpuTime
     joules_per_step: float | None
     states: RankStates
     compile_seconds: float | None = None
-    """That torch.compile took before the timed steps; None: nothing is compiled."""
+    """Seconds of torch.compile before the timed steps; None without compilation."""
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """By number of the block, those that each expert got from this rank's samples in the last
-    warm-up step; none where another rank counts the same samples. None: there are no experts."""
+    """Tokens of this rank's samples per expert in the last warm-up step, by block number; None
+    without experts. Empty if another rank counts the same samples."""
 
 
 @dataclass(frozen=True)
 class ProfiledAnswer:
-    """What a rank saw whose steps were profiled."""
+    """Measurements of a profiled rank."""
 
     plain_seconds: tuple[float, ...]
-    """Of steps without a profiler."""
+    """Seconds of each step without a profiler."""
     profiled: tuple[dict[str, float | None], ...]
-    """Of each profiled step: seconds of its components, of `overlapped` and `operators`, and
-    `step`, its time by the clock."""
+    """For each profiled step, the seconds of its components, `overlapped`, `operators`, and `step`
+    by the clock."""
     calls: tuple[tuple[str, int, int, int], ...] | None
-    """Collectives of a step: operation, bytes, group size, count; None: they cannot be seen."""
+    """Collectives of a step: operation, bytes, group size, count; None if they are not visible."""
     sent_bytes_per_step: float | None
     wire: str
-    """How the backend moves the bytes of a collective (see harness/measure/collectives.py)."""
+    """How the backend moves a collective's bytes (see harness/measure/collectives.py)."""
     memory: dict[str, int] | None
-    """Bytes by kind when they are most, and `peak`, their sum; None: see `memory_reason`."""
+    """Bytes by kind at the peak, and their sum `peak`; None: see `memory_reason`."""
     unseen_buffers: dict[str, int] | None
-    """Bytes by name of buffers that live in C++."""
+    """Bytes of C++ buffers by name."""
     memory_reason: str
-    """Why there is no split of the peak; empty where there is one."""
+    """Why the peak was not split; empty if it was."""
     private_bytes: int | None
-    """Peak memory in that step as trials measure it."""
+    """Peak memory in that step, measured as in trials."""
 
 
 @dataclass(frozen=True)
 class FailureAnswer:
-    """Why a rank ended before its steps were done."""
+    """Reason why a rank ended early."""
 
     status: str
     """failed or out_of_memory."""
@@ -146,27 +143,26 @@ class FailureAnswer:
     consequence: bool
     """Whether it only lost another rank, which failed first."""
     failed_in: str | None = None
-    """Of a rank that ran out of memory: what it was doing."""
+    """Phase in which a rank ran out of memory."""
     holding: Mapping[str, object] | None = None
-    """Bytes that it held then (see harness/measure/oom.py)."""
+    """Bytes held then (see harness/measure/oom.py)."""
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What is known of a rank at its trial's end. At most one of the three parts is there; none of
-    them: it left without a word."""
+    """Result of a rank; at most one of the three parts is set. None: it ended silently."""
 
     rank: int
     pid: int | None = None
     entered_at: float | None = None
-    """When it ran its first instruction, in seconds after the epoch."""
+    """Time of its first instruction, in seconds after the epoch."""
     trained: TrainedAnswer | None = None
     profiled: ProfiledAnswer | None = None
     failure: FailureAnswer | None = None
     machine: str | None = None
-    """Of a rank on another node: the machine that this node is on."""
+    """Machine of a rank on another node."""
     node: int | None = None
-    """Of a rank on another node: which of the cell's nodes it is."""
+    """Node index of a rank on another node."""
 
     @property
     def succeeded(self) -> bool:
@@ -174,17 +170,16 @@ class RankAnswer:
 
     @property
     def silent(self) -> bool:
-        """Whether it left without a word."""
         return not self.succeeded and self.failure is None
 
     def on_node(self, node: int, machine: str, shift: float) -> RankAnswer:
-        """The answer of a rank on another node, its times shifted by so many seconds."""
+        """Returns the answer as from another node, with times shifted by `shift` seconds."""
         entered_at = None if self.entered_at is None else self.entered_at + shift
         failure = self.failure and replace(self.failure, failed_at=self.failure.failed_at + shift)
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
 
     def write(self, scratch: str | Path) -> None:
-        """Leaves the answer in the trial's folder, complete or not at all."""
+        """Writes the answer to the trial's folder atomically."""
         file = answer_file(scratch, self.rank)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self)))
@@ -192,7 +187,7 @@ class RankAnswer:
 
     @classmethod
     def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:
-        """The answer that a rank left in the trial's folder; None where there is none."""
+        """Reads a rank's answer from the trial's folder; None if there is none."""
         file = answer_file(scratch, rank)
         return _adapter().validate_python(json.loads(file.read_text())) if file.exists() else None
 

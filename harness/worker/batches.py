@@ -1,5 +1,4 @@
-"""The batches of one rank: on a GPU prepared ahead of their step, in pinned memory, and copied
-without waiting."""
+"""Batches of one rank; on GPUs, prefetched into pinned memory and copied asynchronously."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 class Batches:
     """A rank's rows of each global batch, on its device.
 
-    On a CPU a batch is made when it is asked for. For a GPU a thread makes the next one while the
-    step of this one runs, as a DataLoader's worker does: drawing the pixels of 32 images of 224 x
-    224 takes a core some 60 ms, a step less.
+    On a CPU, batches are created on request. For a GPU, a thread prepares the next one during the
+    current step, like a DataLoader's worker: drawing the pixels of 32 images of 224 x 224 takes a
+    core about 60 ms, longer than a step.
     """
 
     def __init__(
@@ -35,8 +34,7 @@ class Batches:
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            # Pinning makes a context on the thread's current GPU, which for a new thread is the
-            # first one.
+            # Pinning creates a context on the thread's current GPU, by default the first one.
             import torch
 
             self._pool = ThreadPoolExecutor(
@@ -44,10 +42,10 @@ class Batches:
             )
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
-        """The batch of a step of the training, on the device; a copy to a GPU may still be under
-        way, in the order of its stream.
+        """Returns the batch of a training step on the device.
 
-        `number`: the step's as the strategy is told it, where some steps are trained again.
+        A copy to a GPU may still be running on its stream. `number`: the step number given to the
+        strategy, if it differs because of a rewind.
         """
         shown = step if number is None else number
         if self._pool is None:
@@ -64,7 +62,7 @@ class Batches:
         )
 
     def close(self) -> None:
-        """Ends the thread; a rank need not, which leaves with its process."""
+        """Ends the thread; unnecessary in a rank, where it ends with the process."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""What a rank keeps at one step, set aside so that its training can go on from there once more."""
+"""Copy of a rank's state at one step, from which training can be replayed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE_BYTES = 2**24
-"""Copied from or to a GPU at a time: host memory for a whole copy is not needed."""
+"""Size of copies from or to a GPU, so that the host needs no full-size buffer."""
 
 
 class Checkpoint:
-    """A copy of a rank's parameters, buffers and optimizer states, and of its counters of steps.
+    """Copy of a rank's parameters, buffers, optimizer states and step counters.
 
-    It lies in memory that belongs to no process (an anonymous file), so it is in no figure of the
-    rank's memory, and nothing is written to a disk while steps are timed.
+    It is an anonymous file in memory, so it does not count as the rank's memory, and no disk is
+    written while steps are timed.
     """
 
     def __init__(self, train_state: TrainState) -> None:
-        """Copies the state; between two steps."""
+        """Copies the state; call between two steps."""
         self._file = os.memfd_create("state of a rank")
         self._places: dict[Hashable, tuple[int, int]] = {}
-        """Where each tensor's bytes begin in the file, and how many they are."""
+        """Offset and size in bytes of each tensor in the file."""
         self._counters: dict[Hashable, dict[str, int]] = {}
         place, copied = 0, set[tuple[str, int]]()
         for key, tensor in _tensors(train_state):
             storage = tensor.untyped_storage()
             owner = (str(storage.device), storage.data_ptr())
             if owner in copied:
-                continue  # it is a view of what was copied as a whole
+                continue  # a view of a storage copied as a whole
             if tensor.nbytes == storage.nbytes():
                 copied.add(owner)
             self._places[key] = place, tensor.nbytes
@@ -48,11 +48,9 @@ class Checkpoint:
         self._steps_counted = [getattr(owner, name) for owner, name in train_state.counters]
 
     def restore(self, train_state: TrainState) -> None:
-        """Puts the state back to where it was, in place. What an optimizer keeps of a parameter
-        that had no state then is forgotten.
+        """Restores the state in place, and drops optimizer states created since.
 
-        Raises RuntimeError where the rank no longer keeps a tensor that it kept then, or keeps it
-        in another size.
+        Raises RuntimeError if a tensor of the copy is missing or has another size.
         """
         self._forget_later_states(train_state)
         restored = set()
@@ -95,8 +93,10 @@ class Checkpoint:
 
 
 def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
-    """Everything that decides how the training goes on, by keys that stay the same from step to
-    step; no gradients, which a step makes anew."""
+    """Yields everything that determines further training, by keys that are stable between steps.
+
+    Gradients are left out: each step computes them anew.
+    """
     seen: Counter[Hashable] = Counter()
     for kind, name, tensor in retained(train_state):
         if kind != "gradients" and not isinstance(tensor, int):
@@ -113,7 +113,7 @@ def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
 
 
 def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]]]:
-    """The optimizers' dictionaries, of their groups and of the state of each parameter."""
+    """Yields the optimizers' dictionaries: parameter groups and the state of each parameter."""
     for number, optimizer in enumerate(train_state.optimizers):
         for group, record in enumerate(optimizer.param_groups):
             yield ("group", number, group), record
@@ -123,20 +123,22 @@ def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]
 
 
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Such as how many steps were taken. Learning rates and the like are left as they are, so that
-    a wrong one is seen."""
+    """Yields integers such as step counts.
+
+    Learning rates and the like are not restored, so that a wrong one is noticed.
+    """
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor: (bytes,); they are its own where it is contiguous."""
+    """Returns all bytes of a tensor: (bytes,); shares its memory if it is contiguous."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _numbers(data: Tensor) -> Any:
-    """A tensor on the host as an array that shares its memory."""
+    """Returns a host tensor as an array that shares its memory."""
     return data.numpy()
 
 
@@ -146,7 +148,7 @@ def _write(file: int, numbers: memoryview) -> None:
 
 
 def _read(file: int, numbers: memoryview, place: int) -> int:
-    """Returns the place that follows."""
+    """Fills `numbers` from the file; returns the next offset."""
     while numbers:
         count = os.preadv(file, [numbers], place)
         if not count:

@@ -1,4 +1,4 @@
-"""torch.compile in a rank: where compiled code is kept, and how long compiling takes."""
+"""torch.compile in a rank: cache folder and compile time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from harness.spec.cell import Cell
 
 
 def prepare_to_compile(cell: Cell) -> None:
-    """Imports what torch.compile needs, before memory is measured, and lets all ranks and later
-    trials share what it writes, in a folder of the suite's cache.
+    """Imports what torch.compile needs before memory is measured, and sets its cache folder.
 
-    torch runs a block as it is where it has compiled it too often: a trial would then measure
-    something else than it says, so here that is an error.
+    All ranks and later trials share that folder, in the suite's cache. After too many
+    recompilations torch runs a block uncompiled and the trial would be mislabelled, so that is an
+    error here.
     """
     if cell.compile == "none":
         return
@@ -25,27 +25,27 @@ def prepare_to_compile(cell: Cell) -> None:
 
 
 def compile_seconds() -> float:
-    """Seconds that torch.compile has taken in this process so far, by torch's own count: forward
-    and backward graphs, those that it found in its cache too."""
+    """Returns torch.compile's seconds in this process so far, by torch's own count.
+
+    Includes forward and backward graphs, also those found in the cache.
+    """
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
 
 
 def skipped_graphs() -> int:
-    """Graphs that torch compiled in this process without making CUDA graphs of them, by its own
-    count."""
+    """Returns torch's count of compiled graphs in this process without CUDA graphs."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["cudagraph_skips"])
 
 
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
-    """The same at a trial's end; None where the cell compiles nothing.
+    """Returns `compile_seconds` at a trial's end; None if the cell compiles nothing.
 
-    Raises RuntimeError where nothing was compiled, something in the timed steps, or what should
-    replay CUDA graphs launches kernels one by one.
-    `before_timed_steps`: what `compile_seconds` gave before the first of these.
+    Raises RuntimeError if nothing was compiled, if timed steps compiled, or if CUDA graphs are
+    missing. `before_timed_steps`: `compile_seconds` before the first timed step.
     """
     if cell.compile == "none":
         return None

@@ -1,12 +1,12 @@
-"""The control of a rank: between two steps a process of its own, on the rank's cores, computes the
-same small piece again and again.
+"""Control of a rank: a separate process on its cores repeats a small computation between steps.
 
-Its time tells how fast the machine was at that moment, and nothing else: it must not depend on the
-strategy, whose figures would bend with it. So it is a process, whose memory and allocator are not
-the rank's; and while it computes the rank is stopped, with all its threads. Work that a step leaves
-to them goes on in the next step, and counts there; what they do of it between the end of the
-slowest rank's step and the stop, and after it, is told by their processor time, and is the step's
-too.
+Its time shows how fast the machine is at that moment. The control must not depend on the strategy,
+or it would bias that strategy's result. So it is a process with its own memory and allocator, and
+the rank with all its threads is stopped meanwhile.
+
+Work that a step leaves to the rank's threads continues in the next step and counts there. What they
+do around the stop, once the slowest rank's step has ended, is measured by their CPU time and added
+to the step.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 OWN_SECONDS = 0.0005
-"""Processor time in a pause up to this is taken for the waiting itself."""
+"""CPU time in a pause up to this is attributed to the waiting itself."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
-"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes; the latter is the most that glibc takes."""
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes; the latter is glibc's maximum."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """What happened between two steps."""
+    """Measurements between two steps."""
 
     control_seconds: float | None
-    """Of the control: one sample's forward and backward; None of a rank that has none (see
+    """Control time: one sample's forward and backward; None for a rank without one (see
     `Control`)."""
     left_over_seconds: float
-    """Processor time that the rank's own threads used meanwhile, once the step of every rank was
-    over: work that the step left behind. Before, a library waits for slower ranks, and may look for
-    work without end."""
+    """CPU time of the rank's threads after all ranks' steps have ended: leftover work of the step.
+    Earlier, a library waits for slower ranks and may poll endlessly."""
     control_cpu_seconds: float
-    """Processor time of the control."""
+    """CPU time of the control."""
     largest: float
-    """The largest of the numbers that the ranks gave."""
+    """Largest of the ranks' numbers."""
 
 
 class Control:
-    """The control process of one rank. All ranks of a trial pause together: no control begins
-    before the step of each rank is over, and none goes on before the control of each has ended.
+    """Control process of one rank.
 
-    It computes once in each pause: a second time, its caches being warm, it is a seventh faster.
-    A server, which has no cores of its own, is stopped like the others and computes nothing.
+    All ranks of a trial pause together: controls start when every rank's step is over, and ranks
+    resume when every control has ended. The control computes once per pause, as warm caches make a
+    second run a seventh faster. A server has no cores of its own, so it is stopped but computes
+    nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
-        """Forks the process; before the rank has any threads."""
+        """Forks the process; call before the rank has threads."""
         cell = spec.cell
         self.every = max(1, round(spec.samples_per_control * cell.devices / cell.global_batch))
-        """Steps from one pause to the next."""
+        """Steps between pauses."""
         self.serves = make_strategy(cell).layout(cell.devices).serves(rank)
         self.threads = threads_of(cell, cores)
         self.line, other = socket.socketpair()
@@ -77,21 +77,20 @@ class Control:
         if self.process == 0:
             self.line.close()
             die_with_parent()
-            if os.getppid() != own:  # it died before the kernel was told
+            if os.getppid() != own:  # the rank died before the kernel was told
                 os._exit(1)
             _serve(spec, rank, own, other, computes=not self.serves)
         other.close()
 
     def close(self) -> None:
-        """Ends the process."""
         self.line.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.process, 0)
 
     def pause(self, number: float = 0.0) -> Pause:
-        """Waits while the control computes; `number`: the ranks learn of the largest.
+        """Waits while the control computes; the result has the largest of the ranks' `number`s.
 
-        Raises ConnectionError where the control process has died.
+        Raises ConnectionError if the control process has died.
         """
         self.line.send(_REQUEST.pack(number))
         answer = self.line.recv(_ANSWER.size)
@@ -100,7 +99,7 @@ class Control:
         seconds, cpu_seconds, largest, before = _ANSWER.unpack(answer)
         left_over = (time.process_time() - before) / self.threads
         left_over = left_over if left_over > OWN_SECONDS else 0.0
-        # A thread at work is stopped a little late, and the control may have to wait for it.
+        # A running thread stops a little late, and the control may have to wait for it.
         own = max(seconds - left_over, cpu_seconds)
         return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
 
@@ -108,12 +107,11 @@ class Control:
 def _serve(
     spec: TrialSpec, rank: int, process: int, line: socket.socket, computes: bool
 ) -> NoReturn:
-    """The control process: computes once for each request, where it does; ends with its rank, whose
-    process id this is.
+    """Runs the control process: computes for each request until its rank ends.
 
-    It has a session of its own, which Linux schedules apart (autogroup, sched(7)). In its rank's it
-    changes the order in which the rank's threads get the core afterwards: DDP's next step took 4 %
-    less.
+    `process`: process id of the rank. A session of its own makes Linux schedule it separately
+    (autogroup, sched(7)). In the rank's session it reordered the rank's threads, and DDP's next
+    step took 4 % less time.
     """
     keep = line.detach()
     os.closerange(3, keep)
@@ -136,15 +134,17 @@ def _serve(
                 seconds = time.perf_counter() - began
                 cpu_seconds = time.process_time() - cpu_began
                 others.wait(0.0)
-                # Before the rank goes on: one of its threads may get the core first, and for long.
+                # Before the rank resumes: one of its threads may take the core first, and for long.
                 line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
         status = 0
     os._exit(status)
 
 
 def _processor_clock(process: int) -> int:
-    """The clock of the processor time of all threads of another process, by
-    clock_getcpuclockid(3)."""
+    """Returns the clock of the CPU time of all threads of another process.
+
+    Source: clock_getcpuclockid(3).
+    """
     clock = ctypes.c_int()
     if error := ctypes.CDLL(None).clock_getcpuclockid(process, ctypes.byref(clock)):
         raise OSError(error, os.strerror(error))
@@ -153,8 +153,10 @@ def _processor_clock(process: int) -> int:
 
 @contextlib.contextmanager
 def _stopped(process: int) -> Iterator[None]:
-    """Stops this process and all its threads for a while: what runs in them, a library's included,
-    neither slows the control down nor is done unseen."""
+    """Stops a process and all its threads within the context.
+
+    So a library's threads neither slow the control down nor work unmeasured.
+    """
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -163,9 +165,11 @@ def _stopped(process: int) -> Iterator[None]:
 
 
 def _keep_memory() -> None:
-    """Lets the allocator keep what is freed. By thresholds that depend on what the process has
-    freed before, glibc else gives it back to the kernel, and the control of one strategy has twice
-    the page faults of another's (mallopt(3))."""
+    """Makes the allocator keep freed memory.
+
+    glibc's default thresholds depend on earlier frees, so one strategy's control would have twice
+    the page faults of another's (mallopt(3)).
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         for parameter, threshold in _MALLOPT.items():
@@ -173,7 +177,7 @@ def _keep_memory() -> None:
 
 
 def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
-    """Forward and backward of one sample of the cell's own workload."""
+    """Returns forward and backward of one sample of the cell's workload."""
     import torch
 
     _keep_memory()
@@ -193,21 +197,21 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
 
 
 class _Others:
-    """The control processes of a trial's other ranks."""
+    """Control processes of a trial's other ranks."""
 
     def __init__(self, scratch: Path, rank: int, processes: int) -> None:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.addresses = [str(scratch / f"control{restarts}.{r}") for r in range(processes)]
         self.rank = rank
         self.came: list[int] = [0] * processes
-        """How often each has come here."""
+        """Number of arrivals by rank."""
         self.numbers: dict[tuple[int, int], float] = {}
-        """Their numbers, by how often each had come and by rank."""
+        """The ranks' numbers, by arrival and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
 
     def wait(self, number: float) -> float:
-        """Returns when each has come here as often as this one; the largest of their numbers."""
+        """Waits until all ranks have arrived; returns the largest of their numbers."""
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):
@@ -221,7 +225,7 @@ class _Others:
 
 
 def _send(line: socket.socket, message: bytes, address: str) -> None:
-    """Sends to a process that may not listen yet."""
+    """Sends to a process that may not be listening yet."""
     while True:
         try:
             line.sendto(message, address)

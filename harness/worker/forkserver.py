@@ -1,4 +1,4 @@
-"""Imported once, in the fork server only: what every rank needs, so that a rank starts with it."""
+"""Imports what every rank needs once, in the fork server only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
 gc.disable()  # see harness/host/imports.py
 die_with_parent()  # before the imports that take seconds
-# It died before the kernel was told, or Python has started this one, where the former was killed.
+# The parent died before the kernel was told, or Python restarted a killed fork server.
 if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
     os._exit(1)
 adopt_orphans()
@@ -24,25 +24,24 @@ import harness.worker.worker  # noqa: E402
 from harness.host.cuda import cuda_is_initialized  # noqa: E402
 from harness.host.nvml import end_nvml  # noqa: E402
 
-# A rank that was killed leaves its control process to this one, whose end is no news.
+# A killed rank leaves its control process to this one; its end is expected.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
-"""What of the following imports initialised CUDA, so that no rank can use it; None: nothing did."""
+"""The following import that initialised CUDA, so that ranks cannot use it; None if none did."""
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:
-    """Runs one import and notes whether it was the one that initialised CUDA."""
+    """Runs one import and records whether it initialised CUDA."""
     global INITIALIZED_CUDA
-    with contextlib.suppress(
-        Exception
-    ):  # what is wrong with a library is said to whoever wants to use it
+    # Whoever uses the library gets the error.
+    with contextlib.suppress(Exception):
         load()
     if INITIALIZED_CUDA is None and cuda_is_initialized():
         INITIALIZED_CUDA = name
 
 
-with open(os.devnull, "w") as nowhere:  # what libraries print on import is no news of any trial
+with open(os.devnull, "w") as nowhere:  # output on import concerns no trial
     copies = os.dup(1), os.dup(2)
     os.dup2(nowhere.fileno(), 1)
     os.dup2(nowhere.fileno(), 2)
@@ -61,7 +60,7 @@ with open(os.devnull, "w") as nowhere:  # what libraries print on import is no n
         os.close(copy)
 end_nvml()
 
-# What the libraries made is not garbage: without this every collection in a rank walks, and copies,
+# The libraries' objects are not garbage. Unfrozen, every collection in a rank would walk, and copy,
 # a million objects.
 gc.collect()
 gc.freeze()

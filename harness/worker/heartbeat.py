@@ -1,5 +1,4 @@
-"""What a rank shows of itself while it runs: a heartbeat for each phase and step that it finished,
-and, when it is asked, which collective it entered last."""
+"""Heartbeats of a running rank, and on request the last collective it entered."""
 
 from __future__ import annotations
 
@@ -14,25 +13,25 @@ from pathlib import Path
 
 _BEAT = struct.Struct("<qdd64s")
 MEETING = "process group"
-"""The phase in which the ranks of a trial wait for each other to come."""
+"""Phase in which a trial's ranks wait for their rendezvous."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last heartbeat of a rank."""
+    """Last heartbeat of a rank."""
 
     steps: int
-    """That it has finished."""
+    """Number of finished steps."""
     at: float
     """Seconds of time.monotonic, which all processes of a machine share."""
     longest: float
-    """Seconds of its longest phase or step so far."""
+    """Seconds of the longest phase or step so far."""
     doing: str
-    """What it began then."""
+    """Phase or step begun then."""
 
 
 class Heartbeat:
-    """Kept in a file that is mapped to memory: a beat costs a microsecond, and no system call."""
+    """Writer to a memory-mapped file: a beat costs a microsecond and no system call."""
 
     def __init__(self, scratch: str | Path, rank: int) -> None:
         with open(beat_file(scratch, rank), "w+b") as file:
@@ -42,7 +41,7 @@ class Heartbeat:
         self.beat("imports")
 
     def beat(self, doing: str, steps: int | None = None) -> None:
-        """A phase or step is finished, and `doing` begins. `steps`: how many are finished now."""
+        """Records that a phase or step has ended and `doing` begins. `steps`: finished steps."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
         self._steps = self._steps if steps is None else steps
@@ -50,7 +49,7 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, self._steps, now, self._longest, doing.encode()[:64])
 
     def forget(self) -> None:
-        """The time since the last beat was spent waiting, and counts for no phase."""
+        """Excludes the time since the last beat, spent waiting, from all phases."""
         self._last = time.monotonic()
 
 
@@ -59,7 +58,7 @@ def beat_file(scratch: str | Path, rank: int) -> Path:
 
 
 def read_beat(scratch: str | Path, rank: int) -> Beat | None:
-    """The last heartbeat of a rank; None before its first."""
+    """Returns the last heartbeat of a rank; None before its first."""
     try:
         content = beat_file(scratch, rank).read_bytes()
     except FileNotFoundError:
@@ -72,15 +71,15 @@ def read_beat(scratch: str | Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class GroupState:
-    """How far a rank has come in the collectives of one process group."""
+    """Progress of a rank in the collectives of one process group."""
 
     group: str
     ranks: tuple[int, ...]
-    """Its members."""
+    """Members of the group."""
     entered: int
-    """Number of the last collective that it entered, from 1; 0: none."""
+    """Number of the last entered collective, from 1; 0 if none."""
     operation: str
-    """Of that collective, such as `gloo:all_reduce`."""
+    """Name of that collective, such as `gloo:all_reduce`."""
 
 
 def question_file(scratch: str | Path, rank: int) -> Path:
@@ -92,13 +91,15 @@ def groups_file(scratch: str | Path, rank: int) -> Path:
 
 
 def answer_questions(scratch: str | Path, rank: int) -> None:
-    """Answers each datagram to the rank's socket with a file of GroupStates, from a thread that
-    sleeps in between. It answers while a collective hangs, as torch waits without the GIL."""
+    """Answers each datagram to the rank's socket with a file of GroupStates, from a thread.
+
+    It works while a collective hangs, as torch waits without the GIL.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    question_file(scratch, rank).unlink(missing_ok=True)  # of the rank before a restart
+    question_file(scratch, rank).unlink(missing_ok=True)  # from before a restart
     try:
         listener.bind(str(question_file(scratch, rank)))
-    except OSError:  # the folder's path is longer than a socket's may be: nobody can ask
+    except OSError:  # the path is too long for a socket: nobody can ask
         listener.close()
         return
 
@@ -113,8 +114,10 @@ def answer_questions(scratch: str | Path, rank: int) -> None:
 
 
 def group_states() -> list[GroupState]:
-    """Of all process groups that this process is in, by torch's flight recorder, which keeps the
-    last collectives; empty without torch.distributed, or where the recorder is off."""
+    """Returns the state of each of this process's groups, by torch's flight recorder.
+
+    Empty without torch.distributed, or if the recorder is off.
+    """
     import torch.distributed as dist
     from torch._C import _distributed_c10d
     from torch.distributed import distributed_c10d

@@ -1,4 +1,4 @@
-"""The training loop of one rank: its steps, and what is looked at between them."""
+"""Training loop of one rank: its steps and the measurements between them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from harness.worker.spec import TrialSpec
 from harness.worker.states import states_of
 
 MOST_TIMED_STEPS = 200
-"""However short they are."""
+"""Largest number of timed steps, even for short ones."""
 
 
 class Loop:
-    """The training loop of one rank: steps, peaks, the look at the parameters after the parity
-    segment."""
+    """Training loop of one rank: steps, peaks, and the parity check of the parameters."""
 
     def __init__(
         self,
@@ -52,30 +51,29 @@ class Loop:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
         self.control, self.heartbeat, self.set_backs = control, heartbeat, set_backs
         self.training_step = 0
-        """Of the next step: its batch, and the reference's step that it is compared with."""
+        """Index of the next training step, for its batch and the reference's step."""
         self.paused_seconds = 0.0
-        """Time for which the control ran while traffic, energy and load were counted."""
+        """Time of the control while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether the state was set back: what that leaves in the heap is none of the training's.
-        """
+        """Whether the peaks are final: after a rewind, its leftovers on the heap would count."""
         self.deviations: list[dict[str, float]] = []
-        """Of each tensor at the end of the parity segment, and each time it was trained again."""
+        """Deviations by tensor at the end of the parity segment and of each replay."""
         self.states: RankStates | None = None
-        """What this rank holds between steps, once `verify` has looked."""
+        """State between steps, as seen by `verify`."""
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
-        """None where the model has no mixture of experts whose router is known."""
+        """Tokens by expert; None without a mixture of experts whose router is known."""
         self.settling = False
         self.compile_seconds = 0.0
-        """That torch.compile took before the first timed step."""
+        """Seconds of torch.compile before the first timed step."""
         self.timed = 0
-        """Timed steps so far."""
+        """Number of timed steps so far."""
         self.planned = job.cell.timed_steps
-        """Timed steps that are to be taken."""
+        """Number of planned timed steps."""
         self.traffic = Traffic(
             over_tcp=job.device.type == "cpu"
             and job.train_state is not None
@@ -86,14 +84,14 @@ class Loop:
         self._counted_from: int | None = None
         self.place = Place(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
-        """First step of each time slice, and when that began, in seconds after the epoch."""
+        """First step of each time slice, and its start in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
         self.batches = Batches(spec.data, job.cell.seed, job.cell.global_batch, rows, job.device)
 
     def synchronize(self) -> None:
-        """Waits for all that this process's devices were given to do."""
+        """Waits for all work queued on this process's devices."""
         if self.job.device.type == "cuda":
             import torch
 
@@ -104,8 +102,10 @@ class Loop:
         return self.batches.fetch(self.training_step, index)
 
     def start_counting(self) -> None:
-        """Reads the counters of traffic, energy and load before a stretch of timed steps. They are
-        read between steps, so that no step's time includes it."""
+        """Starts the counters of traffic, energy and load before a stretch of timed steps.
+
+        They are read between steps, outside step times.
+        """
         self._counted_from = len(self.steps)
         self.traffic.start()
         self.gpus.start()
@@ -123,8 +123,8 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """What travelled to and from the disk per step, and what lies there; None where the
-        strategy keeps nothing there."""
+        """Returns disk traffic per step and bytes on disk; None if the strategy keeps nothing
+        there."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -136,13 +136,17 @@ class Loop:
 
     @property
     def counted(self) -> bool:
-        """Whether the trial takes steps until enough of them are timed, as by turns and by time."""
+        """Whether the number of steps depends on the timed ones, as in interleaved or timed
+        trials."""
         timed = self.control is not None and self.spec.timed_seconds > 0
         return self.spec.turns is not None or timed
 
     def over(self) -> bool:
-        """Whether all steps were taken; by turns and by time more of them than the cell says, and
-        where the state is set back, at least once and to the end of what is trained again."""
+        """Returns whether all steps are done.
+
+        Interleaved and timed trials take more steps than the cell's number. With rewinds, there is
+        at least one, and its replay is complete.
+        """
         if self.set_backs and (
             not self.set_backs.count or self.training_step < self.job.cell.parity_steps
         ):
@@ -152,8 +156,10 @@ class Loop:
         )
 
     def keep_or_set_back(self, set_backs: SetBacks) -> None:
-        """Before a step: sets the state aside, or back to what was set aside. The step after that
-        does not count: caches are cold."""
+        """Saves or rewinds the state before a step.
+
+        The next step does not count, as caches are cold.
+        """
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if set_backs.keeps(self.training_step):
@@ -169,7 +175,8 @@ class Loop:
             self.training_step = set_backs.from_step
 
     def _knows_what_is_left(self) -> bool:
-        """Whether the ranks have agreed how many steps are to be timed, or many are left anyway."""
+        """Returns whether the ranks have agreed on the number of timed steps, or many are left
+        anyway."""
         steps_left = self.job.cell.timed_steps - self.timed
         many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
         return self.control is None or steps_left <= 0 or many
@@ -182,8 +189,10 @@ class Loop:
         self.settling = True
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """In the last warm-up step the tokens of each expert are counted. Of tensor-parallel ranks,
-        which see the same samples, one counts."""
+        """Counts the tokens of each expert in the last warm-up step.
+
+        Tensor-parallel ranks see the same samples, so only one of them counts.
+        """
         job = self.job
         counts = index == job.cell.warmup_steps - 1 and job.rank % job.layout.tensor == 0
         if self.expert_tokens is None or job.train_state is None or not counts:
@@ -192,7 +201,7 @@ class Loop:
         return counted(routers, self.expert_tokens)
 
     def take_turn(self, index: int) -> None:
-        """Waits for it. The step after that does not count: caches are cold."""
+        """Waits for a turn. The next step does not count, as caches are cold."""
         assert self.place is not None
         self.stop_counting()
         last = self.steps[-1].step_seconds
@@ -208,9 +217,9 @@ class Loop:
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
             self.compile_seconds = compile_seconds()
-            self.meter.reset()  # a compiler's memory is none of the training's
+            self.meter.reset()  # a compiler's memory is not training memory
         if index + 1 == self.job.cell.total_steps and not (self.timed or self.counted):
-            self.settling = False  # there is no other step that could be timed
+            self.settling = False  # no other step could be timed
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
         with self.counting_tokens(index):
@@ -238,8 +247,10 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Lets the control run; after the cell's number of timed steps the ranks agree how many
-        more there are."""
+        """Runs the control.
+
+        After the cell's number of timed steps, the ranks agree on how many more to take.
+        """
         agree = timed and self.timed == self.job.cell.timed_steps
         if not agree and len(self.steps) % control.every:
             return
@@ -264,14 +275,14 @@ class Loop:
         return sum(seconds) / len(seconds)
 
     def joules_per_step(self) -> float | None:
-        """Energy of a timed step; the control's share, by its time, does not count."""
+        """Returns the energy per timed step, less the control's share by time."""
         joules = self.per_step(self.energy.joules)
         if joules is None or not self.load.seconds:
             return joules
         return joules * (1 - self.paused_seconds / self.load.seconds)
 
     def note_peak(self) -> None:
-        """Takes the peaks since the last look; those of steps that are trained again are not."""
+        """Records the peaks since the last call, unless steps are being replayed."""
         if self.peaks_noted:
             return
         peak = self.meter.peak()
@@ -281,8 +292,10 @@ class Loop:
         self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
-        """Compares or saves the parameters; what that costs in memory is not counted, nor is the
-        step that follows it."""
+        """Compares or saves the parameters.
+
+        Neither the memory this takes nor the next step counts.
+        """
         self.stop_counting()
         self.note_peak()
         train_state, workload = self.job.train_state, self.job.workload
@@ -309,7 +322,7 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def busy_share(loop: Loop) -> float | None:
-    """This rank's busy share, in a pass of its own after everything that is timed."""
+    """Returns this rank's busy share, from a separate pass after all timed steps."""
     train_state = loop.job.train_state
     assert train_state is not None
     if not train_state.compute:

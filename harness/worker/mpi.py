@@ -1,5 +1,4 @@
-"""One rank that another launcher's command starts: `mpirun ... python -m harness.worker.mpi
-SPEC`."""
+"""One rank of an external launcher: `mpirun ... python -m harness.worker.mpi SPEC`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _MPI = {
 
 
 _KEPT: list[object] = []
-"""Lives as long as the process."""
+"""Objects that live as long as the process."""
 
 
 def main(spec_file: str) -> None:
@@ -30,13 +29,13 @@ def main(spec_file: str) -> None:
     for name, of_mpi in _MPI.items():
         if name not in os.environ:
             os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
-    if CLIENT.keys() - os.environ.keys():  # nobody has opened a store for the ranks
+    if CLIENT.keys() - os.environ.keys():  # no store is open for the ranks
         if os.environ["RANK"] == "0":
             _KEPT.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
         os.environ |= CLIENT
     run_rank(spec)
-    # mpirun kills the other ranks when one leaves without MPI_Finalize: all answers first, then all
-    # leave.
+    # mpirun kills the other ranks when one leaves without MPI_Finalize, so all wait for all
+    # answers.
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and not all(
         answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)

@@ -1,17 +1,17 @@
-"""What keeps NCCL on an emulated link: InfiniBand, shared memory and NVLink all lead around it, and
-no network namespace holds them."""
+"""Settings that keep NCCL on an emulated link.
+
+InfiniBand, shared memory and NVLink bypass it, and no network namespace contains them.
+"""
 
 from __future__ import annotations
 
 
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
-    """Environment of a rank, to be set before NCCL is loaded; empty where the cell has no emulated
-    links.
+    """Returns a rank's environment, to be set before NCCL is loaded; empty without emulated links.
 
-    Between nodes NCCL then has nothing but TCP. Within a node it keeps peer-to-peer copies and
-    shared memory, as on a real one: NCCL uses those only between ranks of one host, which it knows
-    by NCCL_HOSTID, and so do its NVLink multicasts. (NCCL_P2P_DISABLE and NCCL_SHM_DISABLE would
-    take them from ranks of one node too.)
+    Between nodes only TCP is left. Within a node peer-to-peer copies, shared memory and NVLink
+    multicasts stay on: NCCL uses them only within a host, which it identifies by NCCL_HOSTID.
+    (NCCL_P2P_DISABLE and NCCL_SHM_DISABLE would also disable them within a node.)
     """
     if not links:
         return {}
@@ -19,6 +19,6 @@ def nccl_variables(links: str, node_name: str) -> dict[str, str]:
         "NCCL_HOSTID": node_name,
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
-        "NCCL_COLLNET_ENABLE": "0",  # sums in InfiniBand's switches
-        "NCCL_MNNVL_ENABLE": "0",  # NVLink between hosts, which GPUs of one rack may have
+        "NCCL_COLLNET_ENABLE": "0",  # reductions in InfiniBand switches
+        "NCCL_MNNVL_ENABLE": "0",  # NVLink between hosts of one rack
     }

@@ -1,5 +1,5 @@
-"""What every rank needs, imported before its memory is measured: once in the fork server, or by a
-rank that another launcher starts."""
+"""Imports of every rank, done before its memory is measured: in the fork server, or in a rank of
+another launcher."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def import_packages(names: Iterable[str]) -> None:
-    """Imports those that can be; set-up says what is wrong with the others.
+    """Imports packages and ignores failures, which setup reports.
 
-    Not with them MLflow, which DeepSpeed imports for its autotuner where it is installed: it takes
-    two seconds, and no rank reports to it.
+    Hides MLflow, which DeepSpeed's autotuner imports if installed: it takes two seconds, and no
+    rank uses it.
     """
     hide("mlflow")
     try:

@@ -1,8 +1,6 @@
-"""Where a cell's time, bytes and memory go: a launch of its own, whose ranks profile a few steps
-after their warm-up.
+"""Profile of a cell's time, bytes and memory, in a separate trial of a few steps.
 
-This is the rank's side; harness/run/profile.py launches it and makes a row of what the ranks
-answer.
+This is the rank's side; harness/run/profile.py launches it and builds the row.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ if TYPE_CHECKING:
     from harness.worker.loop import Loop
 
 PLAIN_STEPS = 5
-"""Steps without a profiler, which the profiled ones are compared with."""
+"""Steps without a profiler, to compare the profiled ones with."""
 PROFILED_STEPS = 6
-"""The first of them is left out: the ranks start their profilers at different times."""
+"""Profiled steps; the first is dropped, as ranks start their profilers at different times."""
 _MARK = "bench:"
 _MARKS: dict[str, Kind] = {
     "wait": "wait",
@@ -47,14 +45,14 @@ _MARKS: dict[str, Kind] = {
 }
 _NOT_COMPUTING = ("autograd::", "torch::autograd::", "profiler::")
 _FUNCTION = 0
-"""Scope of an operator; that of an annotation is another."""
+"""Scope of an operator; annotations have another."""
 _HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")
 
 
 class RawEvent(Protocol):
-    """An event as torch's profiler has it, with the methods that are used here."""
+    """Methods used here of torch's profiler events."""
 
     def name(self) -> str: ...
     def device_type(self) -> Enum: ...
@@ -67,7 +65,7 @@ class RawEvent(Protocol):
 
 
 def profiled_cell(cell: Cell) -> Cell:
-    """The cell with as many steps after its warm-up as are looked at: plain, profiled, counted,
+    """Returns the cell with the steps to profile after warm-up: plain, profiled, counted,
     tracked."""
     return cell.model_copy(
         update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
@@ -75,9 +73,9 @@ def profiled_cell(cell: Cell) -> Cell:
 
 
 def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
-    """What this rank sees. `answer`: what it has to say so far.
+    """Profiles this rank. `answer`: its answer so far.
 
-    `traces`: folder that its trace is written to as rankN.json.gz.
+    `traces`: folder for its trace rankN.json.gz.
     """
     cell, train_state = loop.job.cell, loop.job.train_state
     assert train_state is not None
@@ -92,7 +90,7 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         profiled=tuple(profiled),
         calls=calls,
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
-        # NCCL's algorithms send what those of a ring send.
+        # NCCL's algorithms send as much as a ring.
         wire="ring" if loop.job.device.type == "cuda" else train_state.wire,
         memory=None,
         unseen_buffers=None,
@@ -106,7 +104,7 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         return seen
 
     def write(reason: str) -> None:
-        """Leaves what is known before the peak of memory is."""
+        """Writes what is known before the memory peak."""
         known = replace(seen, memory_reason=f"torch's memory tracker{reason}")
         replace(answer, profiled=known).write(loop.spec.scratch)
 
@@ -117,8 +115,8 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
             train_state, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
         )
     except Exception as error:
-        # The other ranks wait for this one in the middle of a step: its end frees them, and what
-        # every rank knows so far is in its answer.
+        # Other ranks wait for this one in mid-step. Its exit frees them, and every rank's answer
+        # already has what is known so far.
         write(f": {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         os._exit(1)
     return replace(
@@ -133,8 +131,10 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
 def _counted(
     loop: Loop, train_state: TrainState, index: int
 ) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
-    """(operation, bytes, group size, count) of a step's collectives, None where they cannot be
-    seen; whether any operator was."""
+    """Returns a step's collectives, and whether any operator was visible.
+
+    Collectives are (operation, bytes, group size, count); None if they are not visible.
+    """
     import torch.distributed as dist
 
     calls: Counter[Call] = Counter()
@@ -153,12 +153,12 @@ def _counted(
 def _profiled(
     loop: Loop, train_state: TrainState, indices: Iterator[int], traces: str | None
 ) -> list[dict[str, float | None]]:
-    """The components of each profiled step, its time by the clock with them."""
+    """Returns each profiled step's components and its time by the clock."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (loop.job.device.type == "cuda")
-    # Strategies and libraries compute in other threads than the one that starts the profiler.
+    # Strategies and libraries also compute in threads other than the profiler's.
     everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     took: list[float] = []
     with (
@@ -201,7 +201,7 @@ def _profiled(
             events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
         )
         parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
-        # What a library's own threads send is not seen, and so not what it overlaps.
+        # What a library's own threads send, and thus overlap, is not visible.
         rows.append(
             {
                 "step": seconds,
@@ -214,8 +214,10 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[RawEvent]) -> None:
-    """Raises RuntimeError if the profiler recorded nothing on the GPU: the host's events alone
-    would give the device's part of a step as 0 %."""
+    """Raises RuntimeError if the profiler recorded no GPU events.
+
+    Host events alone would show 0 % for the device.
+    """
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -229,7 +231,7 @@ def _on_host(event: RawEvent) -> bool:
 
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
-    """The profiler's events that say something of where time goes, in seconds after `zero`
+    """Converts the profiler's events that show where time goes, in seconds after `zero`
     nanoseconds."""
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
@@ -244,17 +246,17 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
         if e.name() == f"{_MARK}backward":
             begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
             inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
-            # What is left to do when all gradients are there: wrappers wait for their collectives.
+            # The rest after all gradients are there: wrappers wait for their collectives.
             if inside:
                 events.append(Event("hook", e.start_thread_id(), max(inside), end))
     return events
 
 
 def training_thread(events: list[Event], calling: int) -> int:
-    """The thread that trains: the one that calls the step, unless it hardly computes and another
-    one does (a library's own loop).
+    """Returns the thread that trains.
 
-    Where it is another one, getting the batch is still the calling one's: its events are moved.
+    That is the one calling the step, unless it hardly computes and another does (a library's own
+    loop). Then the calling thread's data events are copied to that thread.
     """
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:
@@ -298,7 +300,7 @@ def _device_kind(event: RawEvent, name: str) -> Kind | None:
         return "device optimizer" if name.startswith("Optimizer.step#") else None
     if "nccl" in name.lower():
         return "device transfer" if "SendRecv" in name else "device communication"
-    # Before torch 2.12 events have no type; then copies and fills are told by their names.
+    # Before torch 2.12 events have no type; names identify copies and fills.
     named = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
     activity = event.activity_type() if hasattr(event, "activity_type") else named
     if activity == "gpu_memcpy":
@@ -319,7 +321,7 @@ def _marked(component: str, method: Method) -> Method:
 
 @contextlib.contextmanager
 def _named(train_state: TrainState) -> Iterator[None]:
-    """The methods that the strategy names, marked with their component."""
+    """Marks the methods that the strategy names with their component."""
     with contextlib.ExitStack() as stack:
         for owner, name, component in train_state.waits:
             stack.enter_context(replaced(owner, name, functools.partial(_marked, component)))
@@ -328,8 +330,7 @@ def _named(train_state: TrainState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits() -> Iterator[None]:
-    """Marks where torch's ranks wait for a collective from Python, and where backward begins and
-    ends."""
+    """Marks waits for collectives from Python, and backward."""
     import torch
     import torch.distributed as dist
 
@@ -347,8 +348,7 @@ def _waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts the collectives that a library calls without torch.distributed, where the strategy
-    names its functions."""
+    """Counts collectives outside torch.distributed, in functions named by the strategy."""
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""What a rank tells of its steps while it trains."""
+"""Progress reports of a training rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 
 class Progress:
-    """Tells the parent of finished steps, at most twice a second, without ever waiting for it."""
+    """Reports finished steps to the parent at most twice a second, without blocking."""
 
     def __init__(self, address: str | None) -> None:
         self.address = address

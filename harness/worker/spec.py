@@ -1,4 +1,4 @@
-"""What a trial's ranks are told, and the files that they leave."""
+"""Input of a trial's ranks, and the files they leave."""
 
 from __future__ import annotations
 
@@ -18,60 +18,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Sent to every rank of a trial; small and picklable.
+    """Specification sent to every rank of a trial; small and picklable.
 
-    What a node fills in for its own ranks comes last.
+    Fields that a node fills in for its ranks come last.
     """
 
     cell: Cell
     data: DataSource
     processes: int
-    """Of all nodes together."""
+    """Number of ranks on all nodes."""
     reference: str | None = None
-    """Folder of the reference run to compare with; None: not compared."""
+    """Folder of the reference run to compare with; None to skip."""
     reference_output: str | None = None
-    """Folder that this trial is to write as a reference run."""
+    """Folder to write this trial to as a reference run."""
     max_restarts: int = 0
-    """Elastic restarts that the ranks may take."""
+    """Largest number of elastic restarts."""
     profile: bool = False
-    """Whether the ranks are profiled instead of timed (see harness/worker/profile.py)."""
+    """Whether to profile instead of time the ranks (see harness/worker/profile.py)."""
     traces: str | None = None
-    """Folder for the traces of such a launch."""
+    """Folder for a profile's traces."""
     turns: TimeSlices | None = None
-    """How this launch trains by turns with others; None: alone."""
+    """Time slices of an interleaved trial; None if it runs alone."""
     samples_per_control: int = 0
-    """A control runs between the steps, once for so many samples of its rank (see
-    harness/worker/control.py); 0: none does."""
+    """Samples of a rank per control (see harness/worker/control.py); 0 for no control."""
     timed_seconds: float = 0.0
-    """With a control: timed steps are taken until they take so long together, but no fewer than
-    the cell says."""
+    """With a control, least total time of the timed steps; the cell's number still applies."""
     set_back_seed: int | None = None
-    """Decides when the state is set back to an earlier step (see harness/worker/set_back.py); None:
-    never."""
+    """Seed of the rewind schedule (see harness/worker/set_back.py); None for no rewinds."""
     node: int = 0
-    """Which of the cell's nodes this is."""
+    """Index of this node."""
     node_name: str = ""
-    """Empty: the host's."""
+    """Name of this node; empty for the host's."""
     rendezvous: tuple[str, int] = ("127.0.0.1", 0)
-    """Address and port of the store at which the nodes meet; it is on node 0."""
+    """Address and port of the store for the nodes' rendezvous, on node 0."""
     token: str = "trial"
     """Prefix of this trial's keys in that store."""
     interface: str | None = None
-    """Network interface that reaches all ranks; None leaves the choice to the libraries."""
+    """Network interface that reaches all ranks; None lets the libraries choose."""
     scratch: str = ""
     """Folder of this trial on this node: answers, logs, stacks, the strategy's own files."""
     cores: tuple[tuple[int, ...], ...] = ()
     """CPU cores of each local rank."""
     progress: str | None = None
-    """Address of the datagram socket to which rank 0 reports its finished steps; None: nobody
-    listens."""
+    """Datagram socket for rank 0's progress; None for no reports."""
     parent: int = 0
-    """Process id that the ranks must not outlive: the fork server's, or the launcher's own; 0 for
-    another launcher's."""
+    """Process id that the ranks must not outlive (fork server or launcher); 0 for an external
+    launcher."""
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node: equally many on each, and processes beside the devices' on the
+        """Returns this node's ranks: equally many per node, plus any non-device processes on the
         last."""
         each = self.processes // self.cell.nodes
         return range(
@@ -84,7 +80,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TrialSpec:
-        """The value of which `to_json` was asked; raises ValueError for anything else."""
+        """Parses the text of `to_json`; raises ValueError for anything else."""
         return _adapter().validate_python(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds between two steps, as it answers."""
+"""State of a rank between two steps, for its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from harness.workloads import Workload
 
 
 def states_of(train_state: TrainState, workload: Workload, device_type: str) -> RankStates:
-    """What this rank holds between steps."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -35,8 +34,7 @@ def states_of(train_state: TrainState, workload: Workload, device_type: str) -> 
     )
     return RankStates(
         parameter_dtypes=names(parameters),
-        # Gradients are gone after zero_grad; they have their parameter's dtype (autograd
-        # accumulates into that).
+        # Gradients are gone after zero_grad; autograd accumulates them in their parameter's dtype.
         gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
         optimizer_state_dtypes=names(state),
         held_parameters=sum(

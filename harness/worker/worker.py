@@ -1,4 +1,4 @@
-"""What one rank does: set up, warm up, measure, verify, answer."""
+"""Main program of a rank: set up, warm up, measure, verify, answer."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ from harness.workloads import make_workload
 if TYPE_CHECKING:
     import torch
 
-# Objects that must outlive every destructor: a rank that lets its DDP model go can hang for ever,
-# because the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
-# They live until the process leaves by _exit.
+# Objects that must live until the process leaves by _exit. A rank that drops its DDP model can
+# hang: the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
 _KEPT: list[Any] = []
 
-# What a rank says when another one has gone: the consequence of a failure, not its cause.
+# Messages of a rank that lost another one: the consequence of a failure, not its cause.
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -59,8 +58,8 @@ _LOST_PEER = (
     "horovod has been shut down",
     "this error originated at tensorpipe",
     "did the remote server shutdown or crash",  # torch's store
-    # NCCL's and torch's words for it. A collective that timed out is none of them: ranks that wait
-    # for each other may all be there.
+    # From NCCL and torch. A timed-out collective is not among them: ranks that wait for each other
+    # may all be alive.
     "remote process exited or there was a network error",
     "ncclremoteerror",
     "connection closed by remote peer",
@@ -80,18 +79,16 @@ _NO_MEMORY = (
 
 
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
-"""Environment variable with the packages that the fork server is to import beside the usual ones.
-"""
+"""Environment variable with additional packages for the fork server to import."""
 
 
 def run_rank(spec: TrialSpec) -> None:
-    """Entry point of every rank under the elastic launcher; rank and world size are torchrun's
-    variables."""
+    """Runs a rank under the elastic launcher; rank and world size are torchrun's variables."""
     rank = int(os.environ["RANK"])
     control = _prepare_process(spec, rank)
     answer = RankAnswer(rank, os.getpid(), time.time())
     progress = RankProgress(Heartbeat(spec.scratch, rank))
-    answer_questions(spec.scratch, rank)  # its thread's stack is none of the trial's memory
+    answer_questions(spec.scratch, rank)  # its thread's stack is not trial memory
     try:
         result = _train(spec, answer, progress, control)
     except BaseException as error:
@@ -115,7 +112,7 @@ def run_rank(spec: TrialSpec) -> None:
 
 @dataclass
 class RankProgress:
-    """How far a rank has come: what it can still be asked when it fails."""
+    """State of a rank for its failure report."""
 
     heartbeat: Heartbeat
     meter: MemoryMeter | None = None
@@ -123,8 +120,7 @@ class RankProgress:
 
 
 def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
-    """Entry point of every rank under torch.multiprocessing.spawn: sets the variables that torchrun
-    would have set."""
+    """Runs a rank under torch.multiprocessing.spawn, with the variables that torchrun would set."""
     os.environ |= {
         "RANK": str(local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -139,8 +135,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 
 def failure(error: BaseException) -> FailureAnswer:
-    """Status and reason of an exception, and whether it is only the consequence of another rank's
-    failure."""
+    """Classifies an exception, and tells whether it only follows from another rank's failure."""
     lines = str(error).strip().splitlines()
     first_line = lines[0] if lines else ""
     text = " ".join(lines).lower()
@@ -158,7 +153,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """The line of a log that says there was no memory; empty where none does."""
+    """Returns the log line that reports a lack of memory; empty without one."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",
@@ -166,12 +161,12 @@ def no_memory(text: str) -> str:
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
-    """Pins the process to its cores and sends its output to its log; returns its control."""
+    """Pins the process to its cores and redirects its output to its log; returns its control."""
     die_with_parent()
-    if spec.parent and os.getppid() != spec.parent:  # it was gone before the kernel was told
+    if spec.parent and os.getppid() != spec.parent:  # the parent died before the kernel was told
         os._exit(1)
     local_rank = int(os.environ["LOCAL_RANK"])
-    with contextlib.suppress(PermissionError):  # a session of its own makes the whole tree killable
+    with contextlib.suppress(PermissionError):  # makes the whole tree killable
         os.setsid()
     answer_file(spec.scratch, rank).unlink(missing_ok=True)
     pid_file(spec.scratch, rank).write_text(str(os.getpid()))
@@ -184,12 +179,11 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     cores = spec.cores[local_rank]
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
-    if (
-        spec.cell.device == "cpu"
-    ):  # libraries that choose a device themselves would take a GPU that is there
+    # Libraries that choose a device themselves would take a visible GPU.
+    if spec.cell.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if spec.interface:
-        # Each of these libraries listens on the address of its interface alone.
+        # Each of these libraries listens only on the address of its interface.
         for library in ("GLOO", "NCCL", "TP"):
             os.environ[f"{library}_SOCKET_IFNAME"] = spec.interface
     os.environ |= nccl_variables(spec.cell.links, spec.node_name)
@@ -206,7 +200,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
 
 
 def _device(cell: Cell, serves: bool) -> torch.device:
-    """Where this rank's model is: its GPU or the CPU; a server's is in host memory."""
+    """Returns the device of this rank's model: its GPU or the CPU; for a server, the CPU."""
     import torch
 
     if cell.device == "cuda" and not serves:
@@ -215,8 +209,7 @@ def _device(cell: Cell, serves: bool) -> torch.device:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError where this process was forked from one that had initialised CUDA, and
-    says what did."""
+    """Raises RuntimeError, naming the culprit, if the fork server had initialised CUDA."""
     culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(
