@@ -1,4 +1,4 @@
-"""Cache folder outside the checkout, for data and results of earlier runs."""
+"""Cache folder outside the checkout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Returns the folder of prepared data and reference runs, and creates it if needed.
+    """Returns the folder of prepared data and reference runs; creates it if needed.
 
-    It is $PARALLELISM_BENCH_CACHE, or else `parallelism-bench` in the user's cache folder.
+    $PARALLELISM_BENCH_CACHE, or else `parallelism-bench` in the user's cache folder.
     """
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")

@@ -7,10 +7,9 @@ import shutil
 
 
 def missing_compiler() -> str:
-    """Returns what is missing and how to install it; empty if the compiler is there.
+    """Returns what is missing and how to install it; empty if nothing is.
 
-    torch.compile generates C++ for CPU kernels and for the launchers of GPU kernels, and compiles
-    it with $CXX or g++.
+    torch.compile compiles generated C++ (CPU kernels, GPU launchers) with $CXX or g++.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

@@ -1,4 +1,4 @@
-"""CPU cores that a process may use, and their assignment to a node's ranks."""
+"""CPU cores of processes and ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def allowed_cores() -> list[int]:
-    """Returns the CPUs this process may use: one hardware thread per core first, then the rest."""
+    """Returns the CPUs this process may use, one hardware thread per core first."""
     cores = physical_cores(os.sched_getaffinity(0))
     return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
 
@@ -45,8 +45,8 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
     """Returns the cores of each local process of a GPU cell: the shares of its GPUs.
 
     Parameter servers drive no GPU and may use all cores. A rank's cores also run the threads of
-    autograd, NCCL, libraries (Horovod, CPU Adam, disk access) and the harness's batch preparation.
-    On a single core, or on the other socket, those threads would dominate the measurement.
+    autograd, NCCL, libraries (Horovod, CPU Adam, disk access) and batch preparation. On a single
+    core, or on the other socket, those threads would dominate the measurement.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -62,7 +62,6 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _shares(gpus: int) -> list[tuple[int, ...]]:
-    """Returns the share of this process's cores for each of the first `gpus` GPUs."""
     from harness.host.gpu import nearby_cores
 
     return share_cores(
@@ -75,9 +74,9 @@ def share_cores(
 ) -> list[tuple[int, ...]]:
     """Returns each GPU's share of the cores, as hardware threads.
 
-    GPUs near the same cores split them evenly; if there are fewer cores than GPUs, several GPUs get
-    the same core. `cores`: hardware threads of each core. `near`: hardware threads near each GPU;
-    if unknown, or none is among `cores`, all cores count as near.
+    GPUs near the same cores split them evenly, or share cores if there are too few. `cores`:
+    hardware threads of each core. `near`: hardware threads near each GPU; if unknown, or none is
+    among `cores`, all cores count as near.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -95,7 +94,7 @@ def share_cores(
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
     """Returns the intra-op threads of a rank pinned to these hardware threads.
 
-    That is `threads_per_device` for a CPU cell and one thread per core for a GPU cell.
+    CPU cells: `threads_per_device`; GPU cells: one per core.
     """
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
@@ -114,9 +113,9 @@ def core_ranges(cores: Iterable[int]) -> str:
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
     """Returns whether the cell's ranks need more cores than there are.
 
-    A rank of a CPU cell needs a core per thread; one of a GPU cell needs one core, to launch
-    kernels. `cores`: of all nodes together; if None (unknown), returns False. `processes`: number
-    of ranks if parameter servers make it exceed the number of devices.
+    A CPU rank needs a core per thread, a GPU rank one core to launch kernels. `cores`: of all
+    nodes; None (unknown) returns False. `processes`: number of ranks if parameter servers make it
+    exceed the number of devices.
     """
     if cores is None:
         return False
@@ -125,5 +124,5 @@ def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
 
 
 def cores_of_nodes(cell: Cell) -> int:
-    """Returns the cores of all nodes of a cell, assuming each has as many as this host."""
+    """Returns the cores of all a cell's nodes, if all are like this host."""
     return cell.nodes * len(allowed_cores())

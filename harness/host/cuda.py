@@ -27,9 +27,9 @@ queries the GPU's compute capability, and peft and transformers.trainer import b
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
-    """Returns the packages that the fork server may import; ranks import the others themselves.
+    """Returns the packages that the fork server may import; ranks import the others.
 
-    With GPUs, only packages known to leave CUDA alone qualify: a plug-in may require any package.
+    With GPUs, only packages known to leave CUDA alone: a plug-in may require any package.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 

@@ -29,7 +29,7 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
-"""Packages whose versions are recorded, in addition to those that strategies require."""
+"""Packages whose versions are recorded, in addition to strategies' requirements."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
@@ -47,12 +47,12 @@ SLURM = {
     "nodes": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-"""Recorded environment variables of a SLURM job, by the name they are recorded under."""
+"""Recorded environment variables of a SLURM job, by column."""
 
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """Returns the installed version of a package; None if it is not installed."""
+    """Returns the installed version; None if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -122,9 +122,10 @@ def unused_gpus() -> str | None:
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Returns whether a build of torch runs on a GPU of this compute capability.
 
-    It needs machine code (sm_*) for the same major version and the same or an older minor one, or
-    PTX (compute_*) for the same or an older version (CUDA C++ Programming Guide, section on compute
-    capability). `built`: harness.host.cuda.architectures(); if empty (unknown), returns True.
+    Machine code (sm_*) runs on the same major version and the same or a newer minor one. PTX
+    (compute_*) runs on the same or a newer version. Source: CUDA C++ Programming Guide, section on
+    compute capability. `built`: harness.host.cuda.architectures(); if empty (unknown), returns
+    True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:
@@ -139,7 +140,7 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def cpu_model() -> str | None:
-    """Returns the processor's name; None if the system does not report it."""
+    """Returns the processor's name; None if unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -149,7 +150,7 @@ def cpu_model() -> str | None:
 
 
 def git_commit() -> str | None:
-    """Returns the commit of the suite's own checkout, with `+` if tracked files have changed.
+    """Returns the suite's commit, with `+` if tracked files have changed.
 
     None if the suite is not in its own checkout.
     """
@@ -175,7 +176,7 @@ def git_commit() -> str | None:
 
 
 def allocation() -> dict[str, str]:
-    """Returns the SLURM job that this process runs in; empty outside a job."""
+    """Returns the SLURM job of this process; empty outside a job."""
     return {name: value for name, variable in SLURM.items() if (value := os.environ.get(variable))}
 
 
@@ -189,7 +190,6 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, object]:
-    """Returns a run's columns about this host's GPUs, used or not."""
     from harness.host.gpu import driver
     from harness.host.gpu_facts import gpu_facts, gpu_topology
 
@@ -229,7 +229,7 @@ def cudnn_version() -> str | None:
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the environment columns of a run's row.
 
-    `more_libraries`: packages to record the versions of, if installed, in addition to LIBRARIES.
+    `more_libraries`: packages to record in addition to LIBRARIES, if installed.
     """
     from harness.host.cores import allowed_cores
     from harness.host.memory import memory_bytes

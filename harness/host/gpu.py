@@ -1,4 +1,4 @@
-"""GPUs that this process may use, and their location on the host."""
+"""GPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ class Gpu:
     cores: tuple[int, ...]
     """Nearby CPU cores, by the kernel's numbers; empty if unknown."""
     mig: bool
-    """Whether this is a MIG slice."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA driver of this host; fields are None if there is none or it does not answer."""
+    """NVIDIA driver of this host; fields are None if unknown."""
 
     version: str | None
     cuda: tuple[int, int] | None
@@ -48,7 +47,6 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """Returns the NVIDIA driver; queried once per process."""
     with nvml() as library:
         if library is None:
             return Driver(None, None)
@@ -99,7 +97,6 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
 
 
 def _physical(library: Nvml) -> dict[int, Handle]:
-    """Returns the GPUs that this process may open, by NVML's index."""
     count = library.number("nvmlDeviceGetCount") or 0
     gpus = {number: library.handle("nvmlDeviceGetHandleByIndex", number) for number in range(count)}
     return {number: gpu for number, gpu in gpus.items() if gpu is not None}
@@ -119,7 +116,6 @@ def _slices(library: Nvml, gpu: Handle) -> list[Handle]:
 
 
 def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle | None:
-    """Returns the slice with this UUID, or the only one with this UUID prefix; None otherwise."""
     exact = library.handle("nvmlDeviceGetHandleByUUID", name)
     if exact is not None:
         return exact
@@ -128,7 +124,7 @@ def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle |
 
 
 def _places(variable: str, uuids: Sequence[str]) -> list[int]:
-    """Returns the positions in `uuids` selected by a list of indices or of UUID prefixes."""
+    """Returns the positions in `uuids` named by a list of indices or UUID prefixes."""
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
@@ -148,7 +144,6 @@ def _of_uuid(word: str, uuids: Sequence[str]) -> int:
 
 
 def _leading_number(word: str) -> int:
-    """Parses leading digits as C's strtoul does; -1 without any."""
     digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
     return int(digits[0]) if digits else -1
 
@@ -159,10 +154,7 @@ def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:
 
 
 def _identity(library: Nvml, handle: Handle) -> Gpu | None:
-    """Returns the constant facts about a device.
-
-    None if it reports no name or memory, like a GPU that has fallen off the bus.
-    """
+    """Returns a device's constant facts; None if it has fallen off the bus."""
     physical, mig = library.whole_gpu(handle)
     name, memory = library.text("nvmlDeviceGetName", handle), library.memory(handle)
     if name is None or memory is None:

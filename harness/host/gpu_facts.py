@@ -25,7 +25,7 @@ _NVLINK_VERSIONS = dict(
 
 @dataclass(frozen=True)
 class GpuFacts(Gpu):
-    """Identity and settings of a GPU; None if the GPU does not report a value."""
+    """Identity and settings of a GPU; None if not reported."""
 
     ecc: bool | None
     """Whether error correction of memory is on."""
@@ -37,7 +37,6 @@ class GpuFacts(Gpu):
 
 
 def gpu_facts() -> list[GpuFacts]:
-    """Returns the facts about each visible GPU, in CUDA's order."""
     with nvml() as library:
         if library is None:
             return []
@@ -65,10 +64,8 @@ def _facts(library: Nvml, device: Gpu) -> GpuFacts:
 
 
 def gpu_topology() -> list[list[str]]:
-    """Describes the link between each pair of visible GPUs.
-
-    It is NVLink, or else the closest level they share on the PCI bus.
-    """
+    """Describes the link between each pair of visible GPUs: NVLink, or the closest level shared on
+    the PCI bus."""
     devices = visible_gpus()
     if not devices:
         return []
@@ -81,8 +78,6 @@ def gpu_topology() -> list[list[str]]:
 
 @dataclass(frozen=True)
 class _End:
-    """A GPU and its active NVLinks."""
-
     gpu: Handle | None
     bus_id: str
     version: str
@@ -90,7 +85,7 @@ class _End:
     to_switch: int
     """Number of links that end at an NVSwitch."""
     to_gpus: Counter[str]
-    """Number of links by the bus id of the GPU at the other end."""
+    """Number of links by the other GPU's bus id."""
 
 
 def _end(library: Nvml, device: Gpu) -> _End:

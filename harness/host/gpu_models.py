@@ -1,7 +1,4 @@
-"""Data-sheet peaks of each GPU: arithmetic, memory and NVLink.
-
-gpu_models.yaml has the figures and their sources.
-"""
+"""Data-sheet peaks of GPUs, from gpu_models.yaml."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product; None for figures that its maker's documents omit or contradict."""
+    """One product; None for figures its maker does not state, or states inconsistently."""
 
     product_name: str
     """Exact NVML name without the leading `NVIDIA `."""
@@ -51,8 +48,6 @@ class GpuModel:
 
 
 class _Row(BaseModel):
-    """A model in gpu_models.yaml, in that file's units."""
-
     model_config = ConfigDict(extra="forbid")
 
     name: str
@@ -113,6 +108,6 @@ def gpu_model(device_name: str | None) -> GpuModel | None:
 
 
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
-    """Returns the dense data-sheet peak of one device; None for CPUs and GPUs not in the table."""
+    """Returns the dense data-sheet peak of one device; None if not in the table."""
     model = gpu_model(device_name)
     return model.peak_flops_per_second(precision) if model else None

@@ -1,4 +1,4 @@
-"""GPU data in a trial's row, and the findings that make its times doubtful."""
+"""GPU data in a trial's row, and reasons to doubt its times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from harness.host.gpu_state import GpuState, GpuUse
 
 _THROTTLED_SHARE = 0.01
-"""Largest share of the timed seconds throttled by heat that does not mark a trial."""
+"""Share of the timed seconds throttled by heat above which a trial is marked."""
 
 
 GIB = 2**30
 
 
 def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
-    """Serializes states for a column; None if there are none."""
+    """Serializes a column; None if there are no states."""
     return json.dumps([asdict(state) for state in states]) if states else None
 
 
@@ -49,17 +49,14 @@ class GpuFinding:
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """GPU data of a trial's row."""
-
     before: tuple[GpuState, ...] = ()
     after: tuple[GpuState, ...] = ()
     use: tuple[GpuUse, ...] = ()
-    """Use of each rank's GPUs, by rank."""
+    """GPU use by rank."""
 
     @classmethod
     def read(cls, before: object, after: object, use: object) -> GpuRecord:
-        """Parses the three columns of a row; empty if they are null or in another program's
-        format."""
+        """Parses the three columns of a row; empty if null or in another format."""
         first, last, of_ranks = (
             text if isinstance(text, str) else "[]" for text in (before, after, use)
         )
@@ -74,7 +71,7 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Returns one sentence for each rank that lacks figures because NVML did not answer."""
+        """Sentences about the ranks for which NVML did not answer."""
         return [
             f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)
@@ -88,7 +85,6 @@ class GpuRecord:
 
 
 def _around(when: str, states: Iterable[GpuState]) -> list[GpuFinding]:
-    """Finds problems just before or after a trial, when its ranks were not running."""
     findings = []
     for state in states:
         others = state.processes or ()
@@ -108,7 +104,6 @@ def _heat(state: GpuState) -> str:
 
 
 def _during(uses: Iterable[GpuUse]) -> list[GpuFinding]:
-    """Finds what throttled the ranks' GPUs during the timed steps."""
     words = []
     for rank, use in enumerate(uses):
         held = use.throttled_seconds or {}

@@ -1,4 +1,4 @@
-"""Current state of a GPU: clocks and their limits, temperature, power, errors, and processes."""
+"""Current state of a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class GpuState:
         return tuple(marked)
 
     def without(self, pids: Collection[int | None]) -> GpuState:
-        """Returns the state without these processes."""
         if self.processes is None:
             return self
         others = tuple(process for process in self.processes if process.pid not in pids)
@@ -106,12 +105,12 @@ class GpuUse:
     """`process_bytes` minus what torch's allocator had reserved: CUDA context and communication
     buffers."""
     nvml_answers: bool = True
-    """Whether NVML answered; if not (it did not start, or did not find the rank's GPUs), energy,
-    clocks and memory are unknown."""
+    """Whether NVML started and found the rank's GPUs; if not, energy, clocks and memory are
+    unknown."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
-    """Decodes NVML's bit mask of reasons; an unknown bit is given by its number."""
+    """Decodes NVML's bit mask of reasons; unknown bits become numbers."""
     bits = (bit for bit in range(64) if reasons >> bit & 1)
     return tuple(REASONS[bit] if bit < len(REASONS) else f"reason {bit}" for bit in bits)
 
@@ -153,7 +152,6 @@ def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
 
 
 def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
-    """Yields the state of each of these devices that NVML finds."""
     for device in devices:
         handle = library.handle("nvmlDeviceGetHandleByUUID", device.uuid)
         if handle is not None:
@@ -171,8 +169,7 @@ class GpuLook:
     _devices: tuple[Gpu, ...] = ()
 
     def states(self, count: int) -> tuple[GpuState, ...]:
-        """Returns the states of the first `count` GPUs, those of the local ranks; empty without
-        GPUs."""
+        """Returns the states of the first `count` GPUs; empty without GPUs."""
         if self._library is None:
             self._devices = visible_gpus()
             self._library = Nvml.start() if self._devices else None

@@ -1,4 +1,4 @@
-"""Packages hidden from libraries that import whatever is installed, even if nobody uses it."""
+"""Packages hidden from libraries that import whatever is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import cast
 
 _MODULES = cast("dict[str, ModuleType | None]", sys.modules)
-"""Loaded modules; a package whose entry is None cannot be imported."""
+"""Loaded modules; those that are None cannot be imported."""
 
 
 def hide(package: str) -> None:
@@ -17,7 +17,7 @@ def hide(package: str) -> None:
 
 
 def show(package: str) -> None:
-    """Makes a hidden package importable again."""
+    """Undoes `hide`."""
     if _is_hidden(package):
         del _MODULES[package]
 

@@ -1,4 +1,4 @@
-"""Memory that this process may use: the host's, or less in a container or a SLURM job."""
+"""Memory limits of this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ MEBIBYTE = 2**20
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the most bytes that this process may use.
 
-    This is the smallest of the host's memory, the limits of its control groups, and the memory of
-    its SLURM job on this node. `process`: its folder in /proc. `groups`: mount point of control
-    groups.
+    This is the smallest of the host's memory, the control groups' limits and the SLURM job's memory
+    on this node. `process`: its folder in /proc. `groups`: mount point of control groups.
     """
     limits = [limit for limit, _ in _group_limits(process, groups)]
     return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
@@ -67,7 +66,6 @@ def _inactive_file_bytes(group: Path) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """Reads a number; None if there is no such file or it says `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,5 +1,4 @@
-"""Out-of-memory kills among the processes that share this process's memory limit (a container, a
-job)."""
+"""Out-of-memory kills under this process's memory limit (a container, a job)."""
 
 from __future__ import annotations
 

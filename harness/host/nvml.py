@@ -23,11 +23,9 @@ _MOST_STARTS = 1000
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A compute process on a GPU."""
-
     pid: int
     memory_bytes: int | None
-    """GPU memory of the process; None if the driver hides it."""
+    """GPU memory; None if the driver hides it."""
 
 
 class Nvml:
@@ -59,7 +57,6 @@ class Nvml:
             self._pynvml.nvmlShutdown()
 
     def offers(self, function: str) -> bool:
-        """Returns whether the installed pynvml has this function."""
         return hasattr(self._pynvml, function)
 
     def constant(self, name: str) -> int:
@@ -93,13 +90,12 @@ class Nvml:
         return None if answer is None else Handle(answer)
 
     def members(self, function: str, *arguments: object) -> tuple[int, ...]:
-        """Returns a set of numbers encoded as bits of 64-bit words, lowest word first; empty if
+        """Decodes a set of numbers from the bits of 64-bit words, lowest first; empty if
         unknown."""
         words: Sequence[int] = self._ask(function, *arguments) or ()
         return tuple(i for i in range(64 * len(words)) if int(words[i // 64]) >> i % 64 & 1)
 
     def bus_id(self, function: str, *arguments: object) -> str | None:
-        """Returns the PCI bus id from an nvmlPciInfo_t."""
         answer = self._ask(function, *arguments)
         return None if answer is None else _decoded(answer.busId)
 
@@ -109,7 +105,6 @@ class Nvml:
         return None if answer is None else (int(answer.total), int(answer.used))
 
     def processes(self, handle: Handle) -> tuple[GpuProcess, ...] | None:
-        """Returns the compute processes on a GPU or slice."""
         answer = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
         if answer is None:
             return None
@@ -125,12 +120,12 @@ class Nvml:
         return None if answer is None else answer.violationTime / 1e9
 
     def whole_gpu(self, handle: Handle) -> tuple[Handle, bool]:
-        """Returns the physical GPU of a handle, and whether the handle is a MIG slice of it."""
+        """Returns the physical GPU of a handle, and whether the handle is a slice."""
         parent = self.handle("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return (handle, False) if parent is None else (parent, True)
 
     def is_divided(self, handle: Handle) -> bool:
-        """Returns whether a GPU is in MIG mode, in which only its slices can be used."""
+        """Returns whether a GPU is in MIG mode, which only exposes its slices."""
         mode = self.pair("nvmlDeviceGetMigMode", handle)
         return mode is not None and mode[0] == self.constant("NVML_DEVICE_MIG_ENABLE")
 

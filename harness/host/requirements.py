@@ -49,7 +49,7 @@ def require() -> None:
 
 
 def unmet() -> list[tuple[str, str]]:
-    """Returns each unmet requirement and the installed version, which is empty if there is none."""
+    """Returns unmet requirements with their installed versions (empty if none)."""
     lacking = []
     for module, need in REQUIREMENTS.items():
         spec = find_spec(module)
@@ -62,7 +62,7 @@ def unmet() -> list[tuple[str, str]]:
 
 
 def _version(spec: ModuleSpec, name: str) -> str:
-    """Returns the version in the metadata next to a module; empty without metadata.
+    """Returns the version in the metadata next to a module; empty if missing.
 
     importlib.metadata would take longer than all other checks together.
     """

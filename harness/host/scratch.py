@@ -58,9 +58,9 @@ def keep_multiprocessing_files() -> None:
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
-    """Removes and returns this user's scratch folders that no living process has locked.
+    """Removes and returns this user's unlocked scratch folders.
 
-    Searches `parent` or the temporary folder; skips other users' folders and anything not a folder.
+    Searches `parent` or the temporary folder; skips other users' folders and non-folders.
     """
     removed = []
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
@@ -79,10 +79,7 @@ def remove_abandoned(parent: Path | None = None) -> list[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Returns a file descriptor that holds the folder's lock.
-
-    None if another process holds the lock, or the folder is gone.
-    """
+    """Locks a folder; returns the file descriptor, or None if it is locked or gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

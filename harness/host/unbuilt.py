@@ -30,8 +30,6 @@ _ERRORS = (
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A library that could not be built in this environment."""
-
     library: str
     version: str
     error: str
@@ -39,7 +37,6 @@ class Unbuilt:
     mend: str
     """Suggested remedy, as a clause: `use another compiler`."""
     log: str
-    """Path of the build's log."""
 
     @property
     def reason(self) -> str:
@@ -48,20 +45,19 @@ class Unbuilt:
 
 
 def reason_file(library: str) -> Path:
-    """Returns the path of the reason file, inside the Python environment that lacks the library."""
+    """Returns the reason file's path, in the environment that lacks the library."""
     return Path(sys.prefix) / "share" / "parallelism-bench" / "unbuilt" / f"{library}.json"
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Returns why setup could not build a library; None if it did not fail or was not tried."""
+    """Returns why setup could not build a library; None if it did not fail or try."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None
 
 
 def first_error(log: str, folder: str = "") -> str:
-    """Returns the log line that best explains a failure, with paths relative to the build
-    folder."""
+    """Returns the log line that best explains a failure, with paths relative to `folder`."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in _ERRORS:
         for index, line in enumerate(lines):
@@ -74,7 +70,6 @@ def first_error(log: str, folder: str = "") -> str:
 
 
 def keep(library: str, version: str, log: Path, folder: str, mend: str) -> Unbuilt:
-    """Saves the reason why a library could not be built in `folder`."""
     error = first_error(log.read_text(errors="replace"), folder)
     failure = Unbuilt(library=library, version=version, error=error, mend=mend, log=str(log))
     reason_file(library).parent.mkdir(parents=True, exist_ok=True)

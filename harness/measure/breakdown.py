@@ -17,7 +17,7 @@ from typing import Literal
 from harness.record.profile import COMPONENTS
 
 STRAGGLES = 0.15
-"""Smallest share by which a straggler's own time exceeds the median of the other ranks'."""
+"""Share by which a straggler's own time must exceed the median of the other ranks'."""
 
 
 Kind = Literal[
@@ -76,7 +76,7 @@ Piece = tuple[float, float, tuple[str, ...]]
 
 
 def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
-    """Cuts [begin, end] into pieces without gaps, at the boundaries of one thread's events."""
+    """Cuts [begin, end] into pieces at the boundaries of one thread's events."""
     inside = sorted(
         (e for e in events if e.end > begin and e.begin < end), key=lambda e: (e.begin, -e.end)
     )
@@ -109,7 +109,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Busy:
-    """Times covered by events, as disjoint intervals in order."""
+    """Disjoint intervals covered by events, in order."""
 
     begins: list[float]
     ends: list[float]
@@ -195,7 +195,6 @@ def breakdown(
 
 
 def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
-    """Returns the component of a piece from the kinds of its enclosing events."""
     if "data" in kinds:
         return "data"
     updating = "optimizer" in kinds
@@ -214,8 +213,7 @@ def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
 
 
 def own_seconds(step: dict[str, float]) -> float:
-    """Returns the seconds of a step, given by component, in which a rank did not wait for
-    others."""
+    """Returns the seconds of a step in which a rank did not wait for others."""
     return sum(
         step[component] for component in COMPONENTS if component not in ("communication", "bubble")
     )

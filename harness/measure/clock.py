@@ -13,8 +13,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times of one step on one rank, in seconds."""
-
     data_seconds: float
     """Time to prepare the batch and move it to the device."""
     step_seconds: float

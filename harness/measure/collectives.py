@@ -1,5 +1,4 @@
-"""Collectives of a step, and the bytes a rank sends for them: the minimum, and by the backend's
-algorithm."""
+"""A step's collectives, and the bytes a rank sends for them."""
 
 from __future__ import annotations
 
@@ -16,13 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A collective or point-to-point message."""
-
     operation: str
     tensor_bytes: int
     """Bytes of the whole tensor (after a gather, before a scatter), or of all tensors of a list."""
     group_size: int
-    """Number of participating ranks."""
 
 
 def _once(n: int) -> float:
@@ -62,14 +58,14 @@ RING = THEORY
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """Returns the bytes a rank must send per step, given calls and their count per step."""
+    """Returns the least bytes a rank sends per step, given calls with their count per step."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
 
 
 def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
-    """Returns the bytes a rank sends per step with the backend's algorithm, without headers."""
+    """Returns the bytes a rank sends per step by the backend's algorithm, without headers."""
     factors = GLOO if backend == "gloo" else RING
     return sum(
         count * call.tensor_bytes * factors[call.operation](call.group_size)
@@ -151,10 +147,7 @@ def collective_call(name: str, args: Sequence[object]) -> Call | None:
 
 
 def _group_size(args: Sequence[object]) -> int:
-    """Returns the size of the process group in the arguments.
-
-    Functional operators give the group's name, others an object.
-    """
+    """Returns the group's size; functional operators give its name, others an object."""
     import torch.distributed as dist
     from torch._C import ScriptObject
 
@@ -170,7 +163,6 @@ def _group_size(args: Sequence[object]) -> int:
 
 
 def tensor_bytes(tensors: object) -> int:
-    """Returns the bytes of a tensor, or of nested lists of tensors."""
     import torch
 
     if isinstance(tensors, torch.Tensor):

@@ -33,8 +33,6 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Fit:
-    """Message time as latency + bytes / bandwidth."""
-
     latency_seconds: float
     bandwidth_bytes_per_second: float | None
     """Fitted bandwidth; None if the time did not grow with the size."""
@@ -71,14 +69,12 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Times of one operation over one backend, and the line fitted to them."""
-
     backend: str
     operation: str
     sizes: tuple[int, ...]
     """Message sizes in bytes."""
     seconds: tuple[float, ...]
-    """Median time for each size."""
+    """Median times by size."""
     fit: Fit
 
     def as_json(self) -> dict[str, object]:
@@ -97,8 +93,7 @@ class LinkFit:
 
 
 def repeats(size: int) -> int:
-    """Returns the repetitions for a message of this many bytes; small ones vary more and get
-    more."""
+    """Returns the repetitions for a message size in bytes; small messages vary more."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, BYTES_PER_SIZE // size))
 
 
@@ -129,7 +124,7 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
 def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
     """Times every operation at every size and writes the times to `scratch`.
 
-    Ends by os._exit, as a trial's rank does (see harness/worker/worker.py).
+    Ends by os._exit, like a trial's rank (harness/worker/worker.py).
     """
     import torch
     import torch.distributed as dist
@@ -171,7 +166,7 @@ def timed(
     synchronize: Callable[[], object],
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of each of `count` repetitions of `run`, after WARMUP untimed ones."""
+    """Returns the seconds of each of `count` repetitions, after WARMUP untimed ones."""
     repetitions = []
     for _ in range(WARMUP + count):
         synchronize()
@@ -185,7 +180,7 @@ def timed(
 def _operations(
     rank: int, size: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """Returns each operation on messages of `size` bytes, and its number of sequential messages.
+    """Returns operations on messages of `size` bytes, and their number of sequential messages.
 
     Checks each result once; raises RuntimeError if it is wrong.
     """

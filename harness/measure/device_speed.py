@@ -1,7 +1,4 @@
-"""Achievable speed of a device: matrix products, memory copies, and kernel launches.
-
-Data sheets state what a chip can do; power limits, clocks and libraries decide what it does.
-"""
+"""Achievable speed of a device: matrix products, memory copies, and kernel launches."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
 SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
-"""Time budget for the products of one size; larger sizes are skipped."""
+"""Time budget per size; larger sizes are skipped."""
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
-"""Limit for a measurement in a separate process: mostly imports on a slow disk."""
+"""Limit for a separate process: mostly imports on a slow disk."""
 _APART = """
 import dataclasses, json, sys
 from harness.host.process import die_with_parent

@@ -36,9 +36,9 @@ class Energy:
     """
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
-    """Reader of counters by device: joules, and the value at which the counter wraps around."""
+    """Counters by device in joules, with their wrap-around values."""
     joules: float | None = 0.0
-    """Total energy; None if unknown."""
+    """Total; None if unknown."""
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod

@@ -29,7 +29,7 @@ _MATMUL = re.compile(
 
 
 def kernel_kind(name: str) -> Kind:
-    """Returns the class of a kernel, other than a collective's, by its name."""
+    """Classifies a kernel, other than a collective's, by name."""
     if _OPTIMIZER.search(name):
         return "device compute" if _LISTS_OF_TENSORS.search(name) else "device update"
     if _TORCHS_OWN.search(name):

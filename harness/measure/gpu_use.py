@@ -63,7 +63,6 @@ class RankGpus:
 
     @property
     def complete(self) -> bool:
-        """Whether NVML knows all of the rank's GPUs."""
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
@@ -104,7 +103,6 @@ class RankGpus:
         return state_of(self.library, handle, -1 if index is None else index, uuid)
 
     def _throttled(self, handle: Handle) -> dict[str, float]:
-        """Returns the seconds since driver load by cause, for the causes that the GPU counts."""
         assert self.library is not None
         counted = {
             limiter: self.library.violation_seconds(handle, policy)
@@ -113,7 +111,7 @@ class RankGpus:
         return {limiter: seconds for limiter, seconds in counted.items() if seconds is not None}
 
     def use(self) -> GpuUse | None:
-        """Returns the use of the GPUs up to the end of the last stretch; None on the CPU."""
+        """Returns GPU use up to the last stretch's end; None on the CPU."""
         if not self.devices:
             return None
         throttled: dict[str, float] = {}

@@ -13,8 +13,8 @@ WINDOW_SECONDS = 0.03
 
 
 FRESH_SECONDS = 0.2
-"""Lifetime of a share measured after a trial as the share before the next one; longer than writing
-a record takes."""
+"""Time for which a trial's closing share serves as the next one's opening share; longer than
+writing a record takes."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
@@ -48,10 +48,7 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """Idle shares before and after each trial.
-
-    The share after a trial is reused for the next one if that begins at once.
-    """
+    """Idle shares before and after each trial, reused if the next one begins at once."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -70,10 +67,7 @@ class Idle:
 
 @dataclass
 class Load:
-    """CPU time of this rank and of the whole machine over stretches of steps.
-
-    Read between steps.
-    """
+    """CPU time of this rank and the machine over stretches of steps; read between steps."""
 
     seconds: float = 0.0
     """Total length of the stretches."""

@@ -54,7 +54,6 @@ class Peak:
     reserved: int | None
     """Peak held by the CUDA caching allocator, on the device with the most."""
     method: str
-    """Description of the measurement method."""
     host: int | None = None
     """Host peak of a GPU rank: resident memory without file pages, above the baseline after
     imports. Pinned pages count if the kernel counts them as resident."""
@@ -166,23 +165,20 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Returns the bytes of in_use that are stacks of threads started since the imports.
-
-        Stacks are mapped as a whole, though mostly not resident.
-        """
+        """Returns the bytes of in_use in stacks of later threads: mapped, mostly not resident."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Returns freed heap memory to the kernel, so that setup does not count as step memory."""
+        """Returns freed heap memory to the kernel; otherwise setup would count as steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
 
     def reset(self) -> bool:
-        """Forgets the peak so far; returns False if the kernel does not allow it."""
+        """Forgets the peak; returns False if the kernel does not allow it."""
         if self.device.type == "cuda":
             import torch
 
@@ -206,7 +202,6 @@ class MemoryMeter:
         return max(0, status["VmHWM"] - status["RssFile"] - self.host_baseline)
 
     def peak(self) -> Peak:
-        """Returns the peak since the last reset."""
         if self.device.type == "cuda":
             import torch
 
@@ -225,7 +220,6 @@ def _without_files(status: dict[str, int]) -> int:
 
 
 def imbalance(peaks: list[int]) -> float | None:
-    """Returns the ranks' largest peak over their mean (1.0 if equal); None if empty or all are
-    0."""
+    """Returns the ranks' largest peak over their mean; None if empty or all 0."""
     mean = sum(peaks) / len(peaks) if peaks else 0
     return max(peaks) / mean if mean else None

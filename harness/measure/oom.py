@@ -25,14 +25,12 @@ _BACKWARD = ("backward", "_engine_run_backward")
 
 
 class Shortage(TypedDict):
-    """Phase of a rank that ran out of memory, and the bytes it held."""
-
     failed_in: str
     holding: dict[str, object]
 
 
 def phase(error: BaseException) -> str:
-    """Returns which of PHASES the rank was in, from the exception's traceback."""
+    """Returns which of PHASES the rank was in, from the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:
@@ -96,6 +94,5 @@ def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """Returns address and bytes of the storage of this rank's part."""
     storage = local_part(tensor).untyped_storage()
     return storage.data_ptr(), storage.nbytes()

@@ -1,4 +1,4 @@
-"""Methods wrapped during a measurement, and then restored."""
+"""Temporarily wrapped methods."""
 
 from __future__ import annotations
 

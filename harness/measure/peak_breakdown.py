@@ -20,7 +20,7 @@ STEPS = 2
 
 
 class PeakBreakdown(TypedDict):
-    """Bytes by kind at the point of a step where the rank's tensors take the most memory."""
+    """Bytes by kind at the memory peak of a step."""
 
     parameters: int
     """Parameters, including gathered ones while a module holds them."""
@@ -34,7 +34,6 @@ class PeakBreakdown(TypedDict):
     other: int
     """Tensors created and freed by backward."""
     peak: int
-    """Sum of the above."""
     unseen: dict[str, int]
     """Buffers that the strategy names only by size and no operator writes to."""
 
@@ -84,7 +83,6 @@ def peak_split(
 
 
 def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
-    """Returns the bytes at the peak by MemTracker's kinds; empty if no device has this type."""
     for device, snapshot in tracker.get_tracker_snapshot("peak").items():
         if device.type == device_type:
             return {str(getattr(kind, "value", kind)): int(n) for kind, n in snapshot.items()}

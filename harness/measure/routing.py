@@ -1,4 +1,4 @@
-"""Tokens per expert in mixture-of-experts models."""
+"""Tokens per expert."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[Non
 
 
 def imbalance_of_experts(counts: ExpertTokens) -> float:
-    """Returns the busiest expert's tokens over its block's mean, for the most uneven block.
-
-    1 means all experts get the same number.
-    """
+    """Returns the busiest expert's tokens over its block's mean (1: balanced), in the most uneven
+    block."""
     return max(max(tokens) * len(tokens) / sum(tokens) for tokens in counts.values())

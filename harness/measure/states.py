@@ -1,4 +1,4 @@
-"""Memory that a rank keeps between steps, in bytes by kind."""
+"""Memory that a rank keeps between steps."""
 
 from __future__ import annotations
 
@@ -71,16 +71,12 @@ def state_bytes(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; any other tensor unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
-    """Returns the bytes of the tensor's storage (0 if seen before) and its device type.
-
-    Libraries may give only the bytes; the device is then None.
-    """
+    """Returns the storage's bytes (0 if seen before) and device type (None if unknown)."""
     if isinstance(tensor, int):
         return tensor, None
     local = local_part(tensor)

@@ -1,4 +1,4 @@
-"""Bytes that this process sent to others, and read from and wrote to disk."""
+"""Network and disk traffic of this process."""
 
 from __future__ import annotations
 
@@ -78,16 +78,12 @@ def disk_bytes() -> tuple[int, int] | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Returns the total size of the files in a folder and its subfolders."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @dataclass
 class Traffic:
-    """Bytes over stretches of steps; None if unknown.
-
-    The counters are read between steps, outside step times.
-    """
+    """Bytes over stretches of steps, read between steps; None if unknown."""
 
     over_tcp: bool
     """Whether the ranks communicate over TCP (gloo, MPI); NCCL's traffic is not visible here."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankStep(StepTime):
     step: int
-    """Index of the step, from 0."""
+    """Step index, from 0."""
     phase: str
-    """warmup, settling or timed, as in table `steps`."""
+    """Phase: warmup, settling or timed, as in table `steps`."""
     loss: float | None
     """Mean loss of this rank's samples; None without samples."""
     control_seconds: float | None = None
@@ -41,9 +41,9 @@ class CpuTime:
     seconds: float
     """Total length of the stretches."""
     own: float
-    """CPU seconds of this rank's process."""
+    """Seconds of this rank's process."""
     busy: float | None
-    """CPU seconds of the whole machine; None if unknown."""
+    """Seconds of the whole machine; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ class Offload:
 
 @dataclass(frozen=True)
 class RankStates:
-    """State of a rank between two steps."""
-
     parameter_dtypes: tuple[str, ...]
     gradient_dtypes: tuple[str, ...]
     optimizer_state_dtypes: tuple[str, ...]
@@ -67,13 +65,10 @@ class RankStates:
     state_bytes: dict[str, int]
     """Bytes of distinct storages: parameters, gradients, optimizer, library, host."""
     library_buffers: dict[str, int]
-    """Bytes by name."""
 
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """Measurements of a rank that trained all its steps."""
-
     setup_seconds: float
     setup_peak_memory_bytes: int | None
     restarts: int
@@ -109,8 +104,6 @@ class TrainedAnswer:
 
 @dataclass(frozen=True)
 class ProfiledAnswer:
-    """Measurements of a profiled rank."""
-
     plain_seconds: tuple[float, ...]
     """Seconds of each step without a profiler."""
     profiled: tuple[dict[str, float | None], ...]
@@ -133,13 +126,11 @@ class ProfiledAnswer:
 
 @dataclass(frozen=True)
 class FailureAnswer:
-    """Reason why a rank ended early."""
-
     status: str
-    """failed or out_of_memory."""
+    """Status: failed or out_of_memory."""
     reason: str
     failed_at: float
-    """Seconds after the epoch."""
+    """Time of the failure, in seconds after the epoch."""
     consequence: bool
     """Whether it only lost another rank, which failed first."""
     failed_in: str | None = None
@@ -173,13 +164,13 @@ class RankAnswer:
         return not self.succeeded and self.failure is None
 
     def on_node(self, node: int, machine: str, shift: float) -> RankAnswer:
-        """Returns the answer as from another node, with times shifted by `shift` seconds."""
+        """Returns the answer as from another node, with times shifted in seconds."""
         entered_at = None if self.entered_at is None else self.entered_at + shift
         failure = self.failure and replace(self.failure, failed_at=self.failure.failed_at + shift)
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
 
     def write(self, scratch: str | Path) -> None:
-        """Writes the answer to the trial's folder atomically."""
+        """Writes the answer atomically."""
         file = answer_file(scratch, self.rank)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self)))
@@ -187,7 +178,7 @@ class RankAnswer:
 
     @classmethod
     def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:
-        """Reads a rank's answer from the trial's folder; None if there is none."""
+        """Reads a rank's answer; None if there is none."""
         file = answer_file(scratch, rank)
         return _adapter().validate_python(json.loads(file.read_text())) if file.exists() else None
 

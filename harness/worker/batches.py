@@ -1,4 +1,4 @@
-"""Batches of one rank; on GPUs, prefetched into pinned memory and copied asynchronously."""
+"""Batches of one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Batches:
         )
 
     def close(self) -> None:
-        """Ends the thread; unnecessary in a rank, where it ends with the process."""
+        """Ends the thread; optional in a rank, whose exit ends it."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 

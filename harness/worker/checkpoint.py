@@ -1,4 +1,4 @@
-"""Copy of a rank's state at one step, from which training can be replayed."""
+"""Copy of a rank's state, from which steps can be replayed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
 
 
 def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]]]:
-    """Yields the optimizers' dictionaries: parameter groups and the state of each parameter."""
+    """Yields the optimizers' parameter groups and parameter states."""
     for number, optimizer in enumerate(train_state.optimizers):
         for group, record in enumerate(optimizer.param_groups):
             yield ("group", number, group), record
@@ -131,14 +131,13 @@ def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns all bytes of a tensor: (bytes,); shares its memory if it is contiguous."""
+    """Returns a tensor's bytes: (bytes,); shares memory if contiguous."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _numbers(data: Tensor) -> Any:
-    """Returns a host tensor as an array that shares its memory."""
     return data.numpy()
 
 
@@ -148,7 +147,6 @@ def _write(file: int, numbers: memoryview) -> None:
 
 
 def _read(file: int, numbers: memoryview, place: int) -> int:
-    """Fills `numbers` from the file; returns the next offset."""
     while numbers:
         count = os.preadv(file, [numbers], place)
         if not count:

@@ -1,4 +1,4 @@
-"""torch.compile in a rank: cache folder and compile time."""
+"""torch.compile in a rank."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ def prepare_to_compile(cell: Cell) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns torch.compile's seconds in this process so far, by torch's own count.
-
-    Includes forward and backward graphs, also those found in the cache.
-    """
+    """Returns torch.compile's seconds in this process so far, including cached graphs."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
 
 
 def skipped_graphs() -> int:
-    """Returns torch's count of compiled graphs in this process without CUDA graphs."""
+    """Returns the number of compiled graphs without CUDA graphs."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["cudagraph_skips"])

@@ -34,15 +34,13 @@ _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 OWN_SECONDS = 0.0005
-"""CPU time in a pause up to this is attributed to the waiting itself."""
+"""Largest CPU time in a pause that is attributed to the waiting itself."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes; the latter is glibc's maximum."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Measurements between two steps."""
-
     control_seconds: float | None
     """Control time: one sample's forward and backward; None for a rank without one (see
     `Control`)."""
@@ -50,7 +48,6 @@ class Pause:
     """CPU time of the rank's threads after all ranks' steps have ended: leftover work of the step.
     Earlier, a library waits for slower ranks and may poll endlessly."""
     control_cpu_seconds: float
-    """CPU time of the control."""
     largest: float
     """Largest of the ranks' numbers."""
 
@@ -88,7 +85,7 @@ class Control:
             os.waitpid(self.process, 0)
 
     def pause(self, number: float = 0.0) -> Pause:
-        """Waits while the control computes; the result has the largest of the ranks' `number`s.
+        """Waits while the control computes; the result has the ranks' largest `number`.
 
         Raises ConnectionError if the control process has died.
         """
@@ -141,10 +138,7 @@ def _serve(
 
 
 def _processor_clock(process: int) -> int:
-    """Returns the clock of the CPU time of all threads of another process.
-
-    Source: clock_getcpuclockid(3).
-    """
+    """Returns the CPU-time clock of another process (clock_getcpuclockid(3))."""
     clock = ctypes.c_int()
     if error := ctypes.CDLL(None).clock_getcpuclockid(process, ctypes.byref(clock)):
         raise OSError(error, os.strerror(error))
@@ -177,7 +171,6 @@ def _keep_memory() -> None:
 
 
 def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
-    """Returns forward and backward of one sample of the cell's workload."""
     import torch
 
     _keep_memory()
@@ -197,8 +190,6 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
 
 
 class _Others:
-    """Control processes of a trial's other ranks."""
-
     def __init__(self, scratch: Path, rank: int, processes: int) -> None:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.addresses = [str(scratch / f"control{restarts}.{r}") for r in range(processes)]
@@ -206,12 +197,12 @@ class _Others:
         self.came: list[int] = [0] * processes
         """Number of arrivals by rank."""
         self.numbers: dict[tuple[int, int], float] = {}
-        """The ranks' numbers, by arrival and rank."""
+        """Numbers by arrival and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
 
     def wait(self, number: float) -> float:
-        """Waits until all ranks have arrived; returns the largest of their numbers."""
+        """Waits for all ranks' controls; returns the largest number."""
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):
@@ -225,7 +216,6 @@ class _Others:
 
 
 def _send(line: socket.socket, message: bytes, address: str) -> None:
-    """Sends to a process that may not be listening yet."""
     while True:
         try:
             line.sendto(message, address)

@@ -1,4 +1,4 @@
-"""Imports what every rank needs once, in the fork server only."""
+"""Imports for every rank, done once in the fork server."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from harness.host.nvml import end_nvml  # noqa: E402
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
-"""The following import that initialised CUDA, so that ranks cannot use it; None if none did."""
+"""The import that initialised CUDA, so that ranks cannot use it."""
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:
-    """Runs one import and records whether it initialised CUDA."""
     global INITIALIZED_CUDA
     # Whoever uses the library gets the error.
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Heartbeats of a running rank, and on request the last collective it entered."""
+"""Heartbeats of a running rank, and its last collectives on request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ MEETING = "process group"
 
 @dataclass(frozen=True)
 class Beat:
-    """Last heartbeat of a rank."""
-
     steps: int
     """Number of finished steps."""
     at: float
-    """Seconds of time.monotonic, which all processes of a machine share."""
+    """Seconds of time.monotonic, shared by a machine's processes."""
     longest: float
-    """Seconds of the longest phase or step so far."""
+    """Seconds of the longest phase or step."""
     doing: str
     """Phase or step begun then."""
 
@@ -58,7 +56,7 @@ def beat_file(scratch: str | Path, rank: int) -> Path:
 
 
 def read_beat(scratch: str | Path, rank: int) -> Beat | None:
-    """Returns the last heartbeat of a rank; None before its first."""
+    """Returns a rank's last heartbeat; None before the first."""
     try:
         content = beat_file(scratch, rank).read_bytes()
     except FileNotFoundError:
@@ -71,11 +69,10 @@ def read_beat(scratch: str | Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class GroupState:
-    """Progress of a rank in the collectives of one process group."""
+    """Progress of a rank in one process group's collectives."""
 
     group: str
     ranks: tuple[int, ...]
-    """Members of the group."""
     entered: int
     """Number of the last entered collective, from 1; 0 if none."""
     operation: str

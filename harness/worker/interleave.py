@@ -14,8 +14,6 @@ docs/studies/statistical-power.md compares turns of 2, 5, 10 and 20 steps."""
 
 @dataclass(frozen=True)
 class TimeSlices:
-    """Time slices of a rank; part of TrialSpec."""
-
     address: str
     """Address of the socket that grants turns."""
     steps: int
@@ -35,7 +33,7 @@ class TimeSlices:
 
 
 class Place:
-    """Connection of a rank to the process that grants turns."""
+    """Connection to the process that grants turns."""
 
     def __init__(self, address: str) -> None:
         self.line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Training loop of one rank: its steps and the measurements between them."""
+"""Training loop of one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_TIMED_STEPS = 200
 
 
 class Loop:
-    """Training loop of one rank: steps, peaks, and the parity check of the parameters."""
+    """Steps, peaks, and the parity check of one rank."""
 
     def __init__(
         self,
@@ -62,18 +62,15 @@ class Loop:
         self.peaks_noted = False
         """Whether the peaks are final: after a rewind, its leftovers on the heap would count."""
         self.deviations: list[dict[str, float]] = []
-        """Deviations by tensor at the end of the parity segment and of each replay."""
+        """Deviations by tensor, after the parity segment and each replay."""
         self.states: RankStates | None = None
-        """State between steps, as seen by `verify`."""
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         """Tokens by expert; None without a mixture of experts whose router is known."""
         self.settling = False
         self.compile_seconds = 0.0
-        """Seconds of torch.compile before the first timed step."""
+        """Seconds before the first timed step."""
         self.timed = 0
-        """Number of timed steps so far."""
         self.planned = job.cell.timed_steps
-        """Number of planned timed steps."""
         self.traffic = Traffic(
             over_tcp=job.device.type == "cpu"
             and job.train_state is not None
@@ -84,14 +81,13 @@ class Loop:
         self._counted_from: int | None = None
         self.place = Place(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
-        """First step of each time slice, and its start in seconds after the epoch."""
+        """First step and start of each time slice, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
         self.batches = Batches(spec.data, job.cell.seed, job.cell.global_batch, rows, job.device)
 
     def synchronize(self) -> None:
-        """Waits for all work queued on this process's devices."""
         if self.job.device.type == "cuda":
             import torch
 
@@ -102,10 +98,7 @@ class Loop:
         return self.batches.fetch(self.training_step, index)
 
     def start_counting(self) -> None:
-        """Starts the counters of traffic, energy and load before a stretch of timed steps.
-
-        They are read between steps, outside step times.
-        """
+        """Starts counting traffic, energy and load between steps, outside step times."""
         self._counted_from = len(self.steps)
         self.traffic.start()
         self.gpus.start()
@@ -136,8 +129,8 @@ class Loop:
 
     @property
     def counted(self) -> bool:
-        """Whether the number of steps depends on the timed ones, as in interleaved or timed
-        trials."""
+        """Whether the trial runs until enough steps are timed, as when interleaved or timed by
+        seconds."""
         timed = self.control is not None and self.spec.timed_seconds > 0
         return self.spec.turns is not None or timed
 
@@ -275,14 +268,14 @@ class Loop:
         return sum(seconds) / len(seconds)
 
     def joules_per_step(self) -> float | None:
-        """Returns the energy per timed step, less the control's share by time."""
+        """Returns energy per timed step, less the control's share by time."""
         joules = self.per_step(self.energy.joules)
         if joules is None or not self.load.seconds:
             return joules
         return joules * (1 - self.paused_seconds / self.load.seconds)
 
     def note_peak(self) -> None:
-        """Records the peaks since the last call, unless steps are being replayed."""
+        """Records the peaks since the last call, except in replays."""
         if self.peaks_noted:
             return
         peak = self.meter.peak()
@@ -322,7 +315,7 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def busy_share(loop: Loop) -> float | None:
-    """Returns this rank's busy share, from a separate pass after all timed steps."""
+    """Returns this rank's busy share, from a separate pass at the end."""
     train_state = loop.job.train_state
     assert train_state is not None
     if not train_state.compute:

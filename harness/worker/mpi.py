@@ -1,4 +1,4 @@
-"""One rank of an external launcher: `mpirun ... python -m harness.worker.mpi SPEC`."""
+"""Rank of an external launcher: `mpirun ... python -m harness.worker.mpi SPEC`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _MPI = {
 
 
 _KEPT: list[object] = []
-"""Objects that live as long as the process."""
 
 
 def main(spec_file: str) -> None:

@@ -1,5 +1,4 @@
-"""Imports of every rank, done before its memory is measured: in the fork server, or in a rank of
-another launcher."""
+"""Imports of every rank, before its memory is measured."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from harness.worker.loop import Loop
 
 PLAIN_STEPS = 5
-"""Steps without a profiler, to compare the profiled ones with."""
+"""Steps without a profiler, for comparison."""
 PROFILED_STEPS = 6
 """Profiled steps; the first is dropped, as ranks start their profilers at different times."""
 _MARK = "bench:"
@@ -52,8 +52,6 @@ _TRANSFERS = ("gloo:send", "gloo:recv")
 
 
 class RawEvent(Protocol):
-    """Methods used here of torch's profiler events."""
-
     def name(self) -> str: ...
     def device_type(self) -> Enum: ...
     def start_ns(self) -> int: ...
@@ -104,7 +102,6 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         return seen
 
     def write(reason: str) -> None:
-        """Writes what is known before the memory peak."""
         known = replace(seen, memory_reason=f"torch's memory tracker{reason}")
         replace(answer, profiled=known).write(loop.spec.scratch)
 
@@ -153,7 +150,6 @@ def _counted(
 def _profiled(
     loop: Loop, train_state: TrainState, indices: Iterator[int], traces: str | None
 ) -> list[dict[str, float | None]]:
-    """Returns each profiled step's components and its time by the clock."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,4 +1,4 @@
-"""Progress reports of a training rank."""
+"""Progress reports of a rank."""
 
 from __future__ import annotations
 

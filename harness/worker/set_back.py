@@ -39,24 +39,21 @@ class SetBacks:
         self.from_step = max(parity_steps - REPLAYED_STEPS, 1)
         """Training step before which the state is saved."""
         self.count = 0
-        """Number of rewinds so far."""
         self._checkpoint: Checkpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
-        """Number of the step before which the next rewind happens; None if not yet chosen."""
+        """Number of the step before the next rewind; None if not yet chosen."""
 
     @classmethod
     def of(cls, spec: TrialSpec, cycle: int) -> SetBacks | None:
-        """Returns the schedule of a trial; None without rewinds."""
+        """Returns a trial's schedule; None without rewinds."""
         seed = spec.set_back_seed
         return None if seed is None else cls(seed, spec.cell.parity_steps, cycle)
 
     def keeps(self, training_step: int) -> bool:
-        """Returns whether to save the state before this step."""
         return self._checkpoint is None and training_step == self.from_step
 
     def keep(self, train_state: TrainState, number: int) -> None:
-        """Saves the state before the step of this number."""
         self._checkpoint, self._kept_at = Checkpoint(train_state), number
 
     def due(self, number: int, steps_left: int) -> bool:
@@ -71,7 +68,6 @@ class SetBacks:
         return number >= self._at and (number - self._kept_at) % self.cycle == 0
 
     def set_back(self, train_state: TrainState) -> None:
-        """Restores the saved state."""
         assert self._checkpoint is not None
         self._checkpoint.restore(train_state)
         self.count += 1

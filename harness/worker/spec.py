@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Specification sent to every rank of a trial; small and picklable.
-
-    Fields that a node fills in for its ranks come last.
-    """
+    """Specification for every rank; small and picklable. A node fills in the last fields."""
 
     cell: Cell
     data: DataSource
@@ -32,33 +29,29 @@ class TrialSpec:
     reference_output: str | None = None
     """Folder to write this trial to as a reference run."""
     max_restarts: int = 0
-    """Largest number of elastic restarts."""
     profile: bool = False
     """Whether to profile instead of time the ranks (see harness/worker/profile.py)."""
     traces: str | None = None
-    """Folder for a profile's traces."""
     turns: TimeSlices | None = None
     """Time slices of an interleaved trial; None if it runs alone."""
     samples_per_control: int = 0
     """Samples of a rank per control (see harness/worker/control.py); 0 for no control."""
     timed_seconds: float = 0.0
-    """With a control, least total time of the timed steps; the cell's number still applies."""
+    """With a control: least total time of the timed steps; never fewer than the cell's."""
     set_back_seed: int | None = None
     """Seed of the rewind schedule (see harness/worker/set_back.py); None for no rewinds."""
     node: int = 0
-    """Index of this node."""
     node_name: str = ""
     """Name of this node; empty for the host's."""
     rendezvous: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of the store for the nodes' rendezvous, on node 0."""
     token: str = "trial"
-    """Prefix of this trial's keys in that store."""
+    """Prefix of this trial's keys in the store."""
     interface: str | None = None
     """Network interface that reaches all ranks; None lets the libraries choose."""
     scratch: str = ""
-    """Folder of this trial on this node: answers, logs, stacks, the strategy's own files."""
+    """Folder on this node for answers, logs, stacks and the strategy's files."""
     cores: tuple[tuple[int, ...], ...] = ()
-    """CPU cores of each local rank."""
     progress: str | None = None
     """Datagram socket for rank 0's progress; None for no reports."""
     parent: int = 0

@@ -1,4 +1,4 @@
-"""State of a rank between two steps, for its answer."""
+"""State of a rank between steps."""
 
 from __future__ import annotations
 

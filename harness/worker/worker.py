@@ -120,7 +120,7 @@ class RankProgress:
 
 
 def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
-    """Runs a rank under torch.multiprocessing.spawn, with the variables that torchrun would set."""
+    """Runs a rank under torch.multiprocessing.spawn, with torchrun's variables."""
     os.environ |= {
         "RANK": str(local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -135,7 +135,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 
 def failure(error: BaseException) -> FailureAnswer:
-    """Classifies an exception, and tells whether it only follows from another rank's failure."""
+    """Returns status and reason of an exception, and whether another rank's failure caused it."""
     lines = str(error).strip().splitlines()
     first_line = lines[0] if lines else ""
     text = " ".join(lines).lower()
@@ -153,7 +153,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """Returns the log line that reports a lack of memory; empty without one."""
+    """Returns the log line that reports a lack of memory, if any."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",
@@ -161,7 +161,7 @@ def no_memory(text: str) -> str:
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
-    """Pins the process to its cores and redirects its output to its log; returns its control."""
+    """Pins the process, redirects its output to its log, and returns its control."""
     die_with_parent()
     if spec.parent and os.getppid() != spec.parent:  # the parent died before the kernel was told
         os._exit(1)
@@ -200,7 +200,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
 
 
 def _device(cell: Cell, serves: bool) -> torch.device:
-    """Returns the device of this rank's model: its GPU or the CPU; for a server, the CPU."""
+    """Returns the device of this rank's model; servers use the CPU."""
     import torch
 
     if cell.device == "cuda" and not serves:
@@ -227,10 +227,7 @@ def _flush() -> None:
 def _train(
     spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
-    """Sets up, takes all steps and verifies, or is profiled.
-
-    `answer`: what this rank has to say so far.
-    """
+    """Trains and verifies, or profiles. `answer`: this rank's answer so far."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -242,14 +239,14 @@ def _train(
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     workload = make_workload(cell.workload)
-    serves = layout.serves(rank)  # beside the devices, in host memory
+    serves = layout.serves(rank)  # in host memory, without a device
     device = _device(cell, serves)
     if cell.device == "cuda":
         _require_cuda()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
-    show("torchao")  # transformers has looked for it
+    show("torchao")  # transformers has looked for it already
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
     )
@@ -303,7 +300,7 @@ def _train(
         return profile_rank(loop, answer, spec.traces)
     gc.collect()
     meter.reset()
-    gc.disable()  # a collection in a timed step is a noise of the harness's making
+    gc.disable()  # a collection in a timed step would be the harness's noise
     while not loop.over():
         loop.run_step(len(loop.steps))
         if loop.training_step == cell.parity_steps:
