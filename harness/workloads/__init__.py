@@ -1,4 +1,4 @@
-"""Models, their losses and datasets, and how a model can be split."""
+"""Models with their losses, datasets, and the ways to split a model."""
 
 from harness.workloads.data import DataSource, prepare_data
 from harness.workloads.family import Family, Split

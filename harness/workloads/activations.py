@@ -1,5 +1,4 @@
-"""How many bytes do forward and backward hold beside the model, and how many operations does
-recomputation add?"""
+"""Counts the memory of forward and backward, and the operations that recomputation adds."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class OperatorObserver(TorchDispatchMode):
-    """A dispatch mode that calls `observe` after each operator, also those called from C++.
+    """A dispatch mode that calls `observe` after each operator, including those called from C++.
 
-    Operators on a DTensor are not observed, because those on its parts follow.
+    Operators on a DTensor are skipped, because the operators on its local parts follow.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class OperatorObserver(TorchDispatchMode):
     def observe(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
     ) -> None:
-        """Is called with an operator, its arguments and its result."""
+        """Called with an operator, its arguments and its result."""
 
     def __torch_dispatch__(
         self,
@@ -53,7 +52,7 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Is called with the model before it runs."""
+        """Called with the model before it runs."""
 
 
 @functools.cache
@@ -66,13 +65,13 @@ def activation_bytes(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """The most bytes that forward, loss and backward hold at a time beside parameters, buffers and
-    the gradients of parameters: what autograd keeps for backward, and what operators make and free.
+    """Returns the peak bytes of forward, loss and backward, excluding parameters, buffers and
+    parameter gradients.
 
-    `samples` and `sequence_length` are those of one pass; `recompute` is that of a cell;
-    `precision`: fp32, or that of autocast; `tensor_ranks`: ranks over which each layer of a block
-    is split, and with `sequence_parallel` the sequence too. The tensors have no memory
-    (FakeTensorMode), so that models of any size can be counted.
+    This includes what autograd saves and what operators allocate temporarily. `samples` and
+    `sequence_length` are those of one pass; `precision` is fp32 or autocast's. `tensor_ranks` ranks
+    split each layer of a block and, with `sequence_parallel`, the sequence. Tensors have no memory
+    (FakeTensorMode), so models of any size can be counted.
     """
     held, split = Held(), (tensor_ranks, sequence_parallel)
     if pair := workload.of_one_and_two_blocks:
@@ -91,12 +90,13 @@ def activation_bytes(
 def recomputed_flops(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool = False
 ) -> int:
-    """Floating-point operations that recomputation adds to the step of one sample: those of matrix
-    products, convolutions and attention as torch.utils.flop_counter has them (2 for a
-    multiply-add), and 1 for each element that another elementwise operator makes.
+    """Returns the floating-point operations per sample that recomputation adds to a step.
 
-    `whole_blocks`: blocks are computed again to their end. torch's checkpoint stops at the last
-    tensor that backward needs, which is before a block's last product.
+    Matrix products, convolutions and attention count as in torch.utils.flop_counter (2 per
+    multiply-add); other elementwise operators count 1 per output element.
+
+    `whole_blocks`: blocks are recomputed to their end. torch's checkpoint stops at the last tensor
+    that backward needs, which comes before a block's last product.
     """
     if pair := workload.of_one_and_two_blocks:
         one, two = (
@@ -112,7 +112,7 @@ def recomputed_flops(
 def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
-    """Operations of forward and backward of one sample, as `recomputed_flops` counts them."""
+    """Returns the operations of forward and backward for one sample."""
     counter = _Operations()
     with set_checkpoint_early_stop(not whole_blocks):
         train_without_memory(workload, 1, sequence_length, recompute, counter)
@@ -129,8 +129,8 @@ def train_without_memory(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> None:
-    """Forward, loss and backward of zeros, on tensors without memory, under a counter; under
-    autocast where `precision` is not fp32."""
+    """Runs forward, loss and backward on zeros, with fake tensors under a counter; under autocast
+    unless `precision` is fp32."""
     logits: Callable[..., Tensor] = workload.logits
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
@@ -151,7 +151,7 @@ def train_without_memory(
 
 
 def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
-    """Labels of the right shape for these inputs, all zero."""
+    """Returns zero labels of the right shape for these inputs."""
     if workload.num_labels:
         return torch.zeros(len(inputs), dtype=torch.long)
     return torch.zeros_like(inputs)
@@ -174,9 +174,9 @@ class _Operations(OperatorObserver):
 
 
 class Held(OperatorObserver):
-    """Follows the storages that operators make, from their making to their end.
+    """Tracks the storages that operators allocate until they are freed.
 
-    `with_gradients`: gradients of parameters stay, and count.
+    `with_gradients`: parameter gradients stay allocated and count.
     """
 
     def __init__(self, with_gradients: bool = False) -> None:
@@ -185,19 +185,19 @@ class Held(OperatorObserver):
         self.sizes: list[int] = []
         """Bytes of each storage, by its number."""
         self.alive: dict[int, int] = {}
-        """Number of each storage that is there, by the address of its object in C++."""
+        """Number of each live storage, by the address of its C++ object."""
         self.gradients: set[int] = set()
-        """Numbers of the storages of parameters' gradients."""
+        """Numbers of the storages of parameter gradients."""
         self.changes: list[tuple[int, int]] = []
-        """(number of a storage, 1 where it is made or -1 where it ends), in order."""
+        """(number of a storage, 1 if allocated or -1 if freed), in order."""
 
     def leave_out(self, *tensors: Tensor) -> None:
-        """These do not count."""
+        """Excludes these tensors from the count."""
         for tensor in tensors:
             self.alive[tensor.untyped_storage()._cdata] = -1
 
     def watch(self, model: torch.nn.Module) -> None:
-        """What the model owns does not count, and gradients are cleared at once."""
+        """Excludes what the model owns, and clears gradients as soon as they are made."""
         self.leave_out(*model.parameters(), *model.buffers())
         for parameter in model.parameters():
             if parameter.requires_grad and not self.with_gradients:
@@ -226,7 +226,7 @@ class Held(OperatorObserver):
         self.changes.append((self.alive.pop(address), -1))
 
     def most(self) -> int:
-        """The most bytes at a time, without gradients of parameters unless they were to count."""
+        """Returns the peak in bytes."""
         now = most = 0
         for number, change in self.changes:
             if number not in self.gradients:

@@ -1,4 +1,4 @@
-"""Adapters by peft: a few trained parameters beside a frozen model."""
+"""Adapters by peft: a few trained parameters added to a frozen model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 RANK = 8
 VIRTUAL_TOKENS = 16
 PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
-"""Adapters that put virtual tokens before the input, so that logits have these positions too."""
+"""Adapters that prepend virtual tokens to the input; the logits include their positions."""
 
 
 def adapt(model: PreTrainedModel, adapter: str) -> nn.Module:
-    """The model with all its parameters frozen and an adapter that is trained."""
+    """Returns the model with all its parameters frozen and a trainable adapter."""
     with quiet():
         import peft
 

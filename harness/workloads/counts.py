@@ -1,5 +1,5 @@
-"""Facts of a workload's unsplit model: names and numbers of its parameters, FLOPs; counted once and
-cached in a file."""
+"""Parameter names, sizes and FLOPs of a workload's unsplit model; counted once and cached on disk.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from harness.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a workload's model at a sequence length."""
+    """Facts of a workload's model at one sequence length."""
 
     trainable: tuple[str, ...]
-    """Names of the parameters that are trained; a tied one appears once."""
+    """Names of the trained parameters; a tied one appears once."""
     parameters: int
     """Number of all parameters."""
     flops_per_sample: int
-    """Of forward and backward."""
+    """Floating-point operations of forward and backward."""
     sizes: tuple[int, ...]
     """Elements of each trainable parameter, in the order of `trainable`."""
     parameter_bytes: int = 0
-    """Of all parameters as they are stored; 0: they are stored in fp32."""
+    """Bytes of all parameters as stored; 0 means fp32."""
     trained_bytes: int = 0
-    """Of the trainable parameters, which is also the size of their gradients and of each AdamW
-    moment; 0: they are stored in fp32."""
+    """Bytes of the trainable parameters, and so of their gradients and of each AdamW moment; 0
+    means fp32."""
     buffer_bytes: int = 0
-    """Of what the layers keep beside their parameters: buffers, scales of quantised weights."""
+    """Bytes of other tensors in the layers: buffers, scales of quantised weights."""
 
     def __post_init__(self) -> None:
         for name, elements in (
@@ -51,8 +51,8 @@ class ModelFacts:
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """The facts, from a file where an earlier run has counted them for the same model and library
-    versions; raises RuntimeError where counting in a process of its own fails."""
+    """Returns the facts, cached per model and library versions; raises RuntimeError if the counting
+    process fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
     file = kept_file("facts", workload, f"3 {sequence_length}")
@@ -69,8 +69,8 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def kept_file(folder: str, workload: Workload, counted: str) -> Path:
-    """The file in the cache that keeps what was counted of a workload, under this description of
-    what it was, for the versions of the libraries."""
+    """Returns the cache file for one kind of count of a workload; its name includes library
+    versions."""
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
@@ -80,7 +80,7 @@ def kept_file(folder: str, workload: Workload, counted: str) -> Path:
 
 
 def keep(file: Path, text: str) -> None:
-    """Writes a file of the cache, whole or not at all."""
+    """Writes a cache file atomically."""
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text)
@@ -93,10 +93,10 @@ def _read(text: str) -> ModelFacts:
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Counts in a process that sees no GPU.
+    """Counts in a subprocess that sees no GPU.
 
-    A library that initialises CUDA on import makes a context on GPU 0. In the process that plans a
-    run, which lives as long as the run, that context would take memory from every trial.
+    A library that initialises CUDA on import creates a context on GPU 0. In the planning process,
+    which lives as long as the run, that context would take memory from every trial.
     """
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
@@ -120,9 +120,12 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """The facts of a model named FAMILY-HIDDENxBLOCKS, or of a variant of it, computed from those
-    of one and two blocks: every number grows by as much with each block, and building a model takes
-    50 ms per block, with an adapter several times that. None for other names."""
+    """Returns the facts of a model named FAMILY-HIDDENxBLOCKS, extrapolated from one and two
+    blocks; None for other names.
+
+    Every number grows linearly with the blocks. Building a model takes 50 ms per block, and several
+    times that with an adapter.
+    """
     if not (pair := workload.of_one_and_two_blocks):
         return None
     smallest, next_one = (model_facts(make_workload(name), sequence_length) for name in pair)
@@ -140,7 +143,7 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
     of_first = [
         i for i, name in enumerate(trainable) if name.startswith(f"{workload.block_path}.0.")
     ]
-    after = of_first[-1] + 1 if of_first else 0  # what a prompt trains is of no block
+    after = of_first[-1] + 1 if of_first else 0  # prompt parameters belong to no block
     for block in reversed(range(1, workload.blocks)):
         trainable[after:after] = [trainable[i].replace(".0.", f".{block}.", 1) for i in of_first]
         sizes[after:after] = [sizes[i] for i in of_first]
@@ -181,5 +184,5 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def parameters_of(cell: Cell) -> int:
-    """Number of parameters of the model that a cell trains."""
+    """Returns the number of parameters of the model that a cell trains."""
     return model_facts(make_workload(cell.workload), cell.sequence_length).parameters

@@ -1,4 +1,4 @@
-"""A family: models of one architecture in several sizes, and how such a model can be split."""
+"""Families of models with one architecture in several sizes, and the ways to split them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ ModelConfig: TypeAlias = dict[str, Any]
 
 
 class Split(ABC):
-    """How a family's model is divided into embedding, blocks and head, for pipeline, tensor and 3D
-    parallelism.
+    """How a model divides into embedding, blocks and head, for pipeline, tensor and 3D parallelism.
 
-    Paths are dotted names of modules within the model, as nn.Module.get_submodule takes them.
+    Paths are dotted module names for nn.Module.get_submodule.
     """
 
     blocks: ClassVar[str]
@@ -34,49 +33,49 @@ class Split(ABC):
     head: ClassVar[tuple[str, ...]]
     """Paths of the modules that only the last stage holds."""
     tied: ClassVar[dict[str, str]] = {}
-    """Name of a parameter of the last stage -> name of the first stage's parameter that is the same
-    tensor in the unsplit model."""
+    """Names of the last stage's parameters -> names of the first stage's parameters that are the
+    same tensors in the unsplit model."""
     by_column: ClassVar[tuple[str, ...]] = ()
-    """Paths of a block's linear layers that tensor parallelism splits by their outputs; `*` stands
-    for any block."""
+    """Paths of linear layers that tensor parallelism splits by outputs; `*` stands for any block.
+    """
     by_row: ClassVar[tuple[str, ...]] = ()
-    """The same of those that it splits by their inputs; behind each an all-reduce adds the ranks'
-    parts."""
+    """Paths of linear layers that tensor parallelism splits by inputs, each followed by an
+    all-reduce."""
     mixture: ClassVar[str] = ""
-    """Path within a block of its mixture of experts, with the modules `gate`, the router, and
-    `experts`; empty where the family has none."""
+    """Path of the mixture of experts within a block, with the modules `gate` (the router) and
+    `experts`; empty if there is none."""
     sequence_parallel: ClassVar[bool] = False
-    """Whether `tensor_plan` also describes a split of the sequence."""
+    """Whether `tensor_plan` can also split the sequence."""
     by_vocabulary: ClassVar[tuple[str, ...]] = ()
-    """Paths of the layers that are split by their rows, one for each token of the vocabulary, where
-    the sequence is split too."""
+    """Paths of the layers whose rows, one per token of the vocabulary, are split if the sequence
+    is."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """(samples, tokens) ids -> (samples, tokens, hidden)."""
 
     def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
-        """(samples, tokens, hidden) -> the same shape, through one block.
+        """Runs one block: (samples, tokens, hidden) -> the same shape.
 
-        `tokens`: length of the whole sequence, of which `hidden` may be a part.
+        `tokens`: length of the whole sequence; `hidden` may be a part of it.
         """
         output: Tensor = block(hidden)
         return output
 
     @abstractmethod
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> logits: (samples, tokens, vocabulary) of a causal model,
-        (samples, classes) of a classifier."""
+        """(samples, tokens, hidden) -> logits: (samples, tokens, vocabulary) for causal models,
+        (samples, classes) for classifiers."""
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The whole model's, by its parts."""
+        """Returns the whole model's logits, computed part by part."""
         hidden = self.embed(model, inputs)
         for block in model.get_submodule(self.blocks).children():
             hidden = self.block(model, block, hidden, inputs.shape[1])
         return self.output(model, hidden)
 
     def check_tensor(self, sequence_parallel: bool) -> None:
-        """Raises Refused where the family has no tensor-parallel split of this kind."""
+        """Raises Refused if the family has no such tensor-parallel split."""
         if not self.by_column:
             raise Refused(
                 "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
@@ -88,8 +87,8 @@ class Split(ABC):
             )
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Parallel style of each module by its path, in which `*` stands for any block; raises as
-        `check_tensor`."""
+        """Returns the parallel style of each module by path, with `*` for any block; raises as
+        `check_tensor` does."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         self.check_tensor(sequence_parallel)
@@ -99,8 +98,8 @@ class Split(ABC):
         }
 
     def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
-        """Whether tensor parallelism splits the parameter of this name: weights, and the biases of
-        layers that are split by their outputs."""
+        """Returns whether tensor parallelism splits this parameter: weights, and the biases of
+        layers split by outputs."""
         layer, _, kind = parameter.rpartition(".")
         by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
         if any(fnmatch(layer, path) for path in by_output):
@@ -108,10 +107,10 @@ class Split(ABC):
         return kind == "weight" and any(fnmatch(layer, path) for path in self.by_row)
 
     def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
-        """Cuts the model down to what one rank of tensor parallelism computes with, in place.
+        """Reduces the model, in place, to what one tensor-parallel rank computes with.
 
-        With its part of the sequence it computes by `logits`: the model's own forward does not
-        know how long the whole is.
+        If the sequence is split, call `logits`: the model's own forward does not know the whole
+        sequence's length.
         """
         from torch.nn import Parameter
 
@@ -130,8 +129,7 @@ class Split(ABC):
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks as they are.
 
-        Returns, by parameter name, the function that turns the whole tensor back into the layout
-        that the family's own model has.
+        Returns, by parameter name, the function that restores a whole tensor's original layout.
         """
         return {}
 
@@ -147,25 +145,25 @@ class Family:
     model_class: str
     """Name of the model's class in transformers."""
     sizes: Mapping[str, ModelConfig]
-    """What each size sets in the config."""
+    """Config entries of each size."""
     common: ModelConfig
-    """What all sizes set in the config."""
+    """Config entries of all sizes."""
     split: Split | None = None
     hidden_size_key: str = "hidden_size"
-    """Entry of the config that says how wide the hidden states between two blocks are."""
+    """Config key of the hidden size between blocks."""
     batch_norm: bool = False
     """Whether the models have BatchNorm layers."""
     image_size: Callable[[str], int] = lambda size: 0
     """Size -> height and width of an image in pixels."""
     sized: Callable[[int, int], ModelConfig] | None = None
-    """(hidden size, blocks) -> what the size named `HIDDENxBLOCKS` sets, for families of which any
-    number of blocks can be asked for."""
+    """(hidden size, blocks) -> config entries of the size `HIDDENxBLOCKS`, for families that allow
+    any number of blocks."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without the elements whose gradient is analytically
-    zero: in these, rounding errors are all that two correct trainings could be compared by."""
+    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero.
+    Comparing those would only compare rounding errors."""
 
     def size(self, name: str) -> ModelConfig | None:
-        """What this size sets in the config; None where there is no such size."""
+        """Returns the config entries of this size; None if it does not exist."""
         numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
         if numbers and self.sized:
             return self.sized(int(numbers[1]), int(numbers[2]))

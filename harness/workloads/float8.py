@@ -1,10 +1,10 @@
-"""Matrix products in eight bits by torchao: each row of the one factor and each column of the other
-has its own scale (recipe `rowwise`). Weights, gradients and optimizer stay fp32. Kernels return
-the products in bf16, which torchao casts back to fp32 where that was asked for; emulated ones are
-computed in fp32.
+"""Float8 matrix products by torchao, with one scale per row and per column (recipe `rowwise`).
 
-The recipe `tensorwise` has one scale for all samples of a rank, so that the rounding of a sample
-depends on which others are on its rank: no training on several ranks is then that of one process.
+Weights, gradients and optimizer state stay fp32. Kernels return products in bf16, which torchao
+casts to fp32 if requested; emulated products are computed in fp32.
+
+The recipe `tensorwise` has one scale for all samples of a rank, so a sample's rounding depends on
+its neighbours. Training on several ranks would then differ from training in one process.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIRST_CAPABILITY = (9, 0)
-"""Of a CUDA device: rowwise scales are of Hopper and later (torch's `_scaled_mm`)."""
+"""Compute capability from which CUDA devices (Hopper) support rowwise scales in torch's
+`_scaled_mm`."""
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether the device computes such products; others emulate them."""
+    """Returns whether the device has float8 products; others emulate them."""
     import torch
 
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def use_float8(model: PreTrainedModel) -> None:
-    """Lets every attention and MLP matrix compute in float8, in place."""
+    """Makes every attention and MLP matrix compute in float8, in place."""
     show("torchao")
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it lacks kernels for other devices
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of missing kernels
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     chosen = {name for name, _ in matrices(model)}
@@ -52,8 +53,7 @@ def use_float8(model: PreTrainedModel) -> None:
 
 
 def emulated(cell: Cell) -> str | None:
-    """What a cell of a float8 workload runs in place of float8 products; None where its device has
-    them."""
+    """Returns a note if a cell's float8 products are emulated; None if its device has them."""
     if cell.device == "cuda":  # by NVML: this process leaves CUDA alone
         capabilities = [gpu.capability for gpu in visible_gpus()]
         if capabilities and (capabilities[0] or (0, 0)) >= FIRST_CAPABILITY:

@@ -1,4 +1,4 @@
-"""How many floating-point operations does a model need?"""
+"""Counts a model's floating-point operations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Floating-point operations of `forward` and its backward, by torch's FlopCounterMode: those of
-    matrix multiplications, convolutions and attention, a multiply-add being two.
+    """Returns the floating-point operations of `forward` and its backward, by torch's
+    FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
 
-    `forward` calls `model`, whose tensors may have no memory (FakeTensorMode).
+    `forward` calls `model`, whose tensors may be fake (FakeTensorMode).
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "_attn_implementation"):
-        # The counter does not know the operators of fused attention on every device.
+        # The counter does not know fused attention on every device.
         config._attn_implementation = "eager"
     with FlopCounterMode(display=False, custom_mapping=dict(grouped_products())) as counter:
         forward().sum().backward()
@@ -32,12 +32,14 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors that are made here have no memory (FakeTensorMode), so that models of any size can be
-    counted: those that `Workload.countable` gives. They have no data that could be moved to another
-    device either, so modules stay where they are. Experts compute by transformers' own product of
-    grouped rows: torch knows the shapes of its own in bf16 only. Positions that cannot be read are
-    not taken for those of several samples in one row, for which transformers would make a mask of
-    all pairs of tokens."""
+    """Gives new tensors no memory (FakeTensorMode), so that models of any size can be counted, as
+    returned by `Workload.countable`.
+
+    Fake tensors have no data, so modules stay on their device. Experts use transformers' grouped
+    product, because torch knows the shapes of its own only in bf16. Positions cannot be read, so
+    transformers must not check them for packed sequences: it would build a mask over all token
+    pairs.
+    """
     import torch
     from torch._library.custom_ops import OPDEFS
     from torch._subclasses.fake_tensor import FakeTensorMode

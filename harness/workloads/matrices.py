@@ -1,4 +1,4 @@
-"""The attention and MLP matrices of a transformer."""
+"""Attention and MLP matrices of a transformer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """Path and module of every attention and MLP matrix: all linear layers except the one that
-    computes the logits."""
+    """Returns path and module of every linear layer except the one that computes logits."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -25,8 +24,8 @@ def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
 
 
 def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Numbers of inputs and outputs. The weight of GPT-2's Conv1D is (inputs, outputs), that of
-    Linear (outputs, inputs)."""
+    """Returns the numbers of inputs and outputs. The weight of GPT-2's Conv1D is (inputs, outputs),
+    a Linear's (outputs, inputs)."""
     from torch import nn
 
     rows, columns = matrix.weight.shape

@@ -1,5 +1,5 @@
-"""How many operators do forward and backward run, and how many bytes do they move and hold? Counted
-once and cached in a file."""
+"""Counts the operators of forward and backward and the bytes that they move and hold; cached on
+disk."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Operators:
-    """Of forward, loss and backward of one micro-batch of the unsplit model."""
+    """Counts for forward, loss and backward of one micro-batch of the unsplit model."""
 
     number: int
-    """Operators that compute something: views are not counted."""
+    """Number of operators that compute something, without views."""
     moved_bytes: int
-    """Bytes of the tensors that operators other than matrix products, convolutions and attention
-    take and give."""
+    """Bytes read and written by operators other than matrix products, convolutions and attention.
+    """
     convolutions: int
-    """Among the operators; one backward, of input and weight, counts twice."""
+    """Number of convolutions; a backward for input and weight counts twice."""
     held_bytes: int
-    """The most that they hold at a time, see `activation_bytes`."""
+    """Peak bytes held, see `activation_bytes`."""
 
 
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Operators, and how many convolutions each computes."""
+"""Convolutions that each operator computes."""
 FEW, MORE = 2, 4
-"""Samples of the two passes that are counted; everything grows by as much with each sample."""
+"""Samples in the two counted passes; all counts are linear in the samples."""
 
 
 @functools.cache
@@ -52,10 +52,10 @@ def operators(
     recompute: str = "none",
     precision: str = "fp32",
 ) -> Operators:
-    """The counts for one pass over so many samples; `recompute` is that of a cell; `precision`:
-    fp32, or that of autocast, which casts what matrix products take.
+    """Returns the counts of one pass over `samples` samples.
 
-    The tensors have no memory (FakeTensorMode), so that models of any size can be counted.
+    `precision`: fp32, or that of autocast, which casts the operands of matrix products. Tensors
+    have no memory (FakeTensorMode), so models of any size can be counted.
     """
     few, more = _counted(workload, sequence_length, recompute, precision)
     share = (samples - FEW) / (MORE - FEW)
@@ -75,7 +75,7 @@ def operators(
 def _counted(
     workload: Workload, sequence_length: int, recompute: str, precision: str
 ) -> tuple[Operators, Operators]:
-    """The counts for few and for more samples, from a file where they were counted before."""
+    """Returns the counts for FEW and MORE samples, cached on disk."""
     file = kept_file("operators", workload, f"3 {sequence_length} {recompute} {precision}")
     if file.exists() and not workload.pretrained:
         few, more = (Operators(**fields) for fields in json.loads(file.read_text()))
@@ -107,8 +107,6 @@ def _count(
 
 
 class _Counter(OperatorObserver):
-    """Counts operators, and the bytes of what they take and give."""
-
     def __init__(self) -> None:
         super().__init__()
         self.number = 0

@@ -1,4 +1,4 @@
-"""Casting of a model to another dtype."""
+"""Casts models to another dtype."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts the parameters in place, and from now on the inputs of the model, to `dtype`.
+    """Casts the parameters, in place, and all later inputs of the model to `dtype`.
 
-    `keep_batch_norm`: BatchNorm layers stay as they are; otherwise their buffers are cast too, as
-    they need one dtype for parameters and buffers. Other buffers are not cast.
+    `keep_batch_norm`: leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
+    because they need the parameters' dtype. Other buffers are not cast.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from harness.spec.training import Retained
 
 _NF4_BLOCK = 64
-"""Weights that share one scale."""
+"""Number of weights that share one scale."""
 _NF4_VALUES = 16
-"""Values that a weight of 4 bits chooses from."""
+"""Number of values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
-"""Inputs beyond this are multiplied in half precision (LLM.int8(), section 3.2)."""
+"""Magnitude above which inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of peft (it asks transformers for a deprecated name) and of bitsandbytes
-    (it recommends faster kernels)."""
+    """Silences peft, which asks transformers for a deprecated name, and bitsandbytes, which
+    recommends faster kernels."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -40,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 
 def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]:
-    """Bytes of the matrix when it is quantised, and bytes of its fp32 scales and code book."""
+    """Returns the bytes of the quantised matrix, and of its fp32 scales and code book."""
     elements = matrix.weight.numel()
     if storage == "int8":
         return elements, 4 * features(matrix)[1]
@@ -48,8 +48,10 @@ def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]
 
 
 def quantise(model: PreTrainedModel, storage: str) -> None:
-    """Replaces every attention and MLP matrix by bitsandbytes' layer, in place, on the device that
-    the matrix is on. `storage`: `int8` or `nf4`."""
+    """Replaces every attention and MLP matrix with bitsandbytes' layer, in place and on its device.
+
+    `storage`: `int8` or `nf4`.
+    """
     for name, matrix in matrices(model):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _quantised(matrix, storage))
@@ -58,12 +60,12 @@ def quantise(model: PreTrainedModel, storage: str) -> None:
 
 
 def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
-    """bitsandbytes' layer with the frozen weight and bias of this one."""
+    """Returns bitsandbytes' layer with this matrix's weight and bias, frozen."""
     with quiet():
         import bitsandbytes
     from torch import nn
 
-    layers: Any = bitsandbytes.nn  # which is only partly typed
+    layers: Any = bitsandbytes.nn  # only partly typed
 
     inputs, outputs = features(matrix)
     device = matrix.weight.device
@@ -80,8 +82,7 @@ def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
         layer = layers.Linear8bitLt(
             inputs, outputs, biased, has_fp16_weights=False, threshold=_OUTLIERS, device="meta"
         )
-        # It quantises while it moves a weight from the CPU: one that is on a GPU already it would
-        # leave as it is.
+        # The layer quantises weights only while moving them off the CPU.
         layer.weight = layers.Int8Params(weight.cpu(), False).to(device)
     if biased:
         layer.bias = nn.Parameter(matrix.bias.detach(), requires_grad=False)
@@ -89,7 +90,7 @@ def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
 
 
 def scales(model: nn.Module) -> Iterator[Retained]:
-    """The scales and code books that the quantised layers of a model keep."""
+    """Yields the scales and code books of a model's quantised layers."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if (nf4 := getattr(weight, "quant_state", None)) is not None:

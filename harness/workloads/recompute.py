@@ -1,9 +1,9 @@
-"""Recomputation: what blocks keep of forward for backward, and what they compute again.
+"""Recomputation: what blocks save in forward, and what they recompute in backward.
 
-A block is an entry of a workload's `block_path`. `full`: a block keeps its input alone and runs
-once more when backward reaches it (Chen et al., arXiv 1604.06174). `selective`: it also keeps the
-results of matrix products and attention, and computes only the rest again, which is cheap
-(Korthikanti et al., arXiv 2205.05198, section 5).
+A block is an entry of a workload's `block_path`. `full` saves only a block's input and reruns the
+block when backward reaches it (Chen et al., arXiv 1604.06174). `selective` also saves the results
+of matrix products and attention, and recomputes only the cheap rest (Korthikanti et al., arXiv
+2205.05198, section 5).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Shape = Sequence[int]
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Matrix products, convolutions and attention: a function for the floating-point operations of
-    each, of its arguments and result.
+    """Returns, for each matrix product, convolution and attention operator, a function from
+    arguments and result to floating-point operations.
 
-    Those that torch.utils.flop_counter knows, the attention of CPUs, which has a name of its own,
+    These are torch.utils.flop_counter's operators, the CPU's attention, which has a separate name,
     and the products of a mixture of experts.
     """
     import torch
@@ -41,10 +41,11 @@ def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 @functools.cache
 def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """The matrix products of a mixture of experts, each row by the matrix of its expert: functions
-    for the floating-point operations of each, of shapes.
+    """Returns, for each grouped product of a mixture of experts, a function from shapes to
+    floating-point operations.
 
-    torch's own, and the one that transformers has where torch has none.
+    Each row is multiplied by its expert's matrix. Includes transformers' fallback for missing torch
+    kernels.
     """
     import torch
 
@@ -72,7 +73,7 @@ def experts_backward() -> OpOverloadPacket | None:
 
 
 def checkpoint_arguments(recompute: str) -> dict[str, Any]:
-    """Keyword arguments of torch.utils.checkpoint.checkpoint for `selective` or `full`."""
+    """Returns keyword arguments of torch.utils.checkpoint.checkpoint for `selective` or `full`."""
     if recompute == "full":
         return {"use_reentrant": False}
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -86,21 +87,21 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
 
 
 def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
-    """Whether these are products of one row and one column each, which cost next to nothing to
-    compute again. DeepSpeed's gate divides its own in place, which torch refuses of kept ones."""
+    """Returns whether the operands are one row and one column each, which is cheap to recompute.
+
+    DeepSpeed's gate divides such products in place, which torch forbids for saved tensors.
+    """
     if operator._opname != "bmm":
         return False
     return bool(arguments[0].shape[-2] == 1 and arguments[1].shape[-1] == 1)
 
 
 def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Lets these blocks of the model be computed again during backward, by
-    torch.utils.checkpoint; in place.
+    """Makes these blocks recompute during backward, by torch.utils.checkpoint, in place.
 
     Each block becomes an instance of a subclass whose forward is checkpointed. So parameters keep
-    their names, which torch's checkpoint_wrapper changes, hooks of a block stay outside of what is
-    computed again, and copies of a block compute with parameters of their own. Models have no
-    dropout here, so no state of random numbers is kept.
+    their names (torch's checkpoint_wrapper changes them), a block's hooks are not recomputed, and
+    copies of a block use their own parameters. Models have no dropout, so no random state is saved.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -115,7 +116,7 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
 
 
 def _checkpointed(kind: type[nn.Module], run: Callable[..., object]) -> type[nn.Module]:
-    """A subclass of the same name whose forward runs under torch's checkpoint."""
+    """Returns a subclass of the same name whose forward is checkpointed."""
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return run(functools.partial(kind.forward, self), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which workloads there are, and the workload of a name."""
+"""Names of all workloads, and the workload of a name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB = "hf:"
-"""What the name of a model begins with that transformers loads from a folder or from its hub."""
+"""Prefix of models that transformers loads from a folder or its hub."""
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """All families by name: each module of harness/workloads/families/ defines one as `FAMILY`."""
+    """Returns all families by name: the `FAMILY` of each module in harness/workloads/families/."""
     from harness.workloads import families as package
 
     modules = [
@@ -35,16 +35,15 @@ def families() -> dict[str, Family]:
 
 
 def workload_names() -> list[str]:
-    """All names of the form FAMILY-SIZE."""
+    """Returns all names of the form FAMILY-SIZE."""
     return [f"{family.name}-{size}" for family in families().values() for size in family.sizes]
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
-    """A workload's name without its suffixes, and the suffixes: `llama-mini+lora` gives
-    (`llama-mini`, [`lora`]).
+    """Splits `llama-mini+lora` into (`llama-mini`, [`lora`]).
 
-    A path may contain a `+`: of `hf:PATH` only known suffixes are taken off, and none where the
-    path exists with them.
+    A path may contain a `+`, so `hf:PATH` loses only known suffixes, and none if the full path
+    exists.
     """
     if not name.startswith(HUB):
         base, *suffixes = name.split("+")
@@ -60,8 +59,8 @@ def split_name(name: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """The workload of this name, with its suffixes (`llama-mini+lora`); raises UsageError for an
-    unknown one."""
+    """Returns the workload of a name, suffixes included (`llama-mini+lora`); raises UsageError for
+    an unknown name."""
     base, suffixes = split_name(name)
     if suffixes:
         from harness.workloads.variants import make_variant
@@ -104,7 +103,7 @@ def make_workload(name: str) -> Workload:
 
 
 def _from_hub(name: str) -> Workload:
-    """The workload `hf:PATH_OR_ID`, by the config that is there; no weights are read yet."""
+    """Returns the workload `hf:PATH_OR_ID` from its config, without reading weights."""
     import transformers
 
     path = name.removeprefix(HUB)
@@ -147,8 +146,7 @@ def _from_hub(name: str) -> Workload:
 
 
 def _kind(name: str, architecture: str) -> Kind:
-    """What a model's class in transformers is for; raises UsageError where that is not one of the
-    kinds that a saved model can be of here."""
+    """Returns the kind of a transformers class; raises UsageError for unsupported kinds."""
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "causal"
     if architecture.endswith("ForSequenceClassification"):
@@ -161,6 +159,6 @@ def _kind(name: str, architecture: str) -> Kind:
 
 
 def _family(config: PretrainedConfig, architecture: str) -> Family | None:
-    """The family that a saved model belongs to; None where its class is none of a family's."""
+    """Returns the family of a saved model; None if no family has its class."""
     family = families().get(config.model_type.replace("_", "-"))
     return family if family and family.model_class == architecture else None

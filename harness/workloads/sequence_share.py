@@ -1,7 +1,7 @@
-"""What a rank of sequence parallelism computes with, in one process, so that its memory can be
-counted: the parts of other ranks are copies of its own.
+"""Simulates one rank of sequence parallelism in one process to count its memory. Copies of its own
+tensors stand for those of other ranks.
 
-Outside of attention and MLP a rank has its part of the tokens, within them all (Korthikanti et al.,
+A rank has all tokens within attention and MLP, and its part of them elsewhere (Korthikanti et al.,
 arXiv 2205.05198, section 4.2.2).
 """
 
@@ -20,8 +20,11 @@ TOKENS, FEATURES = 1, -1
 
 
 def share_sequence(model: nn.Module, plan: Mapping[str, object], ranks: int) -> None:
-    """Lets the model, of whose layers a rank has its share, exchange parts of the sequence where
-    the plan says so, in place; the plan: torch's ParallelStyle of each path."""
+    """Adds, in place, the plan's sequence exchanges to a model that already has one rank's share of
+    the layers.
+
+    `plan`: torch's ParallelStyle for each path.
+    """
     for path, style in plan.items():
         for name, module in model.named_modules():
             if fnmatch(name, path):
@@ -45,7 +48,7 @@ def _exchange(module: nn.Module, style: object, ranks: int) -> None:
     takes_part = isinstance(style, ColwiseParallel) and style.input_layouts[0].is_shard(TOKENS)
     if takes_part or isinstance(style, PrepareModuleInput):
         module.register_forward_pre_hook(gather_inputs, with_kwargs=True)
-    if takes_part:  # the head, whose logits every rank has whole
+    if takes_part:  # the head: every rank has all logits
         module.register_forward_hook(lambda *called: _applied(GatheredLogits, called[2], ranks))
 
 
@@ -55,17 +58,17 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
-    """As torch gathers: the parts one behind the other, then together along the dimension."""
+    """Gathers with torch's temporaries: the parts stacked, then joined along the dimension."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
 def _reduce_scatter(whole: Tensor, ranks: int) -> Tensor:
-    """As torch scatters a sum: the parts one behind the other, of which each rank gets one."""
+    """Scatters a sum with torch's temporaries: the parts stacked, then one of them copied."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
 
 class Gathered(torch.autograd.Function):
-    """All tokens; backward sums the ranks' gradients, and leaves each its tokens'."""
+    """Gathers all tokens; backward sums gradients over ranks and scatters them by tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
@@ -78,7 +81,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """A rank's tokens of the ranks' sum; backward gathers all tokens' gradients."""
+    """Sums over ranks and keeps a rank's tokens; backward gathers the gradients of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
@@ -91,7 +94,7 @@ class Scattered(torch.autograd.Function):
 
 
 class GatheredLogits(torch.autograd.Function):
-    """Logits of the whole vocabulary; backward leaves each rank its part."""
+    """Gathers the logits of the whole vocabulary; backward keeps a rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Suffixes of a workload's name that make it a variant: `llama-mini+nf4+lora`."""
+"""Suffixes that turn a workload into a variant: `llama-mini+nf4+lora`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STORAGES = {
     "int8": "frozen 8-bit matrices, with an adapter",
     "nf4": "frozen 4-bit matrices, with an adapter",
 }
-"""How the weights are stored, or what is computed with them."""
+"""Storage of the weights, or arithmetic with them."""
 ADAPTERS = {
     "lora": "rank 8 on every attention and MLP matrix",
     "prompt": "prompt tuning, 16 virtual tokens",
@@ -18,7 +18,7 @@ ADAPTERS = {
     "prefix": "prefix tuning, 16 virtual tokens before each block's keys and values",
     "ia3": "scales of keys, values and MLP activations",
 }
-"""What is trained in place of the model's own weights."""
+"""Parameters trained instead of the model's own weights."""
 SUFFIXES = {**STORAGES, **ADAPTERS}
 FLOAT8 = "float8"
 QUANTISED = ("int8", "nf4")

@@ -1,4 +1,4 @@
-"""Texts to train on: the standard library's source, files, and datasets of the hub."""
+"""Training texts: the standard library's source, files, and hub datasets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes]], str]:
-    """A function that reads the dataset's texts, and a text that changes with their version.
+    """Returns a function that reads the dataset's texts, and a string that changes with their
+    version.
 
-    There is one text for each class, or one in all for a causal model. Raises UsageError for an
-    unknown or unsuitable dataset; the function does too, where the data cannot be read.
+    There is one text per class, or a single one for causal models. Raises UsageError for an unknown
+    or unsuitable dataset; the function does so if the data cannot be read.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
@@ -44,7 +45,7 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
 
 
 def _stdlib(num_labels: int) -> Iterator[bytes]:
-    """The source of Python's standard library as one text; or, where `num_labels` is not 0, a text
+    """Yields the source of Python's standard library: one text or, if `num_labels` is not 0, one
     for each of its `num_labels` largest packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
@@ -65,7 +66,7 @@ def _stdlib(num_labels: int) -> Iterator[bytes]:
 
 
 Rows = tuple[list[str], list[int] | None]
-"""Texts, and their labels where the workload needs them."""
+"""Texts, and their labels if the workload needs them."""
 
 
 def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
@@ -92,7 +93,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
         ) from None
     try:
         loaded = datasets.load_dataset(where, split="train")
-    except Exception as error:  # the library raises its own, urllib's and the file system's errors
+    except Exception as error:  # the library's own, urllib's and OS errors
         raise UsageError(
             f"data {name!r} could not be loaded: {str(error).splitlines()[0]}"
         ) from None
@@ -102,7 +103,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
 def _columns(
     name: str, present: Iterable[str], read: Callable[[str], list[Any]], labelled: bool
 ) -> Rows:
-    """The columns `text` and, if `labelled`, `label`; `read` returns a column."""
+    """Returns the columns `text` and, if `labelled`, `label`; `read` returns a column."""
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:
             raise UsageError(
@@ -112,8 +113,9 @@ def _columns(
 
 
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
-    """All texts of each label joined; all texts where there are no labels. Raises UsageError where
-    a label is not one of the workload's.
+    """Yields the joined texts of each label, or of all rows without labels.
+
+    Raises UsageError if a label is outside the workload's range.
     """
     texts, labels = rows
     if labels is None:

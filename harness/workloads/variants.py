@@ -1,20 +1,19 @@
-"""Variants of a workload by suffixes to its name: weights kept in fewer bits, few trained
-parameters (`llama-mini+nf4+lora`).
+"""Variants of a workload by suffixes: low-bit weights or few trained parameters
+(`llama-mini+nf4+lora`).
 
-A variant is another model of the same name and seed, so every strategy can train it, and its
-reference is the same variant in one process. Sizes are fixed, so that cells of different hosts can
-be compared:
+Every strategy can train a variant like any other model; its reference is the same variant in one
+process. Sizes are fixed, so that cells of different hosts can be compared:
 
 - adapters (peft): LoRA of rank 8, scaled by 2, on every attention and MLP matrix; 16 virtual tokens
   for prompt tuning, P-tuning (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning;
-  IA3 on peft's own choice of matrices. No dropout.
-- `bf16`, `fp16`: parameters, gradients and optimizer state are kept and the arithmetic is done in
-  half precision; buffers stay fp32.
-- `float8` (torchao): attention and MLP matrices are multiplied in eight bits, with a scale for each
-  row and column; emulated where the device has no such arithmetic.
-- `int8`, `nf4` (bitsandbytes): every attention and MLP matrix is quantised once and frozen, so
-  something else must be trained beside it. One scale for each row of int8 weights, and for each 64
-  nf4 weights (no second quantisation of the scales).
+  IA3 on peft's default matrices. No dropout.
+- `bf16`, `fp16`: parameters, gradients, optimizer state and arithmetic in half precision; buffers
+  stay fp32.
+- `float8` (torchao): float8 products of attention and MLP matrices, with a scale per row and
+  column; emulated on devices without float8.
+- `int8`, `nf4` (bitsandbytes): all attention and MLP matrices are quantised once and frozen, so an
+  adapter must be trained. One scale per row of int8 weights, or per 64 nf4 weights (no double
+  quantisation).
 """
 
 from __future__ import annotations
@@ -72,14 +71,13 @@ _ON_GPU = {"int8": _INT8_ON_GPU, FLOAT8: _FLOAT8_ON_GPU}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variant(Workload):
-    """A workload with its weights stored in fewer bits, an adapter trained in their place, or
-    both."""
+    """A workload with low-bit weights, an adapter, or both."""
 
     base: Workload
     storage: str | None
-    """One of STORAGES; None: fp32."""
+    """Key of STORAGES; None for fp32."""
     adapter: str | None
-    """One of ADAPTERS; None: all parameters are trained."""
+    """Key of ADAPTERS; None if all parameters are trained."""
 
     @property
     def version(self) -> str:
@@ -177,12 +175,12 @@ class Variant(Workload):
             return adapt(model, self.adapter).train()
 
     def _adapter_seed(self, seed: int) -> int:
-        """Another seed than the model's, so that the adapter does not draw the same numbers."""
+        """Returns a seed other than the model's, so that the adapter draws different numbers."""
         return seed + 2**31
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
         logits = super().logits(model, inputs)
-        # Virtual tokens come first, and there is nothing that they should predict.
+        # Virtual tokens come first and have nothing to predict.
         return logits[:, VIRTUAL_TOKENS:] if self.adapter in PROMPTS else logits
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
@@ -212,8 +210,8 @@ class Variant(Workload):
 
 
 def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
-    """The variant with these suffixes; raises UsageError, with what would be right, where there is
-    none."""
+    """Returns the variant with these suffixes; raises UsageError if there is none, with a valid
+    alternative."""
     given = list(suffixes)
     name = "+".join([base.name, *given])
     storage, adapter = _storage_and_adapter(base, name, given)
@@ -245,8 +243,8 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
 def _storage_and_adapter(
     base: Workload, name: str, given: list[str]
 ) -> tuple[str | None, str | None]:
-    """The one storage and the one adapter among the suffixes; raises UsageError where they are not
-    known, are several of a kind, or are in another order."""
+    """Returns the storage and the adapter among the suffixes; raises UsageError if they are
+    unknown, repeated or out of order."""
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
@@ -266,7 +264,7 @@ def _storage_and_adapter(
 
 
 def _check(base: Workload, name: str, storage: str | None, adapter: str | None) -> None:
-    """Raises UsageError where the base has no such variant."""
+    """Raises UsageError if the base has no such variant."""
     if base.kind == "image":
         raise UsageError(
             f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"

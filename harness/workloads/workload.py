@@ -1,5 +1,4 @@
-"""A workload: a transformers model by its config with seeded random weights, its loss, and how it
-can be split."""
+"""A workload: a transformers model with seeded random weights, its loss, and its split."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from harness.spec.training import Layout, Retained
 
 
-# transformers and peft import torchao where it is installed, and importing it initialises CUDA
-# where a GPU is visible. They look once.
+# transformers and peft import torchao if it is installed, which initialises CUDA if a GPU is
+# visible. They check only once.
 hide("torchao")
 
 
@@ -34,12 +33,13 @@ OTHER_EXPERTS = Tolerance(
     "in half precision rounding sends some tokens to other experts than in fp32, and these experts"
     " and their router are then trained on others",
 )
-"""A router's choice is not continuous: of two experts with nearly the same score rounding decides.
+"""Tolerance for routers in half precision: rounding decides between experts with similar scores.
 
 Verified over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens): bf16 autocast deviates
-by 0.19 and 0.35, largest in the routers, with 4 % and 14 % of the tokens at other experts. Given
-the experts that fp32 chooses, bf16 deviates by 0.017 and 0.032, as a model without experts does
-(llama-micro: 0.032); fp32 given the experts that bf16 chooses, by 0.19 and 0.35."""
+by 0.19 and 0.35, mostly in the routers, with 4 % and 14 % of tokens at other experts. With fp32's
+choice of experts, bf16 deviates by 0.017 and 0.032, like a dense model (llama-micro: 0.032). With
+bf16's choice, fp32 deviates by 0.19 and 0.35.
+"""
 
 
 NEARLY_EQUAL_SCORES = Tolerance(
@@ -48,75 +48,79 @@ NEARLY_EQUAL_SCORES = Tolerance(
     "the scores of two experts may be equal but for the order of additions, which then decides"
     " which of them a token is sent to",
 )
-"""Of mixtral-micro's 16 x 64 tokens one in step 5 had scores of its second and third expert that
-are 1.1e-7 apart. DeepSpeed's stage 3 sent it to the third in each launch: the router of that block
-was off by 2.5e-3 of its update, and the step's loss by 5.6e-7."""
+"""Tolerance for routers in fp32: the order of additions decides between nearly equal scores.
+
+In step 5 of mixtral-micro (16 x 64 tokens), one token's second and third experts had scores 1.1e-7
+apart. DeepSpeed's stage 3 always chose the third: that router was off by 2.5e-3 of its update, and
+the step's loss by 5.6e-7.
+"""
 
 
 class HasLogits(Protocol):
-    """What a transformers model returns."""
+    """Output of a transformers model."""
 
     logits: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and its loss: all that a strategy may know of them.
+    """A model and its loss: all that a strategy may know about them.
 
-    Strategies ask this object and never compare names of models.
+    Strategies query this object and never compare model names.
     """
 
     name: str
     kind: Kind
     config: ModelConfig
-    """Empty where the model is loaded from a folder or a hub, which has its own config."""
+    """Config entries; empty for a model from a folder or hub, which brings its own config."""
     family: Family | None
-    """None where the model is loaded from a folder or a hub."""
+    """Family; None for a model from a folder or hub."""
     pretrained: str | None = None
     """Path or hub id that transformers loads the model from (`hf:`)."""
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
     num_labels: int = 0
-    """Classes of a classifier; 0 for causal models."""
+    """Number of classes; 0 for causal models."""
     vocabulary: int = 0
-    """Tokens that the model knows; 0 for images."""
+    """Number of tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
-    """Longest sequence; 0: no limit."""
+    """Longest sequence in tokens; 0 means no limit."""
     blocks: int = 0
     heads: int = 0
-    """Attention heads (of keys and values where these are fewer), which tensor parallelism divides
-    among the ranks."""
+    """Attention heads that tensor parallelism divides among ranks: those of keys and values, if
+    fewer."""
     query_heads: int = 0
     """Attention heads of queries."""
     head_width: int = 0
-    """Elements of a head's query or key of one token."""
+    """Elements per token in one head's query or key."""
     experts: int = 0
-    """Experts of each mixture of experts; 0: there is none."""
+    """Experts in each mixture of experts; 0 if there is none."""
     experts_per_token: int = 0
     """Experts that each token is sent to."""
     split: Split | None = None
     block_path: str = ""
-    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty where it is
-    not known."""
+    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty if unknown.
+    """
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
     requires: tuple[str, ...] = ()
-    """Packages beyond transformers; a missing one makes the cell `unavailable`."""
+    """Packages needed besides transformers; a missing one makes the cell `unavailable`."""
 
     @property
     def version(self) -> str:
-        """Changes when the files of a model in a local folder change; empty where the name alone
-        identifies the model."""
+        """Text that changes with a local model's files; empty if the name identifies the model."""
         folder = Path(self.pretrained or "")
         files = sorted(folder.iterdir()) if self.pretrained and folder.is_dir() else []
         return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
     @property
     def of_one_and_two_blocks(self) -> tuple[str, str] | None:
-        """Of a model named FAMILY-HIDDENxBLOCKS, or of a variant of it, the names of those of one
-        and two blocks: what it needs grows by as much with each block. None for other names, and
-        where it has no more blocks itself."""
+        """Names of the one-block and two-block models, for a model named FAMILY-HIDDENxBLOCKS or
+        its variant.
+
+        Its needs grow linearly with the blocks. None for other names, and for two blocks or fewer.
+        """
         name, plus, suffixes = self.name.partition("+")
         base, separator, blocks = name.rpartition("x")
         named_by_blocks = separator and blocks.isdecimal() and self.family and self.family.sized
@@ -132,8 +136,8 @@ class Workload:
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """A new transformers config, without key-value cache and without dropout, whose random
-        numbers would differ between layouts of the same training."""
+        """Returns a new transformers config without key-value cache and without dropout, whose
+        random numbers would differ between layouts."""
         import transformers
 
         if self.pretrained:
@@ -156,13 +160,12 @@ class Workload:
         saved_weights: bool = True,
         drawn_on: torch.device | None = None,
     ) -> nn.Module:
-        """The model in fp32 and training mode on `device` (the CPU by default).
+        """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: the device whose generator draws the initial weights, by default `device`
-        itself. The same seed gives the same weights only on the same kind of device, so all ranks
-        of a cell draw on the same kind, whatever device their model is then kept on. On a GPU cell
-        that is a GPU: billions of random numbers take a CPU minutes. An `hf:` model has its saved
-        weights, unless there are none or `saved_weights` is false.
+        `drawn_on`: device whose generator draws the initial weights (default: `device`). A seed
+        gives the same weights only on the same kind of device, so all ranks of a cell draw on one
+        kind. GPU cells draw on a GPU, because a CPU takes minutes for billions of numbers. An `hf:`
+        model gets its saved weights, unless it has none or `saved_weights` is false.
         """
         import torch
 
@@ -179,12 +182,12 @@ class Workload:
             return built
         built = built.to(home)
         if home.type != "cuda":
-            # The GPU only drew the weights: its memory is the training ranks'.
+            # The GPU only drew the weights; the training ranks need its memory.
             torch.cuda.empty_cache()
         return built
 
     def _new_model(self, saved_weights: bool) -> PreTrainedModel:
-        """The model by its transformers class, with saved weights or weights drawn now."""
+        """Returns a new model with saved or randomly drawn weights."""
         import torch
         import transformers
 
@@ -208,12 +211,12 @@ class Workload:
         return model
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
-        """What the model computes for these inputs; `model` may be wrapped, and return a tensor."""
+        """Returns the model's logits; `model` may be wrapped and return a plain tensor."""
         output = model(inputs)
         return cast("Tensor", getattr(output, "logits", output))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy in fp32, also of half-precision logits.
+        """Returns the mean cross entropy, in fp32 even for half-precision logits.
 
         `logits`: (samples, tokens, vocabulary) or (samples, classes); `labels`: (samples, tokens)
         or (samples,), already shifted by one token for causal models.
@@ -224,7 +227,7 @@ class Workload:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of its name, which make it a variant (see harness/workloads/variants.py)."""
+        """Suffixes in its name that make it a variant (see harness/workloads/variants.py)."""
         return ()
 
     @property
@@ -234,22 +237,22 @@ class Workload:
 
     @property
     def arithmetic(self) -> str | None:
-        """Precision of its arithmetic, `bf16` or `fp16`; None: the cell's own precision."""
+        """Precision of its arithmetic, `bf16` or `fp16`; None for the cell's precision."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the same workload with weights in fp32; None where this one has them in fp32."""
+        """Name of the same workload with fp32 weights; None if it has them already."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
-        """Raises Refused where the model cannot be trained with this cell's strategy or precision.
+        """Raises Refused if the model cannot be trained with this cell's strategy or precision.
 
-        `shards_parameters`: whether the strategy divides single parameters among the ranks.
+        `shards_parameters`: whether the strategy divides individual parameters among ranks.
         """
 
     def check_recompute(self, recompute: str) -> None:
-        """Raises Refused where the model's blocks cannot be computed again in this way."""
+        """Raises Refused if the model's blocks cannot be recomputed this way."""
         if not self.block_path:
             raise Refused(
                 f"{self.name} does not say which modules its blocks are, and recomputation is block"
@@ -257,45 +260,43 @@ class Workload:
             )
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks of a model that `build` made; none where the workload does not say which they
-        are."""
+        """Returns the blocks of a model from `build`; empty if `block_path` is unknown."""
         return list(model.get_submodule(self.block_path).children()) if self.block_path else []
 
     @property
     def mixture_path(self) -> str:
-        """Path of the mixture of experts within a block, with the modules `gate`, the router, and
-        `experts`; empty where there is none or it is not known."""
+        """Path of the mixture of experts within a block, with the modules `gate` (the router) and
+        `experts`; empty if there is none or it is unknown."""
         return self.split.mixture if self.split else ""
 
     def mixtures_of(self, model: nn.Module) -> list[str]:
-        """Paths of the mixtures of experts in a model that `build` made, one for each block."""
+        """Returns the path of each block's mixture of experts in a model from `build`."""
         ends = f".{self.mixture_path}.gate"
         names = [name for name, _ in model.named_modules()] if self.mixture_path else []
         return [name.removesuffix(".gate") for name in names if name.endswith(ends)]
 
     def stand_in(self, cell: Cell) -> str | None:
-        """What its arithmetic is replaced by on the cell's device; None where it is the real
-        one."""
+        """Returns a note on what replaces its arithmetic on the cell's device; None if nothing
+        does."""
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """How far two correct trainings of the model may be apart; None: EXACT holds, as rounding
-        does not make it more."""
+        """Returns how far two correct trainings may deviate; None if EXACT holds."""
         if not self.experts:
             return None
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
-        """What the model's layers keep between steps beside parameters and buffers."""
+        """Yields what layers keep between steps in addition to parameters and buffers."""
         return iter(())
 
     def countable(self) -> Workload:
-        """A workload with the same parameters and FLOPs that can be built without memory for its
-        tensors (torch's FakeTensorMode)."""
+        """Returns a workload with equal parameters and FLOPs that can be built with fake tensors
+        (torch's FakeTensorMode)."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Bytes of the parameters, and bytes of what the layers keep beside them.
+        """Returns the bytes of the parameters, and of the layers' other stored tensors.
 
         `model`: built by `countable()`.
         """
@@ -303,7 +304,7 @@ class Workload:
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
 
     def check_split(self, layout: Layout) -> None:
-        """Raises Refused where the model cannot be divided by this pipeline and tensor size."""
+        """Raises Refused if the model cannot be split into these pipeline and tensor sizes."""
         if self.split is None:
             raise Refused(
                 f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload"
@@ -319,7 +320,7 @@ class Workload:
             )
 
     def check_sequence(self, layout: Layout, tokens: int) -> None:
-        """Raises Refused where samples of so many tokens cannot be divided among these
+        """Raises Refused if samples of `tokens` tokens cannot be divided among these
         sequence-parallel ranks."""
         ranks = layout.sequence
         if self.kind != "causal":
@@ -334,8 +335,8 @@ class Workload:
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
-        """Inputs of the right shape, all zero, for counting: (samples, tokens) ids or (samples, 3,
-        size, size) pixels."""
+        """Returns zero inputs for counting: (samples, tokens) ids or (samples, 3, size, size)
+        pixels."""
         import torch
 
         if self.kind == "image":
@@ -344,6 +345,6 @@ class Workload:
 
 
 def has_weights(path: str) -> bool:
-    """Whether a local folder holds weights; a hub id is assumed to have some."""
+    """Returns whether a local folder holds weights; assumes that a hub id does."""
     folder = Path(path)
     return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))

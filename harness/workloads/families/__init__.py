@@ -1,1 +1,1 @@
-"""Model families: each module of this package is one, and defines it as `FAMILY`."""
+"""Model families; each module defines one as `FAMILY`."""

@@ -26,8 +26,8 @@ class BertSplit(Split):
 
 
 def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
-    """The key's bias adds the same number to all scores of a query, and softmax ignores a constant:
-    the bias's gradient is zero."""
+    """Drops the key bias: it shifts all scores of a query equally, which softmax ignores, so its
+    gradient is zero."""
     return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
 
 

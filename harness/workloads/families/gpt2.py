@@ -40,9 +40,11 @@ class Gpt2Split(Split):
         return logits
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Each Conv1D, whose weight is (inputs, outputs), becomes a Linear. The rows of the fused
-        query, key and value are reordered so that an even split over the ranks gives each rank the
-        same heads of all three."""
+        """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear.
+
+        Reorders the rows of the fused query, key and value, so that an even split gives each rank
+        the same heads of all three.
+        """
         import torch
         from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
         from transformers.pytorch_utils import Conv1D
@@ -72,19 +74,19 @@ def _unchanged(rows: Tensor) -> Tensor:
 
 
 def _transposed(undo: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Conv1D's weight from a Linear's, whose rows `undo` puts back into their order."""
+    """Returns Conv1D's weight from a Linear's, whose row order `undo` restores."""
     return undo(rows).t()
 
 
 def _reorder(rows: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorders rows that are numbered (outer, inner, rest) to (inner, outer, rest)."""
+    """Reorders rows numbered (outer, inner, rest) to (inner, outer, rest)."""
     reordered: Tensor = rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
     return reordered
 
 
 def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
-    """The key's bias adds the same number to all scores of a query, and softmax ignores a constant:
-    the bias's gradient is zero."""
+    """Drops the key bias: it shifts all scores of a query equally, which softmax ignores, so its
+    gradient is zero."""
     if not name.endswith("attn.c_attn.bias"):
         return tensor
     import torch

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's architecture with a mixture of experts in the place of each MLP."""
+"""Mixtral: Llama's architecture with a mixture of experts in place of each MLP."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from harness.workloads.family import Family, ModelConfig
 
 
 class MixtureSplit(LlamaSplit):
-    """Llama's embedding, blocks and head. Experts are parameters of three dimensions, for which
-    there is no tensor-parallel split."""
+    """Llama's embedding, blocks and head. Experts are three-dimensional parameters without a
+    tensor-parallel split."""
 
     by_column = ()
     by_row = ()
@@ -17,8 +17,10 @@ class MixtureSplit(LlamaSplit):
 
 
 def mixture_size(layers: int, hidden: int, heads: int, feed_forward: int) -> ModelConfig:
-    """What models with a mixture of experts have alike. `feed_forward`: intermediate size of one
-    expert, of which two see each token."""
+    """Returns the config entries shared by mixture models, with two experts per token.
+
+    `feed_forward`: intermediate size of one expert.
+    """
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -37,8 +39,8 @@ MIXTURE_COMMON: ModelConfig = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    # The router's auxiliary loss is a mean over a rank's own tokens: the mean of ranks is another
-    # one than that of a single process.
+    # The router's auxiliary loss is a mean over a rank's own tokens, so its mean over ranks differs
+    # from that of a single process.
     "output_router_logits": False,
     "router_aux_loss_coef": 0.0,
 }

@@ -1,5 +1,5 @@
-"""Qwen3-MoE: Llama's architecture with norms of queries and keys, and a mixture of experts in the
-place of each MLP."""
+"""Qwen3-MoE: Llama's architecture with query and key norms, and a mixture of experts in place of
+each MLP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """ResNet image classification.
 
-Its BatchNorm layers take their statistics from one replica's samples only, so data parallelism
-changes the training unless the statistics are synchronised.
+BatchNorm takes its statistics from one replica's samples only, so data parallelism changes the
+training unless the statistics are synchronised.
 """
 
 from __future__ import annotations
