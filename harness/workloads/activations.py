@@ -36,7 +36,7 @@ class OperatorObserver(TorchDispatchMode):
     def observe(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
     ) -> None:
-        """Called with an operator, its arguments and its result."""
+        """Called after each operator."""
 
     def __torch_dispatch__(
         self,
@@ -65,13 +65,12 @@ def activation_bytes(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """Returns the peak bytes of forward, loss and backward, excluding parameters, buffers and
-    parameter gradients.
+    """Returns the peak bytes of forward, loss and backward: saved and temporary tensors, without
+    parameters, buffers and parameter gradients.
 
-    This includes what autograd saves and what operators allocate temporarily. `samples` and
-    `sequence_length` are those of one pass; `precision` is fp32 or autocast's. `tensor_ranks` ranks
-    split each layer of a block and, with `sequence_parallel`, the sequence. Tensors have no memory
-    (FakeTensorMode), so models of any size can be counted.
+    `samples` and `sequence_length` are those of one pass; `precision` is fp32 or autocast's.
+    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence. Tensors
+    are fake (FakeTensorMode), so models of any size can be counted.
     """
     held, split = Held(), (tensor_ranks, sequence_parallel)
     if pair := workload.of_one_and_two_blocks:
@@ -92,11 +91,11 @@ def recomputed_flops(
 ) -> int:
     """Returns the floating-point operations per sample that recomputation adds to a step.
 
-    Matrix products, convolutions and attention count as in torch.utils.flop_counter (2 per
-    multiply-add); other elementwise operators count 1 per output element.
+    Counts like torch.utils.flop_counter (2 per multiply-add), plus 1 per output element of other
+    elementwise operators.
 
     `whole_blocks`: blocks are recomputed to their end. torch's checkpoint stops at the last tensor
-    that backward needs, which comes before a block's last product.
+    that backward needs, before a block's last product.
     """
     if pair := workload.of_one_and_two_blocks:
         one, two = (
@@ -112,7 +111,6 @@ def recomputed_flops(
 def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
-    """Returns the operations of forward and backward for one sample."""
     counter = _Operations()
     with set_checkpoint_early_stop(not whole_blocks):
         train_without_memory(workload, 1, sequence_length, recompute, counter)
@@ -129,8 +127,8 @@ def train_without_memory(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> None:
-    """Runs forward, loss and backward on zeros, with fake tensors under a counter; under autocast
-    unless `precision` is fp32."""
+    """Runs forward, loss and backward on fake zeros under a counter, and under autocast unless
+    `precision` is fp32."""
     logits: Callable[..., Tensor] = workload.logits
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
@@ -151,15 +149,12 @@ def train_without_memory(
 
 
 def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
-    """Returns zero labels of the right shape for these inputs."""
     if workload.num_labels:
         return torch.zeros(len(inputs), dtype=torch.long)
     return torch.zeros_like(inputs)
 
 
 class _Operations(OperatorObserver):
-    """Counts floating-point operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
@@ -174,10 +169,7 @@ class _Operations(OperatorObserver):
 
 
 class Held(OperatorObserver):
-    """Tracks the storages that operators allocate until they are freed.
-
-    `with_gradients`: parameter gradients stay allocated and count.
-    """
+    """Tracks storages that operators allocate; parameter gradients only `with_gradients`."""
 
     def __init__(self, with_gradients: bool = False) -> None:
         super().__init__()
@@ -192,12 +184,11 @@ class Held(OperatorObserver):
         """(number of a storage, 1 if allocated or -1 if freed), in order."""
 
     def leave_out(self, *tensors: Tensor) -> None:
-        """Excludes these tensors from the count."""
         for tensor in tensors:
             self.alive[tensor.untyped_storage()._cdata] = -1
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Excludes what the model owns, and clears gradients as soon as they are made."""
+        """Excludes what the model owns, and clears gradients at once."""
         self.leave_out(*model.parameters(), *model.buffers())
         for parameter in model.parameters():
             if parameter.requires_grad and not self.with_gradients:
@@ -226,7 +217,6 @@ class Held(OperatorObserver):
         self.changes.append((self.alive.pop(address), -1))
 
     def most(self) -> int:
-        """Returns the peak in bytes."""
         now = most = 0
         for number, change in self.changes:
             if number not in self.gradients:

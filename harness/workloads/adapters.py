@@ -1,4 +1,4 @@
-"""Adapters by peft: a few trained parameters added to a frozen model."""
+"""Adapters by peft for frozen models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 RANK = 8
 VIRTUAL_TOKENS = 16
 PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
-"""Adapters that prepend virtual tokens to the input; the logits include their positions."""
+"""Adapters that prepend virtual tokens, which add positions to the logits."""
 
 
 def adapt(model: PreTrainedModel, adapter: str) -> nn.Module:
-    """Returns the model with all its parameters frozen and a trainable adapter."""
+    """Freezes all parameters; returns the model with a trainable adapter."""
     with quiet():
         import peft
 

@@ -1,5 +1,4 @@
-"""Parameter names, sizes and FLOPs of a workload's unsplit model; counted once and cached on disk.
-"""
+"""Parameter names, sizes and FLOPs of unsplit models, cached on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ from harness.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a workload's model at one sequence length."""
-
     trainable: tuple[str, ...]
     """Names of the trained parameters; a tied one appears once."""
     parameters: int
@@ -35,10 +32,9 @@ class ModelFacts:
     parameter_bytes: int = 0
     """Bytes of all parameters as stored; 0 means fp32."""
     trained_bytes: int = 0
-    """Bytes of the trainable parameters, and so of their gradients and of each AdamW moment; 0
-    means fp32."""
+    """Bytes of the trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
     buffer_bytes: int = 0
-    """Bytes of other tensors in the layers: buffers, scales of quantised weights."""
+    """Bytes of buffers and scales of quantised weights."""
 
     def __post_init__(self) -> None:
         for name, elements in (
@@ -51,8 +47,8 @@ class ModelFacts:
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Returns the facts, cached per model and library versions; raises RuntimeError if the counting
-    process fails."""
+    """Returns the facts, cached per model and library versions; raises RuntimeError if counting
+    fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
     file = kept_file("facts", workload, f"3 {sequence_length}")
@@ -69,8 +65,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def kept_file(folder: str, workload: Workload, counted: str) -> Path:
-    """Returns the cache file for one kind of count of a workload; its name includes library
-    versions."""
+    """Returns the cache file for a count; its name includes library versions."""
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
@@ -96,7 +91,7 @@ def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
     """Counts in a subprocess that sees no GPU.
 
     A library that initialises CUDA on import creates a context on GPU 0. In the planning process,
-    which lives as long as the run, that context would take memory from every trial.
+    that context would take memory from every trial.
     """
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
@@ -120,11 +115,11 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """Returns the facts of a model named FAMILY-HIDDENxBLOCKS, extrapolated from one and two
-    blocks; None for other names.
+    """Returns facts extrapolated from one and two blocks for FAMILY-HIDDENxBLOCKS; None for other
+    names.
 
-    Every number grows linearly with the blocks. Building a model takes 50 ms per block, and several
-    times that with an adapter.
+    All numbers grow linearly with the blocks. Building takes 50 ms per block, several times that
+    with an adapter.
     """
     if not (pair := workload.of_one_and_two_blocks):
         return None
@@ -184,5 +179,4 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def parameters_of(cell: Cell) -> int:
-    """Returns the number of parameters of the model that a cell trains."""
     return model_facts(make_workload(cell.workload), cell.sequence_length).parameters

@@ -1,5 +1,4 @@
-"""Datasets: tokens of real text, and generated images. A seed and a step number determine the
-global batch."""
+"""Datasets: tokens of real text, and generated images. Seed and step determine the global batch."""
 
 from __future__ import annotations
 
@@ -30,11 +29,9 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset prepared for a workload. It is small enough to send to every rank, which opens the
-    token file itself."""
+    """A dataset prepared for a workload; small, because it is sent to every rank."""
 
     kind: str
-    """Kind of the workload."""
     name: str
     """Name as in a cell: `stdlib`, `text:FILE`, ..."""
     fingerprint: str
@@ -42,7 +39,7 @@ class DataSource:
     tokens_file: str | None
     """Path of the token file; None for images."""
     token_dtype: str
-    """Kind of tokens: `bytes` or the name of a tokenizer; empty for images."""
+    """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
     """Start and stop of each class's tokens; one range for causal models."""
     sequence_length: int
@@ -50,11 +47,11 @@ class DataSource:
     """Height and width in pixels."""
     num_labels: int = 0
     last_first: bool = False
-    """Whether each global batch is reversed: the same training with different rounding."""
+    """Whether each global batch is reversed, which only changes rounding."""
 
     @functools.cached_property
     def tokens(self) -> Array:
-        """All tokens as integers, memory-mapped from the file (shape [tokens])."""
+        """All tokens as integers, memory-mapped (shape [tokens])."""
         assert self.tokens_file is not None
         # Slicing a plain array takes a tenth of the time of slicing a memmap.
         return np.asarray(np.load(self.tokens_file, mmap_mode="r"))
@@ -64,8 +61,7 @@ class DataSource:
 
         Causal: ids (rows, tokens), and the ids of the next tokens. Classification: ids (rows,
         tokens), and class numbers (rows,). Images: float32 (rows, 3, size, size), and class numbers
-        (rows,). All random numbers of the global batch are drawn before rows are chosen, so that
-        every rank draws the same batch.
+        (rows,). Random numbers are drawn for the global batch, so that all ranks agree on it.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -84,14 +80,12 @@ class DataSource:
         return inputs, labels[rows]
 
     def _ordered(self, samples: NDArray[Number]) -> NDArray[Number]:
-        """Returns one number per sample of a global batch, in the batch's order."""
         return samples[::-1].copy() if self.last_first else samples  # torch rejects reversed views
 
     def _images(
         self, rng: np.random.Generator, global_batch: int, rows: slice
     ) -> tuple[Array, Array]:
-        """Returns gratings whose angle and frequency depend on the class, with random phase and
-        noise."""
+        """Returns gratings with class-dependent angle and frequency, random phase and noise."""
         labels = self._ordered(rng.integers(0, self.num_labels, global_batch))
         phases = self._ordered(rng.random(global_batch)) * 2 * np.pi
         noise_seeds = self._ordered(rng.integers(0, 2**63, global_batch))
@@ -114,10 +108,9 @@ class DataSource:
 
 @functools.cache
 def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSource:
-    """Reads, tokenises and caches a dataset for a workload.
+    """Reads, tokenises and caches a dataset; raises UsageError if it does not suit the workload.
 
-    `sequence_length`: tokens per sample; unused for images. Raises UsageError if the workload
-    cannot be trained on the dataset.
+    `sequence_length`: tokens per sample; unused for images.
     """
     if workload.kind == "image":
         if name not in ("stdlib", "images"):
@@ -182,8 +175,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
 
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
-    """Returns a function from text to tokens, and its name: the tokenizer of an `hf:` model if it
-    has one, otherwise bytes."""
+    """Returns a function from text to tokens and its name: an `hf:` model's tokenizer, or bytes."""
     if workload.pretrained:
         try:
             import transformers

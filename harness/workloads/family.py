@@ -1,4 +1,4 @@
-"""Families of models with one architecture in several sizes, and the ways to split them."""
+"""Families of models with one architecture, and the ways to split them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ModelConfig: TypeAlias = dict[str, Any]
 
 
 class Split(ABC):
-    """How a model divides into embedding, blocks and head, for pipeline, tensor and 3D parallelism.
+    """How pipeline, tensor and 3D parallelism divide a model into embedding, blocks and head.
 
     Paths are dotted module names for nn.Module.get_submodule.
     """
@@ -29,26 +29,23 @@ class Split(ABC):
     blocks: ClassVar[str]
     """Path of the ModuleList of blocks."""
     embedding: ClassVar[tuple[str, ...]]
-    """Paths of the modules that only the first stage holds."""
+    """Paths of modules that only the first stage holds."""
     head: ClassVar[tuple[str, ...]]
-    """Paths of the modules that only the last stage holds."""
+    """Paths of modules that only the last stage holds."""
     tied: ClassVar[dict[str, str]] = {}
-    """Names of the last stage's parameters -> names of the first stage's parameters that are the
-    same tensors in the unsplit model."""
+    """Last stage's parameter names -> first stage's, for tensors shared in the unsplit model."""
     by_column: ClassVar[tuple[str, ...]] = ()
     """Paths of linear layers that tensor parallelism splits by outputs; `*` stands for any block.
     """
     by_row: ClassVar[tuple[str, ...]] = ()
-    """Paths of linear layers that tensor parallelism splits by inputs, each followed by an
-    all-reduce."""
+    """Paths of linear layers split by inputs, each followed by an all-reduce."""
     mixture: ClassVar[str] = ""
-    """Path of the mixture of experts within a block, with the modules `gate` (the router) and
-    `experts`; empty if there is none."""
+    """Path within a block of the mixture of experts, with modules `gate` (router) and `experts`;
+    empty if there is none."""
     sequence_parallel: ClassVar[bool] = False
     """Whether `tensor_plan` can also split the sequence."""
     by_vocabulary: ClassVar[tuple[str, ...]] = ()
-    """Paths of the layers whose rows, one per token of the vocabulary, are split if the sequence
-    is."""
+    """Paths of layers whose rows, one per vocabulary token, are split if the sequence is."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -57,18 +54,18 @@ class Split(ABC):
     def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
         """Runs one block: (samples, tokens, hidden) -> the same shape.
 
-        `tokens`: length of the whole sequence; `hidden` may be a part of it.
+        `tokens`: length of the whole sequence, of which `hidden` may be a part.
         """
         output: Tensor = block(hidden)
         return output
 
     @abstractmethod
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> logits: (samples, tokens, vocabulary) for causal models,
-        (samples, classes) for classifiers."""
+        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes) for
+        classifiers."""
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Returns the whole model's logits, computed part by part."""
+        """Runs the whole model part by part."""
         hidden = self.embed(model, inputs)
         for block in model.get_submodule(self.blocks).children():
             hidden = self.block(model, block, hidden, inputs.shape[1])
@@ -87,8 +84,7 @@ class Split(ABC):
             )
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Returns the parallel style of each module by path, with `*` for any block; raises as
-        `check_tensor` does."""
+        """Returns each module's parallel style by path; raises as `check_tensor` does."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         self.check_tensor(sequence_parallel)
@@ -98,8 +94,8 @@ class Split(ABC):
         }
 
     def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
-        """Returns whether tensor parallelism splits this parameter: weights, and the biases of
-        layers split by outputs."""
+        """Returns whether tensor parallelism splits this parameter: weights, and biases of layers
+        split by outputs."""
         layer, _, kind = parameter.rpartition(".")
         by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
         if any(fnmatch(layer, path) for path in by_output):
@@ -107,10 +103,10 @@ class Split(ABC):
         return kind == "weight" and any(fnmatch(layer, path) for path in self.by_row)
 
     def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
-        """Reduces the model, in place, to what one tensor-parallel rank computes with.
+        """Reduces the model, in place, to one tensor-parallel rank's share.
 
         If the sequence is split, call `logits`: the model's own forward does not know the whole
-        sequence's length.
+        length.
         """
         from torch.nn import Parameter
 
@@ -127,7 +123,7 @@ class Split(ABC):
             share_sequence(model, self.tensor_plan(sequence_parallel=True), ranks)
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Replaces, in place, modules that cannot be split over `size` ranks as they are.
+        """Replaces, in place, modules that cannot be split over `size` ranks.
 
         Returns, by parameter name, the function that restores a whole tensor's original layout.
         """
@@ -136,14 +132,12 @@ class Split(ABC):
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one architecture in several sizes."""
-
     name: str
     kind: Kind
     config_class: str
-    """Name of the config's class in transformers."""
+    """Class name in transformers."""
     model_class: str
-    """Name of the model's class in transformers."""
+    """Class name in transformers."""
     sizes: Mapping[str, ModelConfig]
     """Config entries of each size."""
     common: ModelConfig
@@ -152,18 +146,17 @@ class Family:
     hidden_size_key: str = "hidden_size"
     """Config key of the hidden size between blocks."""
     batch_norm: bool = False
-    """Whether the models have BatchNorm layers."""
     image_size: Callable[[str], int] = lambda size: 0
     """Size -> height and width of an image in pixels."""
     sized: Callable[[int, int], ModelConfig] | None = None
-    """(hidden size, blocks) -> config entries of the size `HIDDENxBLOCKS`, for families that allow
-    any number of blocks."""
+    """(hidden size, blocks) -> config entries of `HIDDENxBLOCKS`, if the family allows any number
+    of blocks."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero.
-    Comparing those would only compare rounding errors."""
+    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero,
+    which only have rounding errors to compare."""
 
     def size(self, name: str) -> ModelConfig | None:
-        """Returns the config entries of this size; None if it does not exist."""
+        """Returns the config entries of this size; None if there is none."""
         numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
         if numbers and self.sized:
             return self.sized(int(numbers[1]), int(numbers[2]))

@@ -1,10 +1,8 @@
 """Float8 matrix products by torchao, with one scale per row and per column (recipe `rowwise`).
 
-Weights, gradients and optimizer state stay fp32. Kernels return products in bf16, which torchao
-casts to fp32 if requested; emulated products are computed in fp32.
-
-The recipe `tensorwise` has one scale for all samples of a rank, so a sample's rounding depends on
-its neighbours. Training on several ranks would then differ from training in one process.
+Weights, gradients and optimizer state stay fp32. Kernels return bf16, which torchao casts to fp32
+if requested; emulated products are computed in fp32. The recipe `tensorwise` has one scale for all
+samples of a rank, so training would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIRST_CAPABILITY = (9, 0)
-"""Compute capability from which CUDA devices (Hopper) support rowwise scales in torch's
-`_scaled_mm`."""
+"""Lowest CUDA compute capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
 
 def has_float8(device: torch.device) -> bool:
-    """Returns whether the device has float8 products; others emulate them."""
     import torch
 
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def use_float8(model: PreTrainedModel) -> None:
-    """Makes every attention and MLP matrix compute in float8, in place."""
+    """Makes all attention and MLP matrices compute in float8, in place."""
     show("torchao")
     logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of missing kernels
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -53,7 +49,7 @@ def use_float8(model: PreTrainedModel) -> None:
 
 
 def emulated(cell: Cell) -> str | None:
-    """Returns a note if a cell's float8 products are emulated; None if its device has them."""
+    """Returns a note if a cell's device must emulate float8, else None."""
     if cell.device == "cuda":  # by NVML: this process leaves CUDA alone
         capabilities = [gpu.capability for gpu in visible_gpus()]
         if capabilities and (capabilities[0] or (0, 0)) >= FIRST_CAPABILITY:

@@ -17,7 +17,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Returns the floating-point operations of `forward` and its backward, by torch's
     FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
 
-    `forward` calls `model`, whose tensors may be fake (FakeTensorMode).
+    `forward` calls `model`, whose tensors may be fake.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,13 +32,12 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Gives new tensors no memory (FakeTensorMode), so that models of any size can be counted, as
-    returned by `Workload.countable`.
+    """Makes new tensors fake (FakeTensorMode), so that any model from `Workload.countable` can be
+    counted.
 
-    Fake tensors have no data, so modules stay on their device. Experts use transformers' grouped
-    product, because torch knows the shapes of its own only in bf16. Positions cannot be read, so
-    transformers must not check them for packed sequences: it would build a mask over all token
-    pairs.
+    Modules stay on their device, because there is no data to move. Experts use transformers'
+    grouped product: torch knows the shapes of its own only in bf16. Positions are unreadable, so
+    transformers must not look for packed sequences, which would need a mask over all token pairs.
     """
     import torch
     from torch._library.custom_ops import OPDEFS

@@ -24,8 +24,8 @@ def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
 
 
 def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs. The weight of GPT-2's Conv1D is (inputs, outputs),
-    a Linear's (outputs, inputs)."""
+    """Returns the numbers of inputs and outputs. GPT-2's Conv1D stores (inputs, outputs), Linear
+    the reverse."""
     from torch import nn
 
     rows, columns = matrix.weight.shape

@@ -1,5 +1,4 @@
-"""Counts the operators of forward and backward and the bytes that they move and hold; cached on
-disk."""
+"""Counts operators of forward and backward and their bytes, cached on disk."""
 
 from __future__ import annotations
 
@@ -28,10 +27,9 @@ class Operators:
     """Counts for forward, loss and backward of one micro-batch of the unsplit model."""
 
     number: int
-    """Number of operators that compute something, without views."""
+    """Number of operators without views."""
     moved_bytes: int
-    """Bytes read and written by operators other than matrix products, convolutions and attention.
-    """
+    """Bytes read and written, except by matrix products, convolutions and attention."""
     convolutions: int
     """Number of convolutions; a backward for input and weight counts twice."""
     held_bytes: int
@@ -41,7 +39,7 @@ class Operators:
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 """Convolutions that each operator computes."""
 FEW, MORE = 2, 4
-"""Samples in the two counted passes; all counts are linear in the samples."""
+"""Samples in the two counted passes; counts are linear in samples."""
 
 
 @functools.cache
@@ -54,8 +52,7 @@ def operators(
 ) -> Operators:
     """Returns the counts of one pass over `samples` samples.
 
-    `precision`: fp32, or that of autocast, which casts the operands of matrix products. Tensors
-    have no memory (FakeTensorMode), so models of any size can be counted.
+    `precision`: fp32 or autocast's, which casts operands of matrix products. Tensors are fake.
     """
     few, more = _counted(workload, sequence_length, recompute, precision)
     share = (samples - FEW) / (MORE - FEW)
@@ -75,7 +72,6 @@ def operators(
 def _counted(
     workload: Workload, sequence_length: int, recompute: str, precision: str
 ) -> tuple[Operators, Operators]:
-    """Returns the counts for FEW and MORE samples, cached on disk."""
     file = kept_file("operators", workload, f"3 {sequence_length} {recompute} {precision}")
     if file.exists() and not workload.pretrained:
         few, more = (Operators(**fields) for fields in json.loads(file.read_text()))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
     """Casts the parameters, in place, and all later inputs of the model to `dtype`.
 
-    `keep_batch_norm`: leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
-    because they need the parameters' dtype. Other buffers are not cast.
+    `keep_batch_norm` leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
+    because they need the parameters' dtype; other buffers are not.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from harness.spec.training import Retained
 
 _NF4_BLOCK = 64
-"""Number of weights that share one scale."""
+"""Weights per scale."""
 _NF4_VALUES = 16
-"""Number of values that a 4-bit weight can take."""
+"""Values of a 4-bit weight."""
 _OUTLIERS = 6.0
-"""Magnitude above which inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
+"""Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences peft, which asks transformers for a deprecated name, and bitsandbytes, which
-    recommends faster kernels."""
+    """Silences warnings of peft (a deprecated name) and bitsandbytes (faster kernels)."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -40,7 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]:
-    """Returns the bytes of the quantised matrix, and of its fp32 scales and code book."""
+    """Returns the bytes of the quantised matrix and of its fp32 scales and code book."""
     elements = matrix.weight.numel()
     if storage == "int8":
         return elements, 4 * features(matrix)[1]
@@ -48,7 +47,8 @@ def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]
 
 
 def quantise(model: PreTrainedModel, storage: str) -> None:
-    """Replaces every attention and MLP matrix with bitsandbytes' layer, in place and on its device.
+    """Replaces all attention and MLP matrices with bitsandbytes' layers, in place and on their
+    device.
 
     `storage`: `int8` or `nf4`.
     """
@@ -60,7 +60,6 @@ def quantise(model: PreTrainedModel, storage: str) -> None:
 
 
 def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
-    """Returns bitsandbytes' layer with this matrix's weight and bias, frozen."""
     with quiet():
         import bitsandbytes
     from torch import nn
@@ -90,7 +89,6 @@ def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
 
 
 def scales(model: nn.Module) -> Iterator[Retained]:
-    """Yields the scales and code books of a model's quantised layers."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if (nf4 := getattr(weight, "quant_state", None)) is not None:

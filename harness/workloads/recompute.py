@@ -1,9 +1,8 @@
-"""Recomputation: what blocks save in forward, and what they recompute in backward.
+"""Recomputation: what blocks save in forward and recompute in backward.
 
 A block is an entry of a workload's `block_path`. `full` saves only a block's input and reruns the
-block when backward reaches it (Chen et al., arXiv 1604.06174). `selective` also saves the results
-of matrix products and attention, and recomputes only the cheap rest (Korthikanti et al., arXiv
-2205.05198, section 5).
+block in backward (Chen et al., arXiv 1604.06174). `selective` also saves results of matrix products
+and attention, and recomputes the cheap rest (Korthikanti et al., arXiv 2205.05198, section 5).
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ Shape = Sequence[int]
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns, for each matrix product, convolution and attention operator, a function from
-    arguments and result to floating-point operations.
+    """Returns a function from arguments and result to floating-point operations for each matrix
+    product, convolution and attention operator.
 
-    These are torch.utils.flop_counter's operators, the CPU's attention, which has a separate name,
-    and the products of a mixture of experts.
+    These are torch.utils.flop_counter's, the CPU's attention, and products of mixtures of experts.
     """
     import torch
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
@@ -41,12 +39,8 @@ def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 @functools.cache
 def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns, for each grouped product of a mixture of experts, a function from shapes to
-    floating-point operations.
-
-    Each row is multiplied by its expert's matrix. Includes transformers' fallback for missing torch
-    kernels.
-    """
+    """Returns a function from shapes to floating-point operations for each grouped product (rows by
+    their experts' matrices), including transformers' fallback."""
     import torch
 
     def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
@@ -73,7 +67,7 @@ def experts_backward() -> OpOverloadPacket | None:
 
 
 def checkpoint_arguments(recompute: str) -> dict[str, Any]:
-    """Returns keyword arguments of torch.utils.checkpoint.checkpoint for `selective` or `full`."""
+    """Returns torch.utils.checkpoint.checkpoint's keyword arguments for `selective` or `full`."""
     if recompute == "full":
         return {"use_reentrant": False}
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -87,9 +81,9 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
 
 
 def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
-    """Returns whether the operands are one row and one column each, which is cheap to recompute.
+    """Returns whether a row is multiplied by a column, which is cheap to recompute.
 
-    DeepSpeed's gate divides such products in place, which torch forbids for saved tensors.
+    DeepSpeed's gate divides such results in place, which torch forbids for saved tensors.
     """
     if operator._opname != "bmm":
         return False
@@ -97,11 +91,11 @@ def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
 
 
 def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Makes these blocks recompute during backward, by torch.utils.checkpoint, in place.
+    """Makes blocks recompute during backward, by torch.utils.checkpoint, in place.
 
-    Each block becomes an instance of a subclass whose forward is checkpointed. So parameters keep
-    their names (torch's checkpoint_wrapper changes them), a block's hooks are not recomputed, and
-    copies of a block use their own parameters. Models have no dropout, so no random state is saved.
+    Each block's class becomes a subclass with a checkpointed forward. So parameters keep their
+    names (torch's checkpoint_wrapper changes them), hooks are not rerun, and copies use their own
+    parameters. Models have no dropout, so no random state is saved.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -116,8 +110,6 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
 
 
 def _checkpointed(kind: type[nn.Module], run: Callable[..., object]) -> type[nn.Module]:
-    """Returns a subclass of the same name whose forward is checkpointed."""
-
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return run(functools.partial(kind.forward, self), *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Names of all workloads, and the workload of a name."""
+"""Workloads by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HUB = "hf:"
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Returns all families by name: the `FAMILY` of each module in harness/workloads/families/."""
+    """Returns the `FAMILY` of each module in harness/workloads/families/, by name."""
     from harness.workloads import families as package
 
     modules = [
@@ -42,8 +42,7 @@ def workload_names() -> list[str]:
 def split_name(name: str) -> tuple[str, list[str]]:
     """Splits `llama-mini+lora` into (`llama-mini`, [`lora`]).
 
-    A path may contain a `+`, so `hf:PATH` loses only known suffixes, and none if the full path
-    exists.
+    A path may contain `+`: `hf:PATH` loses only known suffixes, and none if the full path exists.
     """
     if not name.startswith(HUB):
         base, *suffixes = name.split("+")
@@ -59,8 +58,7 @@ def split_name(name: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """Returns the workload of a name, suffixes included (`llama-mini+lora`); raises UsageError for
-    an unknown name."""
+    """Returns the workload of a name, suffixes included; raises UsageError for an unknown name."""
     base, suffixes = split_name(name)
     if suffixes:
         from harness.workloads.variants import make_variant
@@ -103,7 +101,7 @@ def make_workload(name: str) -> Workload:
 
 
 def _from_hub(name: str) -> Workload:
-    """Returns the workload `hf:PATH_OR_ID` from its config, without reading weights."""
+    """Returns `hf:PATH_OR_ID` from its config, without reading weights."""
     import transformers
 
     path = name.removeprefix(HUB)
@@ -146,7 +144,7 @@ def _from_hub(name: str) -> Workload:
 
 
 def _kind(name: str, architecture: str) -> Kind:
-    """Returns the kind of a transformers class; raises UsageError for unsupported kinds."""
+    """Returns the kind of a transformers class; raises UsageError if it is unsupported."""
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "causal"
     if architecture.endswith("ForSequenceClassification"):
@@ -159,6 +157,5 @@ def _kind(name: str, architecture: str) -> Kind:
 
 
 def _family(config: PretrainedConfig, architecture: str) -> Family | None:
-    """Returns the family of a saved model; None if no family has its class."""
     family = families().get(config.model_type.replace("_", "-"))
     return family if family and family.model_class == architecture else None

@@ -1,8 +1,8 @@
-"""Simulates one rank of sequence parallelism in one process to count its memory. Copies of its own
-tensors stand for those of other ranks.
+"""Simulates one rank of sequence parallelism in one process, to count its memory. Copies of its
+tensors replace those of other ranks.
 
-A rank has all tokens within attention and MLP, and its part of them elsewhere (Korthikanti et al.,
-arXiv 2205.05198, section 4.2.2).
+A rank has all tokens within attention and MLP, and its part elsewhere (Korthikanti et al., arXiv
+2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ TOKENS, FEATURES = 1, -1
 
 
 def share_sequence(model: nn.Module, plan: Mapping[str, object], ranks: int) -> None:
-    """Adds, in place, the plan's sequence exchanges to a model that already has one rank's share of
-    the layers.
+    """Adds the plan's sequence exchanges, in place, to one rank's share of a model.
 
     `plan`: torch's ParallelStyle for each path.
     """
@@ -58,17 +57,17 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
-    """Gathers with torch's temporaries: the parts stacked, then joined along the dimension."""
+    """Stacks the parts, then joins them along the dimension, like torch."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
 def _reduce_scatter(whole: Tensor, ranks: int) -> Tensor:
-    """Scatters a sum with torch's temporaries: the parts stacked, then one of them copied."""
+    """Stacks the parts, then copies one, like torch."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
 
 class Gathered(torch.autograd.Function):
-    """Gathers all tokens; backward sums gradients over ranks and scatters them by tokens."""
+    """All tokens; backward sums gradients over ranks and scatters them by tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
@@ -81,7 +80,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """Sums over ranks and keeps a rank's tokens; backward gathers the gradients of all tokens."""
+    """A rank's tokens of the sum over ranks; backward gathers all gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
@@ -94,7 +93,7 @@ class Scattered(torch.autograd.Function):
 
 
 class GatheredLogits(torch.autograd.Function):
-    """Gathers the logits of the whole vocabulary; backward keeps a rank's part."""
+    """Logits of the whole vocabulary; backward keeps a rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:

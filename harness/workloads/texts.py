@@ -18,8 +18,8 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
     """Returns a function that reads the dataset's texts, and a string that changes with their
     version.
 
-    There is one text per class, or a single one for causal models. Raises UsageError for an unknown
-    or unsuitable dataset; the function does so if the data cannot be read.
+    Causal models get one text, classifiers one per class. Raises UsageError for an unknown or
+    unsuitable dataset; the function does so if the data cannot be read.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
@@ -45,8 +45,7 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
 
 
 def _stdlib(num_labels: int) -> Iterator[bytes]:
-    """Yields the source of Python's standard library: one text or, if `num_labels` is not 0, one
-    for each of its `num_labels` largest packages."""
+    """Yields Python's standard library as one text, or its `num_labels` largest packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
     files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
@@ -103,7 +102,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
 def _columns(
     name: str, present: Iterable[str], read: Callable[[str], list[Any]], labelled: bool
 ) -> Rows:
-    """Returns the columns `text` and, if `labelled`, `label`; `read` returns a column."""
+    """Returns the columns `text` and, if `labelled`, `label`."""
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:
             raise UsageError(
@@ -113,10 +112,8 @@ def _columns(
 
 
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
-    """Yields the joined texts of each label, or of all rows without labels.
-
-    Raises UsageError if a label is outside the workload's range.
-    """
+    """Yields the joined texts of each label, or of all rows without labels; raises UsageError for
+    labels out of range."""
     texts, labels = rows
     if labels is None:
         yield "\n".join(texts).encode()

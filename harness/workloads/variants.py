@@ -1,19 +1,18 @@
 """Variants of a workload by suffixes: low-bit weights or few trained parameters
 (`llama-mini+nf4+lora`).
 
-Every strategy can train a variant like any other model; its reference is the same variant in one
-process. Sizes are fixed, so that cells of different hosts can be compared:
+A variant is a model like any other; its reference is the same variant in one process. Sizes are
+fixed, so that cells of different hosts can be compared:
 
-- adapters (peft): LoRA of rank 8, scaled by 2, on every attention and MLP matrix; 16 virtual tokens
+- adapters (peft): LoRA of rank 8, scaled by 2, on all attention and MLP matrices; 16 virtual tokens
   for prompt tuning, P-tuning (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning;
   IA3 on peft's default matrices. No dropout.
-- `bf16`, `fp16`: parameters, gradients, optimizer state and arithmetic in half precision; buffers
-  stay fp32.
+- `bf16`, `fp16`: half-precision parameters, gradients, optimizer state and arithmetic; fp32
+  buffers.
 - `float8` (torchao): float8 products of attention and MLP matrices, with a scale per row and
-  column; emulated on devices without float8.
-- `int8`, `nf4` (bitsandbytes): all attention and MLP matrices are quantised once and frozen, so an
-  adapter must be trained. One scale per row of int8 weights, or per 64 nf4 weights (no double
-  quantisation).
+  column; emulated if necessary.
+- `int8`, `nf4` (bitsandbytes): frozen attention and MLP matrices, quantised once, so an adapter is
+  needed. One scale per row of int8 weights, or per 64 nf4 weights (no double quantisation).
 """
 
 from __future__ import annotations
@@ -210,8 +209,8 @@ class Variant(Workload):
 
 
 def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
-    """Returns the variant with these suffixes; raises UsageError if there is none, with a valid
-    alternative."""
+    """Returns the variant with these suffixes; raises UsageError, with an alternative, if there is
+    none."""
     given = list(suffixes)
     name = "+".join([base.name, *given])
     storage, adapter = _storage_and_adapter(base, name, given)
@@ -243,8 +242,8 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
 def _storage_and_adapter(
     base: Workload, name: str, given: list[str]
 ) -> tuple[str | None, str | None]:
-    """Returns the storage and the adapter among the suffixes; raises UsageError if they are
-    unknown, repeated or out of order."""
+    """Returns the storage and adapter among the suffixes; raises UsageError if unknown, repeated or
+    out of order."""
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())

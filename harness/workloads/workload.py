@@ -35,10 +35,9 @@ OTHER_EXPERTS = Tolerance(
 )
 """Tolerance for routers in half precision: rounding decides between experts with similar scores.
 
-Verified over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens): bf16 autocast deviates
-by 0.19 and 0.35, mostly in the routers, with 4 % and 14 % of tokens at other experts. With fp32's
-choice of experts, bf16 deviates by 0.017 and 0.032, like a dense model (llama-micro: 0.032). With
-bf16's choice, fp32 deviates by 0.19 and 0.35.
+Measured over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens): bf16 autocast deviates
+by 0.19 and 0.35, and sends 4 % and 14 % of tokens to other experts. With fp32's experts, it
+deviates by 0.017 and 0.032, like a dense model (llama-micro: 0.032).
 """
 
 
@@ -50,9 +49,8 @@ NEARLY_EQUAL_SCORES = Tolerance(
 )
 """Tolerance for routers in fp32: the order of additions decides between nearly equal scores.
 
-In step 5 of mixtral-micro (16 x 64 tokens), one token's second and third experts had scores 1.1e-7
-apart. DeepSpeed's stage 3 always chose the third: that router was off by 2.5e-3 of its update, and
-the step's loss by 5.6e-7.
+In mixtral-micro (16 x 64 tokens), two experts' scores were 1.1e-7 apart for one token. DeepSpeed's
+stage 3 chose the other one: its router was off by 2.5e-3 of the update, the loss by 5.6e-7.
 """
 
 
@@ -64,15 +62,12 @@ class HasLogits(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and its loss: all that a strategy may know about them.
-
-    Strategies query this object and never compare model names.
-    """
+    """A model and its loss, as strategies see them; they never compare model names."""
 
     name: str
     kind: Kind
     config: ModelConfig
-    """Config entries; empty for a model from a folder or hub, which brings its own config."""
+    """Config entries; empty for a model from a folder or hub."""
     family: Family | None
     """Family; None for a model from a folder or hub."""
     pretrained: str | None = None
@@ -87,10 +82,8 @@ class Workload:
     """Longest sequence in tokens; 0 means no limit."""
     blocks: int = 0
     heads: int = 0
-    """Attention heads that tensor parallelism divides among ranks: those of keys and values, if
-    fewer."""
+    """Attention heads that tensor parallelism divides: those of keys and values, if fewer."""
     query_heads: int = 0
-    """Attention heads of queries."""
     head_width: int = 0
     """Elements per token in one head's query or key."""
     experts: int = 0
@@ -99,13 +92,12 @@ class Workload:
     """Experts that each token is sent to."""
     split: Split | None = None
     block_path: str = ""
-    """Path of the ModuleList of blocks, for strategies that wrap block by block; empty if unknown.
-    """
+    """Path of the ModuleList of blocks; empty if unknown."""
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
     requires: tuple[str, ...] = ()
-    """Packages needed besides transformers; a missing one makes the cell `unavailable`."""
+    """Packages needed besides transformers; the cell is `unavailable` without them."""
 
     @property
     def version(self) -> str:
@@ -116,10 +108,10 @@ class Workload:
 
     @property
     def of_one_and_two_blocks(self) -> tuple[str, str] | None:
-        """Names of the one-block and two-block models, for a model named FAMILY-HIDDENxBLOCKS or
-        its variant.
+        """Names of FAMILY-HIDDENxBLOCKS with one and two blocks, from which its needs are
+        extrapolated.
 
-        Its needs grow linearly with the blocks. None for other names, and for two blocks or fewer.
+        None for other names, and for two blocks or fewer.
         """
         name, plus, suffixes = self.name.partition("+")
         base, separator, blocks = name.rpartition("x")
@@ -136,8 +128,8 @@ class Workload:
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """Returns a new transformers config without key-value cache and without dropout, whose
-        random numbers would differ between layouts."""
+        """Returns a new transformers config without key-value cache, and without dropout, whose
+        random numbers would depend on the layout."""
         import transformers
 
         if self.pretrained:
@@ -162,10 +154,10 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: device whose generator draws the initial weights (default: `device`). A seed
-        gives the same weights only on the same kind of device, so all ranks of a cell draw on one
-        kind. GPU cells draw on a GPU, because a CPU takes minutes for billions of numbers. An `hf:`
-        model gets its saved weights, unless it has none or `saved_weights` is false.
+        `drawn_on`: device that draws the initial weights (default: `device`). A seed gives the same
+        weights only on the same kind of device, so all ranks of a cell draw on one kind: on a GPU
+        in GPU cells, because a CPU takes minutes for billions of numbers. An `hf:` model gets its
+        saved weights, unless it has none or `saved_weights` is false.
         """
         import torch
 
@@ -187,7 +179,6 @@ class Workload:
         return built
 
     def _new_model(self, saved_weights: bool) -> PreTrainedModel:
-        """Returns a new model with saved or randomly drawn weights."""
         import torch
         import transformers
 
@@ -211,7 +202,7 @@ class Workload:
         return model
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
-        """Returns the model's logits; `model` may be wrapped and return a plain tensor."""
+        """Returns the logits; `model` may be wrapped and return a plain tensor."""
         output = model(inputs)
         return cast("Tensor", getattr(output, "logits", output))
 
@@ -227,7 +218,7 @@ class Workload:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes in its name that make it a variant (see harness/workloads/variants.py)."""
+        """Suffixes of its name (see harness/workloads/variants.py)."""
         return ()
 
     @property
@@ -237,22 +228,22 @@ class Workload:
 
     @property
     def arithmetic(self) -> str | None:
-        """Precision of its arithmetic, `bf16` or `fp16`; None for the cell's precision."""
+        """Precision of its arithmetic, `bf16` or `fp16`; None for the cell's."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the same workload with fp32 weights; None if it has them already."""
+        """Name of the same workload with fp32 weights; None if it has them."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
-        """Raises Refused if the model cannot be trained with this cell's strategy or precision.
+        """Raises Refused if the cell's strategy or precision cannot train the model.
 
         `shards_parameters`: whether the strategy divides individual parameters among ranks.
         """
 
     def check_recompute(self, recompute: str) -> None:
-        """Raises Refused if the model's blocks cannot be recomputed this way."""
+        """Raises Refused if the blocks cannot be recomputed this way."""
         if not self.block_path:
             raise Refused(
                 f"{self.name} does not say which modules its blocks are, and recomputation is block"
@@ -260,46 +251,42 @@ class Workload:
             )
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the blocks of a model from `build`; empty if `block_path` is unknown."""
+        """Returns the blocks of a model from `build`; empty if unknown."""
         return list(model.get_submodule(self.block_path).children()) if self.block_path else []
 
     @property
     def mixture_path(self) -> str:
-        """Path of the mixture of experts within a block, with the modules `gate` (the router) and
-        `experts`; empty if there is none or it is unknown."""
+        """Path of the mixture of experts within a block, see `Split.mixture`."""
         return self.split.mixture if self.split else ""
 
     def mixtures_of(self, model: nn.Module) -> list[str]:
-        """Returns the path of each block's mixture of experts in a model from `build`."""
+        """Returns the path of each block's mixture of experts."""
         ends = f".{self.mixture_path}.gate"
         names = [name for name, _ in model.named_modules()] if self.mixture_path else []
         return [name.removesuffix(".gate") for name in names if name.endswith(ends)]
 
     def stand_in(self, cell: Cell) -> str | None:
-        """Returns a note on what replaces its arithmetic on the cell's device; None if nothing
-        does."""
+        """Returns a note if the cell's device replaces its arithmetic, else None."""
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """Returns how far two correct trainings may deviate; None if EXACT holds."""
+        """Returns how far correct trainings may deviate; None if EXACT holds."""
         if not self.experts:
             return None
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
-        """Yields what layers keep between steps in addition to parameters and buffers."""
+        """Yields what layers keep between steps besides parameters and buffers."""
         return iter(())
 
     def countable(self) -> Workload:
-        """Returns a workload with equal parameters and FLOPs that can be built with fake tensors
-        (torch's FakeTensorMode)."""
+        """Returns a workload with equal parameters and FLOPs that allows fake tensors
+        (FakeTensorMode)."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Returns the bytes of the parameters, and of the layers' other stored tensors.
-
-        `model`: built by `countable()`.
-        """
+        """Returns the bytes of the parameters, and of other stored tensors, of a model from
+        `countable`."""
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
 
@@ -320,8 +307,7 @@ class Workload:
             )
 
     def check_sequence(self, layout: Layout, tokens: int) -> None:
-        """Raises Refused if samples of `tokens` tokens cannot be divided among these
-        sequence-parallel ranks."""
+        """Raises Refused if sequence-parallel ranks cannot share samples of `tokens` tokens."""
         ranks = layout.sequence
         if self.kind != "causal":
             raise Refused(
@@ -335,8 +321,8 @@ class Workload:
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
-        """Returns zero inputs for counting: (samples, tokens) ids or (samples, 3, size, size)
-        pixels."""
+        """Returns zero inputs for counting: ids (samples, tokens) or pixels (samples, 3, size,
+        size)."""
         import torch
 
         if self.kind == "image":

@@ -42,8 +42,8 @@ class Gpt2Split(Split):
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear.
 
-        Reorders the rows of the fused query, key and value, so that an even split gives each rank
-        the same heads of all three.
+        Reorders the fused query, key and value rows, so that an even split gives a rank the same
+        heads of all three.
         """
         import torch
         from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
@@ -74,7 +74,6 @@ def _unchanged(rows: Tensor) -> Tensor:
 
 
 def _transposed(undo: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Returns Conv1D's weight from a Linear's, whose row order `undo` restores."""
     return undo(rows).t()
 
 
@@ -85,8 +84,7 @@ def _reorder(rows: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
-    """Drops the key bias: it shifts all scores of a query equally, which softmax ignores, so its
-    gradient is zero."""
+    """See harness/workloads/families/bert.py."""
     if not name.endswith("attn.c_attn.bias"):
         return tensor
     import torch

@@ -84,8 +84,7 @@ def _size(
     vocabulary: int = 256,
     positions: int = 256,
 ) -> ModelConfig:
-    """Returns the config of a size. `key_values`: heads of keys and values; 0 means as many as
-    queries."""
+    """`key_values`: heads of keys and values; 0 means as many as queries."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -98,11 +97,11 @@ def _size(
 
 
 def _sized(hidden: int, layers: int) -> ModelConfig:
-    """Returns the config of a size with heads of 64.
+    """Returns the config of a size with heads of 64; raises UsageError if these do not fit.
 
     Feed-forward size is 8/3 of the hidden size (arXiv 2302.13971, section 2.2), rounded up to a
-    multiple of 64. All blocks have equally many parameters. Rotary positions are computed, so
-    sequences may have any length. Raises UsageError if `hidden` is not a multiple of 64.
+    multiple of 64. Blocks have equally many parameters. Positions are computed, so sequences may
+    have any length.
     """
     if hidden % 64:
         raise UsageError(

@@ -7,8 +7,7 @@ from harness.workloads.family import Family, ModelConfig
 
 
 class MixtureSplit(LlamaSplit):
-    """Llama's embedding, blocks and head. Experts are three-dimensional parameters without a
-    tensor-parallel split."""
+    """Llama's split without tensor parallelism: experts are three-dimensional parameters."""
 
     by_column = ()
     by_row = ()
@@ -17,10 +16,7 @@ class MixtureSplit(LlamaSplit):
 
 
 def mixture_size(layers: int, hidden: int, heads: int, feed_forward: int) -> ModelConfig:
-    """Returns the config entries shared by mixture models, with two experts per token.
-
-    `feed_forward`: intermediate size of one expert.
-    """
+    """Returns the shared config entries. `feed_forward`: intermediate size of one expert."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,

@@ -1,5 +1,4 @@
-"""Qwen3-MoE: Llama's architecture with query and key norms, and a mixture of experts in place of
-each MLP."""
+"""Qwen3-MoE: Mixtral's architecture with query and key norms."""
 
 from __future__ import annotations
 

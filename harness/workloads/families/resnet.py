@@ -1,7 +1,7 @@
 """ResNet image classification.
 
-BatchNorm takes its statistics from one replica's samples only, so data parallelism changes the
-training unless the statistics are synchronised.
+BatchNorm uses one replica's samples only, so data parallelism changes the training unless the
+statistics are synchronised.
 """
 
 from __future__ import annotations
