@@ -1,5 +1,5 @@
-"""Predicts step time and memory of trainings before they run.
+"""Predicts step time and memory before a training runs.
 
 `cluster` ranks layouts on many devices by closed forms, `local` predicts this machine from its own
-measurements, and `rehearsal` runs a strategy's code on tensors without data.
+measurements, and `rehearsal` runs a strategy's code on fake tensors.
 """

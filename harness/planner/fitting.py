@@ -1,4 +1,4 @@
-"""Fits constants to measurements: robustly, with priors and within physical bounds."""
+"""Fits constants to measurements: robustly, with priors and within bounds."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ its prior."""
 MOST_EVALUATIONS = 60
 """Limit on the steps of a fit."""
 ENOUGH = 1e-4
-"""Relative change of the loss at which a fit ends."""
+"""Relative change of the loss that ends a fit."""
 STEP = 1e-5
-"""Change of an unknown, in standard deviations of its prior, that measures the slopes."""
+"""Finite difference for slopes, in standard deviations of the prior."""
 
 Constants = TypeVar("Constants")
-"""A frozen dataclass whose fields are declared by `constant`."""
+"""Frozen dataclass whose fields are declared by `constant`."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds and prior of a constant, from physics rather than from measured steps."""
+    """Bounds and prior of a constant, from physics rather than measured steps."""
 
     low: float
     high: float
     prior: float
-    """Value that is believed without data."""
+    """Value believed without data."""
     spread: float
     """Standard deviation of that belief."""
     unit: str
@@ -58,7 +58,7 @@ def constant(
 
 
 def bounds_of(kind: type) -> dict[str, Bounds]:
-    """Returns the bounds of each field of a dataclass of constants, by name."""
+    """Returns the bounds of a dataclass of constants, by field."""
     return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}
 
 
@@ -72,11 +72,10 @@ def fit(
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring predictions closest to measurements.
 
-    Differences are taken between logarithms. `predict` maps constants and effects to predictions
-    with the shape and unit of `measured`. Effects are further unknowns with prior 0 and standard
+    Differences are taken between logarithms. `predict` maps constants and effects to predictions in
+    the shape and unit of `measured`. Effects are further unknowns with prior 0 and standard
     deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) holds
-    the numbers, from 0, of the effects that each row depends on. `scale` is the logarithm of an
-    ordinary error.
+    the numbers, from 0, of each row's effects.
     """
     bounds = bounds_of(kind)
     columns = ((b.prior, b.spread, b.low, b.high) for b in bounds.values())
@@ -96,9 +95,9 @@ def fit(
         return np.concatenate([errors, PRIOR_WEIGHT * scale * x])
 
     def slopes(x: Floats) -> Floats:
-        """Returns the slopes of residuals (rows) by unknowns (columns).
+        """Returns slopes of residuals (rows) by unknowns (columns).
 
-        A row depends on one effect of each kind, so all effects of a kind are varied at once.
+        A row depends on one effect of each kind, so all effects of a kind vary at once.
         """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
@@ -128,7 +127,7 @@ def _descend_numerically(
     bounds: tuple[Floats, Floats],
     scale: float,
 ) -> Floats:
-    """Returns the unknowns with the smallest Cauchy loss, by scipy and with numerical slopes."""
+    """Returns the unknowns with the smallest Cauchy loss, by scipy with numerical slopes."""
     solution: Floats = least_squares(
         residuals,
         start,
@@ -151,9 +150,9 @@ def _descend(
 ) -> Floats:
     """Returns the unknowns with the smallest Cauchy loss, within bounds.
 
-    Takes Levenberg-Marquardt steps on residuals that are reweighted before each step (Holland and
-    Welsch, 1977). scipy decomposes all slopes for every step, which is tens of times slower with
-    hundreds of effects.
+    Takes Levenberg-Marquardt steps on residuals reweighted before each step (Holland and Welsch,
+    1977). scipy decomposes all slopes in every step, which is tens of times slower with hundreds of
+    effects.
     """
 
     def loss(errors: Floats) -> float:

@@ -1,5 +1,5 @@
-"""Writes the cells that would settle what a prediction leaves open: as a matrix, and as files that
-run without the suite."""
+"""Writes the cells that would settle a prediction's open questions, as a matrix or as standalone
+files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from harness.strategy.registry import make_strategy, strategies, validate, with_
 from harness.workloads import make_workload
 
 TRIALS = 5
-"""Launches of each cell in a written matrix: enough for an interval."""
+"""Trials of each cell in a written matrix: enough for an interval."""
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """A strategy and the options to try it with."""
-
     strategy: str
     options: dict[str, Any]
 
@@ -34,7 +32,7 @@ class StrategyOptions:
 def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
     """Writes a matrix of these cells, best first; returns a sentence that says so.
 
-    Raises UsageError if there are no cells, or the file exists or cannot be written.
+    Raises UsageError without cells, or if the file exists or cannot be written.
     """
     if not cells:
         raise UsageError(
@@ -70,11 +68,11 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Writes the best cell that has an export, one folder below `folder` for each target; returns a
+    """Exports the best exportable cell, with a folder below `folder` for each target; returns a
     sentence that says so.
 
-    `ranked`: cells with their step times in seconds, best first. Raises UsageError if no cell has
-    an export.
+    `ranked`: cells with step times in seconds, best first. Raises UsageError if no cell has an
+    export.
     """
     fastest: float | None = None
     for cell, seconds in ranked:
@@ -95,7 +93,7 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
 
 
 def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each target that the cell's strategy can be exported to, with its files."""
+    """Yields each export target of the cell's strategy, with its files."""
     strategy = make_strategy(cell)
     for target in TARGETS:
         if plan_of(strategy, cell, target):
@@ -104,10 +102,8 @@ def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def workload_of(model: str) -> str:
-    """Returns the name of the suite's workload for a model of the planner.
-
-    Raises UsageError if the suite cannot build the model.
-    """
+    """Returns the suite's workload for a planner model; raises UsageError if the suite cannot build
+    it."""
     try:
         return make_workload(model).name
     except UsageError:
@@ -125,9 +121,8 @@ def cells_of_layout(
 ) -> list[Cell]:
     """Returns the cells that train with a layout; empty if no strategy of the suite does.
 
-    They use the strategies with the layout's ranks and sharding that need the fewest packages;
-    among these, those with an export if any has one. `tried`: strategies with options to consider
-    besides the defaults of each strategy.
+    They use the matching strategies that need the fewest packages, and among these those with an
+    export, if any. `tried`: strategies with options to consider besides the defaults.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -150,10 +145,10 @@ def cells_of_layouts(
     layouts: Iterable[tuple[PlannedLayout, float]],
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """Yields the cells of many layouts, each with the number that came with its layout.
+    """Yields the cells of many layouts, each with its layout's number.
 
-    If no strategy with an export divides the devices as a layout does, later layouts that divide
-    them equally are skipped.
+    If no exportable strategy divides the devices as a layout does, later layouts with equal axes
+    are skipped.
     """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:
@@ -208,7 +203,7 @@ def _matching(
 
 
 def _choices(tried: Sequence[StrategyOptions]) -> list[StrategyOptions]:
-    """Returns each strategy with its defaults, then `tried`, each pair once."""
+    """Returns each strategy with its defaults, then `tried`, without duplicates."""
     choices: dict[str, StrategyOptions] = {}
     for name, kind in strategies().items():
         if not any(field.is_required() for field in kind.model_fields.values()):

@@ -1,1 +1,1 @@
-"""Predicts layouts of a training on a cluster by closed forms: pure arithmetic, without torch."""
+"""Predicts layouts on a cluster by closed forms, without torch."""

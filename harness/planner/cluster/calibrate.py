@@ -31,10 +31,10 @@ LAPSE = 0.03
 SHARPEST = 0.04
 """Smallest standard deviation of a limit's logarithm: the median error of predicted memory."""
 NEAR_LIMIT = 0.8
-"""Share of the device's memory above which a run may be slow for lack of memory."""
+"""Share of the device's memory above which a run may be slow."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the logarithm of such a run's slowdown. Assumed if fewer than
-FEW_SLOW were measured."""
+"""Mean and standard deviation of the logarithmic slowdown near the limit. Assumed if fewer than
+FEW_SLOW runs were slow."""
 FEW_SLOW = 5
 FEWEST = 20
 """Smallest number of rows for a calibration."""
@@ -42,14 +42,13 @@ FEWEST = 20
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Rows of one model on one number of nodes, and the question that they answer."""
+    """Rows of one model on one number of nodes, and their question."""
 
     rows: Bools
     question: ClusterQuestion
 
 
 def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
-    """Yields the rows of each model on each number of nodes."""
     for model in sorted(set(runs.models)):
         for nodes in np.unique(runs.nodes):
             rows = (runs.model_column == model) & (runs.nodes == nodes)
@@ -71,7 +70,7 @@ def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
 def predicted(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> Iterator[tuple[RunGroup, Predictions]]:
-    """Yields the predictions for every group of rows, with the memory of rank 0."""
+    """Yields the predictions for each group of rows, with the memory of rank 0."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
@@ -103,7 +102,7 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
             ).reserved
         return result
 
-    # Rows that contradict others ran different code, whose memory differs too.
+    # Contradicting rows ran different code, whose memory differs too.
     measured = np.isfinite(ran.memory_bytes) & ran.consistent()
     memory_constants, _ = fit(
         MemoryConstants,
@@ -129,7 +128,6 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
 
 
 def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration) -> ClusterSpread:
-    """Returns how measurements spread around the predictions of this calibration."""
     count = len(runs)
     seconds, reserved, demand, least = np.zeros((4, count))
     possible = np.zeros(count, bool)
@@ -145,7 +143,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     doublings = np.log2(runs.nodes[rows])
 
     def loss(x: Floats) -> float:
-        """Pinball loss of the half-width at LEVEL (Koenker and Bassett, 1978)."""
+        """Returns the pinball loss of the half-width at LEVEL (Koenker and Bassett, 1978)."""
         over = errors - (abs(x[0]) + abs(x[1]) * doublings)
         return float(np.mean(np.maximum(LEVEL * over, (LEVEL - 1) * over)))
 
@@ -154,7 +152,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     of_memory = np.abs(np.log(reserved[rows] / runs.memory_bytes[rows]))
     consistent = runs.consistent()
     possible &= ~runs.refuted
-    # Rows that contradict others ran different code: they tell nothing about full speed.
+    # Contradicting rows ran different code, so they tell nothing about full speed.
     known = possible & (consistent | ~runs.ran)
     room = _limit(demand[known] / cluster.memory_bytes, runs.ran[known])
     end = _limit(least[possible] / cluster.memory_bytes, runs.ran[possible])
@@ -173,7 +171,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Returns the maximum-likelihood limit, given which shares of memory passed it."""
+    """Returns the maximum-likelihood limit; `passed`: which shares of memory stayed below it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))

@@ -19,8 +19,6 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """Constants of the step time."""
-
     matmul_efficiency: float = constant(
         0.8,
         0.5,
@@ -208,9 +206,9 @@ class TimeConstants:
 class MemoryConstants:
     """Constants of the memory that the allocator takes from the device.
 
-    Priors that count what the software keeps are believed to within 1 to 3 %, because little is
-    left out (masks, statistics of norms). The allocator's behaviour is less certain; it is the
-    subject of `fragmentation`, `overhead` and `knee`.
+    Priors that count tensors are believed to within 1 to 3 %, because little is left out (masks,
+    statistics of norms). The allocator's own behaviour (`fragmentation`, `overhead`, `knee`) is
+    less certain.
     """
 
     fragmentation: float = constant(
@@ -297,7 +295,7 @@ class MemoryLimit:
     """A soft limit of memory."""
 
     share: float
-    """Share of the device's memory at which half of all runs stay below the limit."""
+    """Share of the device's memory that half of all runs exceed."""
     spread: float
     """Standard deviation of the logarithm of that share."""
 
@@ -312,31 +310,30 @@ class ClusterSpread:
     """Spread of measurements around predictions."""
 
     time: float
-    """Half-width of the 80 % interval of the logarithm of the step time, on one node."""
+    """Half-width of the 80 % interval of the logarithmic step time, on one node."""
     time_per_doubling: float
     """Growth of `time` with each doubling of the nodes."""
     memory: float
     """Half-width of the 80 % interval of the logarithm of peak memory."""
     room: MemoryLimit
-    """Limit for the allocator's demand. Beyond it, memory is freed and requested again in every
-    micro-batch, which is many times slower."""
+    """Limit beyond which the allocator frees memory in every micro-batch, which is many times
+    slower."""
     end: MemoryLimit
-    """Limit for what remains once everything possible is freed. Beyond it, the run fails."""
+    """Limit beyond which a run fails although everything possible is freed."""
     slow: float
-    """Mean logarithm of the slowdown of a run beyond `room`."""
+    """Mean logarithm of the slowdown beyond `room`."""
     slow_spread: float
     """Standard deviation of that logarithm."""
     outside: float = 0.025
-    """Growth of each half-width with each doubling beyond the calibrated range. Assumed: no
-    calibration measures beyond its own range."""
+    """Growth of half-widths with each doubling beyond the calibrated range. Assumed: no calibration
+    measures beyond its own range."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
-        """Returns the half-width above the predicted logarithm of the step time.
+        """Returns the half-width above the predicted logarithm of the step time, at least
+        `half_width`.
 
-        One run in ten lies above it if the share `slow` of runs is beyond `room` (shape of both
-        arrays). It is the 0.9-quantile of a mixture of two normal distributions: runs at full
-        speed, with `half_width`, and slow runs. If less than a tenth is slow, the quantile of fast
-        runs moves outwards; otherwise it lies among the slow ones. Never less than `half_width`.
+        It is the 0.9-quantile of a mixture of two normal distributions: runs at full speed, with
+        `half_width`, and a share `slow` of slow runs (shape of both arrays).
         """
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
@@ -349,7 +346,7 @@ class ClusterSpread:
 
 @dataclass(frozen=True)
 class CalibratedRange:
-    """Range of the measurements that a calibration was fitted to."""
+    """Range of the measurements behind a calibration."""
 
     parameters: tuple[float, float]
     nodes: tuple[int, int]
@@ -376,7 +373,7 @@ class ClusterCalibration:
     """Everything that a prediction needs besides the question."""
 
     source: str
-    """Measurements that it was fitted to."""
+    """Measurements behind the fit."""
     time: TimeConstants
     memory: MemoryConstants
     spread: ClusterSpread
@@ -387,7 +384,7 @@ class ClusterCalibration:
     def time_on(self, links: str) -> TimeConstants:
         """Returns the constants of the step time on a cluster with these links.
 
-        `pipeline_stall` is a habit of the measured software, so it is 0 on other links.
+        `pipeline_stall` is a property of the measured software, so it is 0 on other links.
         """
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
@@ -399,10 +396,8 @@ class ClusterCalibration:
 
 
 def load(file: Path = DEFAULT) -> ClusterCalibration:
-    """Reads a calibration file.
-
-    Raises UsageError if the file cannot be read or a constant is outside its bounds.
-    """
+    """Reads a calibration file; raises UsageError if it is unreadable or a constant is out of
+    bounds."""
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
         calibration = TypeAdapter(ClusterCalibration).validate_python(values)

@@ -1,5 +1,4 @@
-"""Ranks the layouts of a question, drops those that cannot run, and repeats this for neighbouring
-models and numbers of devices."""
+"""Ranks the layouts of a question, also for neighbouring models and numbers of devices."""
 
 from __future__ import annotations
 
@@ -21,28 +20,26 @@ from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 TIE = 0.01
-"""Difference in the logarithm of speed below which layouts are tied; the one that needs less memory
-is preferred."""
+"""Difference in the logarithm of speed below which layouts are tied; less memory then wins."""
 TRIED = 3
-"""Number of first ranks whose layouts are chosen to be tried together."""
+"""Number of first ranks to be tried together."""
 CONSIDERED = 512
-"""Number of layouts considered for these ranks: the fastest, and the best by speed times the
+"""Number of layouts considered for these ranks: the fastest, and the best by speed times
 probability to fit."""
 STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations that it spans on both sides."""
+"""Points of the integral over speed, and standard deviations that it spans on each side."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Number of layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits on stages and micro-batches of a simulated pipeline. Further micro-batches each take as
-long as the slowest stage."""
+"""Limits of a simulated pipeline. Each further micro-batch takes as long as the slowest stage."""
 MOST_DEVICES = 2**16
-"""Largest number of devices that is tried if nothing fits."""
+"""Largest number of devices tried if nothing fits."""
 SURE = 0.9
-"""Probability from which a layout counts as fitting, if memory is the goal."""
+"""Probability from which a layout fits, if memory is the goal."""
 MOST_SIZES = 5
 SPAN = 16.0
-"""Largest ratio of the parameters of models that are compared."""
+"""Largest ratio of the parameters of compared models."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
 """Doublings of the devices below and above the question's."""
 
@@ -50,15 +47,14 @@ STEPS_BELOW, STEPS_ABOVE = 3, 2
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first rank is for users who run one layout: the largest product of speed and probability to
-    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, are
-    for users who try these layouts and keep the fastest. Each goes to the layout that adds most to
-    the expected best speed of those before it (expected improvement: Jones, Schonlau and Welch,
-    1998). So a faster layout that may not fit comes second, because a slower one that surely fits
-    would add little. All others follow by speed times probability.
+    The first rank suits users who run one layout: the largest product of speed and probability to
+    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, suit
+    users who try these layouts and keep the fastest. Each goes to the layout with the largest
+    expected improvement (Jones, Schonlau and Welch, 1998). So a faster layout that may not fit
+    comes before a slower one that surely fits. All others follow by speed times probability.
 
-    `half_width` belongs to the 80 % interval of the logarithm of the seconds. Errors, and whether
-    memory suffices, are treated as independent between layouts.
+    `half_width` belongs to the 80 % interval of the logarithmic seconds. Errors, and whether memory
+    suffices, are treated as independent between layouts.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -78,8 +74,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
 
 
 class _Gains:
-    """Expected improvements over the picked layouts; speeds are log-normal, or 0 if a layout does
-    not fit."""
+    """Expected improvements over the picked layouts; speeds are log-normal, or 0 without a fit."""
 
     def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
         reach = DEVIATIONS * float(deviation.max())
@@ -117,7 +112,7 @@ class ClusterStepParts:
 
 @dataclass(frozen=True)
 class ClusterCandidate:
-    """A layout and its predictions. Each `low` and `high` bound an 80 % interval."""
+    """A layout and its predictions; `low` and `high` bound 80 % intervals."""
 
     layout: PlannedLayout
     strategy: str
@@ -125,7 +120,7 @@ class ClusterCandidate:
     seconds_low: float
     seconds_high: float
     tokens_per_second: float
-    """Throughput of all devices together."""
+    """Throughput of all devices."""
     parts: ClusterStepParts
     states_bytes: float
     activations_bytes: float
@@ -140,17 +135,15 @@ class ClusterCandidate:
     doublings_beyond: float
     """Doublings outside the calibrated range; 0 inside."""
     price: float | None = None
-    """Price of a billion tokens, in the currency given; None without a price."""
+    """Price of a billion tokens; None if no price is given."""
     joules_per_token: float | None = None
-    """Energy of all devices; None unless energy is the goal. The next two bound its interval."""
+    """Energy of all devices, with its interval; None unless energy is the goal."""
     joules_low: float | None = None
     joules_high: float | None = None
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Ranked layouts that answer a question."""
-
     question: ClusterQuestion
     goal: str
     candidates: tuple[ClusterCandidate, ...]
@@ -161,7 +154,7 @@ class ClusterPlan:
 
 
 def strategy_of(layout: PlannedLayout) -> str:
-    """Returns the common name of a layout, such as `ZeRO-1 + tensor`."""
+    """Returns a layout's common name, such as `ZeRO-1 + tensor`."""
     words = []
     shards = layout.data * layout.context
     if shards > 1:
@@ -182,8 +175,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is that of one device. Raises UsageError if no layout divides or none fits; the
-    message says what is missing and names the nearest question that has an answer.
+    `price_per_hour` is that of one device. Raises UsageError if no layout divides or none fits,
+    with the reason and the nearest question that has an answer.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -227,7 +220,7 @@ def plan(
 def _refined(
     question: ClusterQuestion, result: Predictions, rows: Ints, calibration: ClusterCalibration
 ) -> Floats:
-    """Returns the seconds of all layouts; those in `rows` by simulating their schedule."""
+    """Returns the seconds of all layouts, with simulated schedules for `rows`."""
     seconds = result.seconds.copy()
     layouts = result.layouts
     simulated = [
@@ -276,7 +269,7 @@ def _candidate(
             compute=float(time.compute[row]),
             activation_exchange=float(time.activation_exchange[row]),
             data=float(time.data[row]),
-            # The simulation only changes the waiting.
+            # The simulation changes only the waiting.
             bubble=float(time.bubble[row] + seconds - result.seconds[row]),
             launch=float(time.launch[row]),
             offload=float(time.offload[row]),
@@ -298,7 +291,6 @@ def _candidate(
 def _with_energy(
     candidate: ClusterCandidate, used: LayoutEnergy | None, row: int
 ) -> ClusterCandidate:
-    """Returns the candidate with the energy of its row, if energy was predicted."""
     if used is None:
         return candidate
     joules, wide = float(used.per_token[row]), float(np.exp(used.half_width[row]))
@@ -308,7 +300,6 @@ def _with_energy(
 
 
 def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
-    """Counts the layouts that cannot run, by reason."""
     reasons = Counter(
         "an empty stage of the pipeline"
         if not result.filled[row]
@@ -325,10 +316,9 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
 def _nothing_fits(
     question: ClusterQuestion, result: Predictions, calibration: ClusterCalibration
 ) -> str:
-    """Returns an error text for a question without fitting layout.
+    """Returns an error text for a question without a fitting layout.
 
-    It says what is missing and how to fit: a larger batch if pipelines lack micro-batches, more
-    devices, or a shorter sequence.
+    It suggests a larger batch if pipelines lack micro-batches, more devices, or a shorter sequence.
     """
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
@@ -353,7 +343,7 @@ def _nothing_fits(
 
 
 def _fed_batch(result: Predictions) -> int:
-    """Returns the smallest batch that gives some pipeline as many micro-batches as it needs."""
+    """Returns the smallest batch with enough micro-batches for some pipeline."""
     layouts = result.layouts
     plain = layouts.chunks == 1
     needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
@@ -361,8 +351,7 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    """Returns a text on the least memory that a layout needs, and on offload that exceeds a
-    node."""
+    """Describes the least memory that a layout needs, and offload that exceeds a node."""
     cluster, words = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
@@ -377,7 +366,6 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
 
 
 def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
-    """Returns whether some layout is not refused."""
     try:
         layouts = enumerate_layouts(question)
     except UsageError:
@@ -386,8 +374,8 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the fewest devices, by doubling up to MOST_DEVICES, on which a layout fits; 0 if
-    there are none or the links between nodes are unknown."""
+    """Returns the fewest devices, by doubling up to MOST_DEVICES, that fit a layout; 0 if none do
+    or the links between nodes are unknown."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -405,8 +393,7 @@ def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) ->
 
 
 def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the longest shorter sequence, a power of two, with which a layout fits; 0 if none
-    does."""
+    """Returns the longest shorter sequence, a power of two, that fits; 0 if none does."""
     low, high = -1, (question.sequence_length - 1).bit_length()
     while high - low > 1:
         middle = (low + high) // 2
@@ -437,10 +424,8 @@ class SweepSquare:
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:
-    """Returns the model and published ones of similar size, smallest first.
-
-    Of several with nearly as many parameters, only one is included.
-    """
+    """Returns the model and published ones of similar size, smallest first, without near
+    duplicates."""
     chosen = [shape]
     near = [
         other
@@ -456,7 +441,7 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 
 def device_counts(question: ClusterQuestion) -> list[int]:
-    """Returns the question's devices with doublings below and above that fill whole nodes."""
+    """Returns the question's devices, with doublings that fill whole nodes."""
     counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
     per_node = question.cluster.per_node
     return [n for n in counts if n >= 1 and (n <= per_node or n % per_node == 0)]
@@ -465,7 +450,7 @@ def device_counts(question: ClusterQuestion) -> list[int]:
 def sweep(
     question: ClusterQuestion, calibration: ClusterCalibration, goal: str
 ) -> list[SweepSquare]:
-    """Returns the best layout of each model on each number of devices, for the question's batch."""
+    """Returns the best layout of each model on each number of devices."""
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)
@@ -474,7 +459,7 @@ def sweep(
 
 
 def _possible(question: ClusterQuestion, counts: Sequence[int]) -> list[int]:
-    """Returns the counts for which the question has the links."""
+    """Returns the counts for which the question has links."""
     several = len(question.cluster.reduce.nodes) > 1
     return [n for n in counts if several or n <= question.cluster.per_node]
 

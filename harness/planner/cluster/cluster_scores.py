@@ -18,7 +18,7 @@ from harness.planner.cluster.prediction import REFUSED_BELOW
 from harness.planner.fitting import Bools, Floats, Ints
 
 FEW = 20
-"""Groups with fewer consistent rows get no rank correlation."""
+"""Fewest consistent rows for a rank correlation."""
 NEAR = 0.5
 """Speed, as a share of the group's best, from which a layout is worth considering."""
 
@@ -39,7 +39,7 @@ class HeldOutRuns:
 
 @dataclass(frozen=True)
 class ClusterScores:
-    """Scores, as shares unless noted; consistent rows are those that contradict no other."""
+    """Scores, as shares unless noted; consistent rows contradict no others."""
 
     rows: int
     """Number of measured rows."""
@@ -52,16 +52,16 @@ class ClusterScores:
     memory_error: float
     """Median error over all measured rows."""
     rank_correlation: float
-    """Smallest Spearman correlation of the groups with enough consistent rows; NaN without any."""
+    """Smallest Spearman correlation of any group; NaN without groups."""
     pick_loss: float
-    """Share by which the best-predicted layout is slower than the best, mean over groups; a failed
-    pick counts as 1."""
+    """Mean share by which the best-predicted layout is slower than the group's best; 1 if it
+    failed."""
     top_three_loss: float
     """Like `pick_loss`, for the best of the three best-predicted layouts."""
     failures_foreseen: float
     """Share of failed rows that were predicted to fail."""
     false_alarms: float
-    """Share of rows that ran although they were predicted to fail."""
+    """Share of successful rows that were predicted to fail."""
     false_alarms_consistent: float
     """Like `false_alarms`, for consistent rows."""
     covered: float
@@ -72,7 +72,7 @@ class ClusterScores:
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors of some rows, as shares; NaN if none is measured."""
+    """Median errors of some rows, as shares; NaN without measurements."""
 
     part: str
     rows: int
@@ -85,7 +85,6 @@ class PartErrors:
 def errors_by(
     runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
 ) -> list[PartErrors]:
-    """Returns the errors of each part of the rows."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     time = np.abs(held.seconds / runs.seconds - 1)
     of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
@@ -108,9 +107,9 @@ def errors_by(
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
-    It is estimated from twins that differ only in ZeRO stage (0 or 1), which hardly changes the
-    time: their median distance over 0.954, the median distance of two standard normal values. NaN
-    with fewer than three twins.
+    Estimated from twins that differ only in ZeRO stage (0 or 1), which hardly changes the time:
+    their median distance over 0.954, the median for two standard normal values. NaN with fewer than
+    three twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}
@@ -133,7 +132,6 @@ def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
 def predict_with(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> HeldOutRuns:
-    """Predicts all rows with a given calibration."""
     return _predicted(runs, cluster, [(np.ones(len(runs), bool), calibration)])
 
 
@@ -165,17 +163,14 @@ def _predicted(
 
 
 def parts_by_model(runs: MeasuredRuns) -> dict[str, Bools]:
-    """Returns the rows of each model, as masks."""
     return {name: runs.model_column == name for name in sorted(set(runs.models))}
 
 
 def parts_by_nodes(runs: MeasuredRuns) -> dict[str, Bools]:
-    """Returns the rows of each number of nodes, as masks."""
     return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
 
 
 def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterScores:
-    """Scores the predictions of all rows."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     with np.errstate(invalid="ignore"):
         errors = np.abs(held.seconds / runs.seconds - 1)
@@ -220,7 +215,7 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
     """Returns the share by which each layout is slower than the best, best-predicted first.
 
-    Failed layouts get 1. A layout that was measured several times counts once, by its best run.
+    Failed layouts get 1. A layout measured several times counts once, by its best run.
     """
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}

@@ -19,7 +19,7 @@ PART_WORDS = {
 }
 
 RISKIER = 0.95
-"""Share of the best layout's probability to fit, below which the next one's is mentioned."""
+"""Share of the best layout's probability to fit below which the next one's is mentioned."""
 
 
 def explanation(plan: ClusterPlan) -> list[str]:
@@ -68,7 +68,7 @@ def _place(plan: ClusterPlan) -> str:
 
 
 def _why_not_whole(plan: ClusterPlan) -> str:
-    """Returns a sentence on whether the whole model, or a layer, fits a device."""
+    """Says whether the whole model, or a layer, fits a device."""
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
     whole, layer = (

@@ -19,26 +19,27 @@ from harness.spec.errors import UsageError
 GIGA = 1e9
 TERA = 1e12
 USUAL_SHARE = 0.8
-"""Share of its peak that a device's best matrix product reaches, if it was never measured."""
+"""Share of peak that the best matrix product of an unmeasured device reaches."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth as a share of one direction of a node's links. Measured: 436 and 250 of 450 GB/s on
-H100 nodes (Ultra-Scale Playbook), commonly 230 to 240 of 300 GB/s for all-reduce on A100 nodes."""
+H100 nodes (Ultra-Scale Playbook); all-reduce on A100 nodes usually reaches 230 to 240 of 300 GB/s.
+"""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 with 16 lanes (PCI-SIG)."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s for each device,
-4 GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026).
+"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s per device, 4
+GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026).
 NCCL's rings reach 74 to 82 % of other links there."""
 SIZES = tuple(2**power for power in range(11))
-"""Numbers of nodes for which a curve is computed."""
+"""Numbers of nodes on a curve."""
 
 
 @dataclass(frozen=True)
 class BandwidthCurve:
     """Bus bandwidth of a collective over all devices, by number of nodes.
 
-    Bus bandwidth is defined as in NCCL: bytes that cross the slowest link, independent of the
-    number of ranks (nccl-tests, PERFORMANCE.md).
+    It is the rate of bytes across the slowest link, independent of the number of ranks (nccl-tests,
+    PERFORMANCE.md).
     """
 
     nodes: tuple[int, ...]
@@ -47,7 +48,7 @@ class BandwidthCurve:
     def at(self, nodes: Ints) -> Floats:
         """Returns bytes per second, interpolated between logarithms.
 
-        Beyond the last point it follows the slope of the last three, but never rises.
+        Beyond the last point it follows the last three points' slope, but never rises.
         """
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
@@ -63,31 +64,31 @@ class Cluster:
 
     device: str
     flops_per_second: float
-    """Dense peak in bf16, or in fp16 if the device has no bf16."""
+    """Dense peak in bf16, or in fp16 without bf16."""
     reached_flops_per_second: float
-    """Measured rate of the device's best matrix product."""
+    """Measured rate of the best matrix product."""
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
     reduce: BandwidthCurve
-    """All-reduce; the first point is inside a node."""
+    """Bandwidth of all-reduce; the first point is inside a node."""
     gather: BandwidthCurve
-    """All-gather and reduce-scatter."""
+    """Bandwidth of all-gather and reduce-scatter."""
     links: str = ""
     """Links as the user wrote them."""
     host_bytes_per_second: float = 25e9
-    """Rate between a device and its host's memory, each direction."""
+    """Rate between a device and host memory, each direction."""
     disk_bytes_per_second: float = 3e9
     """Rate of a node's disks, shared by its devices."""
     host_memory_bytes: float = 2e12
-    """Memory of a node for offloaded tensors."""
+    """Host memory of a node for offloaded tensors."""
     disk_bytes: float = 30e12
     """Disk space of a node for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Published measurements of a cluster's bandwidths, in GB/s."""
+    """Published bandwidths of a cluster, in GB/s."""
 
     name: str
     source: str
@@ -101,7 +102,7 @@ class MeasuredLinks:
 
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
-    """Returns the measured clusters of hardware.yaml by name."""
+    """Returns the clusters of hardware.yaml by name."""
     text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}
@@ -116,7 +117,7 @@ def _reached() -> dict[str, float]:
 
 
 def device_named(name: str) -> GpuModel:
-    """Returns a device of the table; raises UsageError with similar names for any other."""
+    """Returns a device; raises UsageError with similar names if it is unknown."""
     models = gpu_models()
     if name not in models:
         near = difflib.get_close_matches(name.lower(), models, 3, 0.4) or list(models)
@@ -125,11 +126,11 @@ def device_named(name: str) -> GpuModel:
 
 
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
-    """Returns the cluster of a device, a number of devices per node and a text for its links.
+    """Returns a cluster of these devices and links.
 
-    The text is a name of hardware.yaml, or the link inside a node (`nvlink`, `pcie` or a rate of
-    each device and direction, such as `450gbyte`), a comma, and the rate of each device to other
-    nodes (`400gbit`). Raises UsageError for anything else.
+    `link` is a name of hardware.yaml, or two parts with a comma. The first is the link inside a
+    node: `nvlink`, `pcie` or a rate of each device and direction, such as `450gbyte`. The second is
+    the rate of each device to other nodes (`400gbit`). Raises UsageError for other texts.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -174,10 +175,10 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
 def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
     """Returns the bandwidth of a collective with `inside` bytes per second within a node.
 
-    `rate` is that of each device to other nodes; None for a single node. Nodes reduce, or gather,
-    inside first. Of n = k x g ranks in k nodes, only (k - 1) / (n - 1) of the bytes that the bus
-    bandwidth counts cross each device's link (Bekman, 2026, as for WIRE_SHARE). So the bandwidth is
-    the link's times (n - 1) / (k - 1), but at most `inside`.
+    `rate` is that of each device to other nodes; None for a single node. Nodes first reduce or
+    gather inside. Of n ranks in k nodes, only (k - 1) / (n - 1) of the bytes that bus bandwidth
+    counts cross a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's
+    times (n - 1) / (k - 1), at most `inside`.
     """
     if rate is None:
         return BandwidthCurve((1,), (inside,))

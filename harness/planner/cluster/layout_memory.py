@@ -1,5 +1,5 @@
-"""Predicts a rank's memory: states and activations of the fullest stage, and what the allocator
-reserves for them."""
+"""Predicts the memory of the fullest stage: states, activations, and what the allocator
+reserves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
 from harness.planner.fitting import Bools, Floats, Ints
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
-"""Bytes per parameter in mixed-precision training: bf16 parameter and gradient; fp32 copy and two
-moments of Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
+"""Bytes per parameter in mixed precision: bf16 parameter and gradient; fp32 copy and two moments of
+Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
 ACCUMULATED_BYTES = 4.0
-"""Bytes per gradient that is accumulated in fp32 instead."""
+"""Bytes per gradient accumulated in fp32."""
 UNGATED = 0.5
 """Feed-forward tensors that an ungated layer keeps, as a share of a gated one's: the activation's
 input and output, against two more with a gate."""
@@ -26,20 +26,20 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """Bytes on a device of the fullest stage, by layout (shape [layouts])."""
+    """Bytes per device of the fullest stage (shape [layouts])."""
 
     states: Floats
     """Parameters, gradients and optimizer state."""
     activations: Floats
-    """Tensors kept for the backward pass, of all micro-batches in flight."""
+    """Tensors kept for backward, of all micro-batches in flight."""
     pending: Floats
-    """Part of the activations that is free once the device has run what is launched."""
+    """Part of the activations that is free once the device has caught up."""
     working: Floats
     """Buckets of gradients, gathered parameters, workspaces."""
     demand: Floats
-    """Bytes that the allocator would reserve on a device without limit."""
+    """Bytes that the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved on this device: near the limit, the allocator frees its cache."""
+    """Bytes reserved on this device, where the allocator frees its cache near the limit."""
 
     @property
     def allocated(self) -> Floats:
@@ -74,8 +74,8 @@ def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns the parameters that one rank of a stage updates (shape [layouts]).
 
-    From ZeRO stage 1 the data axis shares them (arXiv 1910.02054, section 5.1). Sharing experts
-    among the ranks that hold them equals sharing all experts over the whole axis.
+    From ZeRO stage 1 the data axis shares them (arXiv 1910.02054, section 5.1). Experts count as
+    shared over the whole axis, which gives the same number.
     """
     ranks = layouts.data * layouts.context
     whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
@@ -83,7 +83,6 @@ def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 
 
 def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Floats:
-    """Returns the parameters of a stage, with one rank's share of the experts."""
     experts = shape.experts * shape.expert_parameters
     layer = shape.layer_parameters - experts + experts / expert_ranks
     ends = float(stage.embedding) + float(stage.head and not (shape.tied and stage.embedding))
@@ -91,10 +90,10 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 
 
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
-    """Returns the bytes of model states on the device, without what is offloaded.
+    """Returns the bytes of model states on the device, without offloaded ones.
 
-    Gradients are accumulated in fp32; if parameters are offloaded, their gradients leave too, layer
-    by layer (ZeRO-Infinity, arXiv 2104.07857).
+    Gradients are accumulated in fp32; those of offloaded parameters leave layer by layer
+    (ZeRO-Infinity, arXiv 2104.07857).
     """
     parameters = PARAMETER_BYTES * np.where(layouts.zero >= 3, owned, held)
     gradients = ACCUMULATED_BYTES * np.where(layouts.zero >= 2, owned, held)
@@ -104,7 +103,7 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
 
 
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bools:
-    """Returns whether a node's memory or disks hold what its devices offload.
+    """Returns whether a node can hold what its devices offload.
 
     `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
     """
@@ -118,10 +117,10 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bo
 
 
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns the number of micro-batches whose activations a stage holds at once under 1F1B.
+    """Returns how many micro-batches' activations a stage holds under 1F1B.
 
-    As many as stages follow, itself included (PipeDream-2BW, arXiv 2006.09503); interleaved chunks
-    add to them (Megatron-LM, arXiv 2104.04473, section 2.2).
+    As many as stages follow, itself included (PipeDream-2BW, arXiv 2006.09503), more with
+    interleaved chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
@@ -132,11 +131,11 @@ def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
 def _layer_activations(
     shape: ModelShape, sequence: int, layouts: PlannedLayouts, c: MemoryConstants, ahead: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns bytes of a layer per micro-batch (each of shape [layouts]): kept, needed during
-    recomputation, and pending among the kept ones.
+    """Returns a layer's bytes per micro-batch (each of shape [layouts]): kept, needed during
+    recomputation, and pending among the kept.
 
-    Counted tensor by tensor as the constants describe (Korthikanti and others, arXiv 2205.05198,
-    section 4). Full recomputation keeps only the inputs of a layer (section 5).
+    Tensors are counted as in Korthikanti and others (arXiv 2205.05198, section 4). Full
+    recomputation keeps only a layer's inputs (section 5).
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
@@ -163,13 +162,12 @@ def memory(
     ahead: Floats,
     first_stage_only: bool = False,
 ) -> LayoutMemory:
-    """Returns the memory of each layout in bytes, on its fullest stage.
+    """Returns the memory of each layout's fullest stage in bytes.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
-    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far the processor
-    launches work before the device needs it. Buffers of tensor parallelism are reused only after
-    the device is done with them, so a device that waits for its processor needs fewer.
-    `first_stage_only` is for comparisons with measurements of rank 0.
+    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far the processor's
+    launches run ahead of the device. Buffers of tensor parallelism are reused only after the device
+    is done, so a waiting device needs fewer. `first_stage_only` is for comparisons with rank 0.
     """
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
     tokens = layouts.micro_batch * float(sequence) / layouts.context
@@ -187,7 +185,7 @@ def memory(
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
             inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)
-            # One layer is recomputed at a time; the first one after backward freed the logits.
+            # One layer is recomputed at a time; by then backward has freed the logits.
             redone = again[rows] * min(stage.layers, 1)
             kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
             bucket = np.where(ranks[rows] > 1, c.bucket * parameters, 0.0)
@@ -209,11 +207,11 @@ def memory(
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
-    """Returns the bytes reserved under a limit: the demand up to a knee, less and less beyond it.
+    """Returns the bytes reserved under a limit: the demand up to a knee, then less and less.
 
     Models PyTorch's caching allocator, which frees cached blocks when the device runs out (its
-    notes on CUDA semantics). The exponential shape is assumed. Whether a layout fits is decided by
-    `LayoutMemory.demand`, not by this figure.
+    notes on CUDA semantics). The exponential shape is assumed. `LayoutMemory.demand` decides
+    whether a layout fits, not this figure.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

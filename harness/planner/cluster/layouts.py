@@ -1,4 +1,4 @@
-"""Layouts of a training over devices; many at once are columns of numbers."""
+"""Layouts of a training over devices, also many at once as columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from harness.planner.fitting import Bools, Ints
 
 RECOMPUTE = ("none", "selective", "full")
-"""What the backward pass recomputes: nothing, attention scores, or whole layers."""
+"""What backward recomputes: nothing, attention scores, or whole layers."""
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
 """What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 
@@ -20,15 +20,14 @@ OFFLOAD = ("none", "optimizer", "parameters", "disk")
 class PlannedLayout:
     """One layout over data x pipeline x tensor x context devices.
 
-    The pipeline is outermost (its stages are farthest apart), tensor innermost (its ranks share a
-    node).
+    The pipeline is outermost, and tensor innermost (its ranks share a node).
     """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    """Devices that share each sequence, each with a part of its tokens."""
+    """Devices that share each sequence, each with part of its tokens."""
     expert: int = 1
     """Devices of the data axis that share the experts of a mixture."""
     zero: int = 0
@@ -36,13 +35,13 @@ class PlannedLayout:
     micro_batch: int = 1
     """Sequences in one forward pass."""
     accumulation: int = 1
-    """Micro-batches in one step, also those of a pipeline."""
+    """Micro-batches in one step, those of a pipeline included."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
     """Index into OFFLOAD."""
     chunks: int = 1
-    """Model chunks per pipeline rank; more than one means the interleaved schedule."""
+    """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
 
     @property
     def devices(self) -> int:
@@ -68,12 +67,12 @@ class PlannedLayout:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
-"""Fields that count devices: data, pipeline, tensor, context, expert."""
+"""Fields that count devices."""
 
 
 @dataclass(frozen=True)
 class PlannedLayouts:
-    """Many layouts: each field holds one value per layout (shape [layouts])."""
+    """Many layouts, as one array per field (shape [layouts])."""
 
     data: Ints
     pipeline: Ints
@@ -105,7 +104,7 @@ class PlannedLayouts:
         )
 
     def take(self, rows: Ints | Bools) -> PlannedLayouts:
-        """Returns the layouts of these row numbers, or those whose mask is true."""
+        """Returns the layouts with these row numbers or mask."""
         return PlannedLayouts(
             **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
         )
@@ -121,7 +120,6 @@ class PlannedLayouts:
 
 
 def joined(parts: Iterable[PlannedLayouts]) -> PlannedLayouts:
-    """Returns all layouts of the parts, in order."""
     listed = list(parts)
     return PlannedLayouts(
         **{

@@ -1,4 +1,4 @@
-"""Reads a table of measured runs, and finds rows that contradict others."""
+"""Reads tables of measured runs, and finds contradicting rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ COLUMNS = (
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
 """Shapes of the models in the Ultra-Scale Playbook's table."""
 MEMORY_UNIT = 2.0**30
-"""Unit of the column gpu_mem_gb: nanotron divides the allocator's peak by 1024**3 (its
-`create_table_log`)."""
+"""Unit of the column gpu_mem_gb: nanotron divides by 1024**3 (its `create_table_log`)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class MeasuredRuns:
     seconds: Floats
     """Step time; NaN if the run failed."""
     memory_bytes: Floats
-    """Peak of rank 0; NaN if the run failed."""
+    """Peak memory of rank 0; NaN if the run failed."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -52,14 +51,13 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Rows that failed although another row ran the same layout and model, so that memory was
-        not the cause."""
+        """Rows that failed although another row ran the same model and layout, so memory was not
+        the cause."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
 
     def take(self, rows: Bools) -> MeasuredRuns:
-        """Returns the rows whose mask is true."""
         return MeasuredRuns(
             tuple(self.model_column[rows].tolist()),
             self.shapes,
@@ -75,8 +73,7 @@ class MeasuredRuns:
 
         A row contradicts another that does at least as much work in less than half its time. More
         work means a model at least as large, on no more nodes, with at least as many micro-batches
-        that are no larger, in at least as many stages and tensor shards. This needs no model of
-        the time.
+        that are no larger, in at least as many stages and tensor shards.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -97,10 +94,10 @@ class MeasuredRuns:
 def read_runs(
     file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
 ) -> MeasuredRuns:
-    """Reads the runs of a CSV file with the columns of the Ultra-Scale Playbook's table.
+    """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
 
-    Rows whose data axis, micro-batch and accumulation do not multiply to the global batch are left
-    out. Raises UsageError if the file cannot be read, lacks a column or names an unknown model.
+    Skips rows whose data axis, micro-batch and accumulation do not multiply to the global batch.
+    Raises UsageError if the file cannot be read, lacks a column or names an unknown model.
     """
     try:
         table = pd.read_csv(file)

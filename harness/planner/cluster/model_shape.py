@@ -1,4 +1,4 @@
-"""Shapes of transformers, and how their layers are distributed over pipeline stages."""
+"""Shapes of transformers, and their layers' distribution over pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import yaml
 from harness.spec.errors import UsageError
 
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
-"""Upper limits for layers and for all other sizes; larger numbers are mistakes."""
+"""Upper limits for layers and for other sizes; larger numbers are mistakes."""
 
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. nanotron's source has more than 1; only
-measured step times of 32 layers in 16 stages depend on this rounding."""
+measured steps of 32 layers in 16 stages depend on this rounding."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with equal layers between an embedding and a head; sizes in elements."""
+    """Shape of a decoder with equal layers between embedding and head; sizes in elements."""
 
     name: str
     layers: int
@@ -32,11 +32,11 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Heads of keys and values; 0 means as many as `heads`."""
+    """Heads of keys and values; 0 means `heads`."""
     head_size: int = 0
     """Width of a head; 0 means hidden / heads."""
     gated: bool = True
-    """Whether the feed-forward block has three matrices (SwiGLU) instead of two."""
+    """Whether the feed-forward block has three matrices (SwiGLU), not two."""
     tied: bool = False
     """Whether the head uses the embedding's matrix."""
     experts: int = 1
@@ -77,17 +77,17 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Columns of all query heads together."""
+        """Columns of all query heads."""
         return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Columns of all key heads together; the values have as many."""
+        """Columns of all key heads; values have as many."""
         return self.kv_heads * self.head_size
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's projections to queries, keys and values, and back."""
+        """Parameters of one layer's query, key, value and output projections."""
         return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
@@ -97,7 +97,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer with all experts, norms and, for several experts, the router."""
+        """Parameters of one layer with all experts, norms and router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return (
             self.attention_parameters
@@ -120,8 +120,8 @@ class ModelShape:
     def flops_per_token(self, sequence_length: int) -> float:
         """Returns the floating-point operations of forward and backward for one token.
 
-        Six for each parameter that a token passes through in a matrix product, and 6 x sequence x
-        width for causal attention (PaLM, arXiv 2204.02311, appendix B, halved for the causal mask).
+        Six for each parameter used in a matrix product, and 6 x sequence x width for causal
+        attention (PaLM, arXiv 2204.02311, appendix B, halved for the mask).
         """
         passed = self.layers * (
             self.attention_parameters + self.experts_per_token * self.expert_parameters
@@ -140,18 +140,14 @@ def padded_head(size: int) -> int:
 
 @functools.cache
 def named_shapes() -> dict[str, ModelShape]:
-    """Returns the models of models.yaml by name."""
     text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)["models"]
     return {row["name"]: ModelShape(**row) for row in rows}
 
 
 def parse_shape(text: str) -> ModelShape:
-    """Returns the shape that a text means.
-
-    The text is a known name, `hf:PATH` of transformers' config.json or its folder, or
-    `layers=32,hidden=4096,...`. Raises UsageError for any other text.
-    """
+    """Returns the shape of a name, of `hf:PATH` (transformers' config.json or its folder), or of
+    `layers=32,hidden=4096,...`; raises UsageError for other texts."""
     if text in named_shapes():
         return named_shapes()[text]
     if text.startswith("hf:"):
@@ -210,10 +206,8 @@ def _from_sizes(text: str) -> ModelShape:
 
 
 def from_config(path: Path) -> ModelShape:
-    """Returns the shape that transformers' config.json describes.
-
-    Raises UsageError if the file is missing, is not JSON, or lacks a size.
-    """
+    """Returns the shape in transformers' config.json; raises UsageError if the file is missing, not
+    JSON, or lacks a size."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -262,20 +256,19 @@ def from_config(path: Path) -> ModelShape:
 
 @dataclass(frozen=True)
 class LayerStage:
-    """Stages of a pipeline that hold the same modules."""
+    """Stages of a pipeline with the same modules."""
 
     layers: int
     embedding: bool
     head: bool
     first: int
-    """Index of the first of these stages, which has the most micro-batches in flight."""
+    """Index of the first stage, which has the most micro-batches in flight."""
     count: int
     """Number of these stages."""
 
 
 @functools.lru_cache(maxsize=4096)
 def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
-    """Returns the kinds of stages of a pipeline."""
     return tuple(stage for stage, _ in numbered_stages(shape, pipeline))
 
 
@@ -285,8 +278,8 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
     Layers and head are assigned in order. A stage is full once the cost so far passes its share of
     the total; cost is the number of parameters that a token passes through (nanotron, `build_model`
-    and `get_block_compute_costs`). Equal numbers of layers are used instead (Megatron-LM) if they
-    divide and make the slowest stage faster. A stage may get no modules.
+    and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they divide
+    and make the slowest stage faster. A stage may get no modules.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters
@@ -316,7 +309,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
 @functools.lru_cache(maxsize=4096)
 def empty_stages(shape: ModelShape, pipeline: int) -> int:
-    """Returns the number of stages without layer, head or the loss that follows the head."""
+    """Returns the number of stages without layer, head or loss."""
     empty = sum(
         stage.count
         for stage in stages(shape, pipeline)

@@ -20,18 +20,17 @@ from harness.planner.fitting import Bools, Floats
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Shares of its maximum power that a device draws while it computes, and while it communicates or
+"""Shares of maximum power that a device draws while it computes, and while it communicates or
 waits. Assumed: idle devices draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Half-width of the 80 % interval of the logarithm of these shares. Assumed: they were never
-compared with measured energy."""
+"""Half-width of the 80 % interval of these shares' logarithm. Assumed: never compared with measured
+energy."""
 
 PENDING_DONE = 0.5
-"""Share of pending activations that are free by the time the allocator waits for them. Assumed."""
+"""Share of pending activations that is free once the allocator waits for them. Assumed."""
 REFUSED_BELOW = 1 / 3
-"""Layouts that are less likely to run are refused: at odds of two to one against, rather than even,
-because a false alarm is the worse error. No value avoids both errors on runs that contradict each
-other (docs/studies/planner-accuracy.md)."""
+"""Probability to run below which layouts are refused. Not even odds, because false alarms are
+worse. No value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class LayoutEnergy:
 
 @functools.cache
 def watts() -> dict[str, float]:
-    """Returns the maximum power of each device in watts, from power.yaml."""
+    """Returns each device's maximum power in watts, from power.yaml."""
     text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, float]).validate_python(yaml.safe_load(text)["watts"])
 
@@ -55,9 +54,9 @@ def energy(
 ) -> LayoutEnergy:
     """Returns joules per token: devices x power x seconds, over the tokens of a step.
 
-    Maximum power is from data sheets (power.yaml); the shares of it are assumed. `seconds` and
-    `half_width` (shape [layouts]) describe the whole step. Hosts, networks and cooling are not
-    included. Raises UsageError for a device whose power is unknown.
+    Maximum power is from data sheets (power.yaml), its shares are assumed. `seconds` and
+    `half_width` (shape [layouts]) describe the whole step. Hosts, networks and cooling are
+    excluded. Raises UsageError if the device's power is unknown.
     """
     device = question.cluster.device
     if device not in watts():
@@ -81,24 +80,23 @@ class Predictions:
     seconds: Floats
     """Step time."""
     half_width: Floats
-    """Half-width of the 80 % interval of the logarithm of the seconds, if memory suffices."""
+    """Half-width of the 80 % interval of the logarithmic seconds, if memory suffices."""
     upper: Floats
-    """Upper half-width, with the risk of being slow for lack of memory; at least `half_width`."""
+    """Upper half-width, with the risk of slowness near the memory limit; at least `half_width`."""
     memory_half_width: Floats
     """Half-width of the 80 % interval of the logarithm of the reserved bytes."""
     least: Floats
     """Bytes on the fullest device that cannot be freed."""
     fits: Floats
-    """Probability to run at full speed: memory suffices without freeing. 0 for a pipeline with an
-    empty stage."""
+    """Probability to run at full speed, without freeing memory; 0 with an empty stage."""
     runs: Floats
-    """Probability to run at all, possibly many times slower than predicted."""
+    """Probability to run at all, perhaps many times slower."""
     filled: Bools
-    """Whether every stage of the pipeline has something to do."""
+    """Whether no stage of the pipeline is empty."""
     fed: Bools
     """Whether the pipeline's schedule has enough micro-batches."""
     stored: Bools
-    """Whether the memory and the disks of a node hold what its devices offload."""
+    """Whether a node's memory and disks hold what its devices offload."""
     beyond: Floats
     """Doublings outside the calibrated range; 0 inside."""
 
@@ -122,8 +120,7 @@ def predict(
 ) -> Predictions:
     """Predicts every layout.
 
-    `first_stage_only` gives the memory of rank 0 instead of the fullest stage, for comparisons with
-    measurements of rank 0.
+    `first_stage_only` returns the memory of rank 0, for comparisons with measurements.
     """
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     time = step_time(question, layouts, calibration.time_on(cluster.links))
@@ -141,9 +138,8 @@ def predict(
     runs = np.maximum(runs, fits)
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
-    # A habit of the measured software, like `pipeline_stall`: its 1F1B needs as many micro-batches
-    # as stages follow the first (nanotron, `OneForwardOneBackwardPipelineEngine`). Megatron-LM runs
-    # with fewer.
+    # The measured software's 1F1B needs as many micro-batches as stages follow the first (nanotron,
+    # `OneForwardOneBackwardPipelineEngine`). Megatron-LM runs with fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
     fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned)

@@ -1,4 +1,4 @@
-"""The question to the cluster planner, and all layouts that could answer it."""
+"""The cluster planner's question, and all layouts that could answer it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Upper limits of a question. Larger numbers are mistakes and would overflow 64 bits."""
+"""Upper limits of a question, against mistakes and overflow of 64 bits."""
 
 MOST_TENSOR_NODES = 4
-"""Largest number of nodes that the tensor axis may span."""
+"""Most nodes that the tensor axis may span."""
 LEAST_TOKENS = 1024
-"""Smallest number of a sequence's tokens on each device of the context axis."""
+"""Fewest tokens of a sequence per device of the context axis."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -67,13 +67,12 @@ class ClusterQuestion:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
-    """Returns sizes of the data, pipeline, tensor and context axes that the model allows."""
+    """Returns the sizes of data, pipeline, tensor and context axes that the model allows."""
     shape, devices = question.shape, question.devices
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
@@ -98,7 +97,7 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
-    Stages 2 and 3 shard gradients with every micro-batch, which pipelines do not allow (DeepSpeed
+    Pipelines exclude stages 2 and 3, which shard gradients with every micro-batch (DeepSpeed
     refuses it). Offloaded parameters need stage 3 or a single device.
     """
     shards = data * context
@@ -113,9 +112,9 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
     """Returns every layout whose sizes divide (see `_axes`).
 
-    They combine micro-batches of powers of two, all kinds of recomputation, ZeRO stages, offload
-    and interleaved chunks, as far as these apply. If there is none, raises UsageError with the
-    nearest batch that divides.
+    Combines micro-batches of powers of two with all applicable kinds of recomputation, ZeRO stages,
+    offload and interleaved chunks. Raises UsageError with the nearest batch that divides if there
+    is none.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
@@ -135,7 +134,7 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
             experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
         ):
             steps = per_rank // size
-            # Sequences are only cut if a micro-batch of one sequence is not small enough.
+            # Sequences are cut only if a micro-batch of one sequence is too large.
             if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
                 continue
             columns.append(

@@ -23,19 +23,18 @@ from harness.planner.fitting import Floats, Ints
 ELEMENT_BYTES = 2.0
 """Bytes of an activation in bf16."""
 BUCKET_BYTES = 25e6
-"""Bytes of bf16 gradients that DDP reduces at once (its `bucket_cap_mb`)."""
+"""Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
-"""Collectives of a layer in forward and backward with sequence parallelism: two gathers and two
-reduce-scatters each way (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two more
-gathers of inputs for the gradients of weights."""
+"""Collectives of a layer with sequence parallelism: two gathers and two reduce-scatters each in
+forward and backward (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two more gathers
+of inputs for weight gradients."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5 forward. SiLU reads
-and writes; its product with the other half reads two and writes one. Gradients have the same
-share."""
+"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5. SiLU reads and
+writes; its product with the gate reads two and writes one. Backward has the same share."""
 AHEAD_POWER = 2.0
 """Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r
-times as long as its launches. Assumed; between 2 and 4 the errors hardly depend on it."""
+times as long as its launches. Assumed; errors hardly change between 2 and 4."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,18 @@ class AxisBandwidths:
     """Nodes that a group of the data and context axes spans."""
     tensor: Floats
     reduce: Floats
-    """All-reduce on the data axis."""
+    """Bandwidth of all-reduce on the data axis."""
     gather: Floats
-    """All-gather and reduce-scatter on the data axis."""
+    """Bandwidth of all-gather and reduce-scatter on the data axis."""
     stage: Floats
-    """One device to the next stage."""
+    """Bandwidth from one device to the next stage."""
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
         """Returns the bandwidths with tensor innermost, then context and data, pipeline outermost.
 
-        A group with g ranks on each node uses g of the node's links, so it gets g / per_node of the
-        bandwidth of a collective over all devices.
+        A group with g ranks per node uses g of its links: g / per_node of the bandwidth of a
+        collective over all devices.
         """
         per_node = cluster.per_node
         one = np.ones_like(layouts.devices)
@@ -82,7 +81,7 @@ class AxisBandwidths:
             )
             for curve in (cluster.reduce, cluster.gather)
         )
-        # With many nodes, a node's bus bandwidth is what its links carry together.
+        # With many nodes, bus bandwidth is what a node's links carry together.
         wire = cluster.reduce.at(np.full_like(nodes, cluster.reduce.nodes[-1])) / per_node
         neighbour = np.where(nodes > 1, np.minimum(inside, wire), inside)
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
@@ -90,8 +89,8 @@ class AxisBandwidths:
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
         """Returns the seconds to send a micro-batch's activations on and their gradients back.
 
-        The bytes are those of the hidden states, once each way and for each interleaved chunk
-        (Megatron-LM, arXiv 2104.04473, section 2.2), split over the tensor axis (section 4.1).
+        Hidden states travel once each way per interleaved chunk (Megatron-LM, arXiv 2104.04473,
+        section 2.2), split over the tensor axis (section 4.1).
         """
         tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
         size = tokens * question.shape.hidden * ELEMENT_BYTES / layouts.tensor
@@ -108,19 +107,19 @@ class AxisBandwidths:
     ) -> Floats:
         """Returns the exposed seconds of a layer's collectives, forward and backward.
 
-        They are those of the tensor axis (arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed
-        share is fitted), the context axis (ring attention, arXiv 2310.01889) and the expert axis
-        (GShard, arXiv 2006.16668).
+        Covers the tensor axis (arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed share is
+        fitted), the context axis (ring attention, arXiv 2310.01889) and the expert axis (GShard,
+        arXiv 2006.16668).
         """
         shape = question.shape
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
         hidden = tokens * shape.hidden * ELEMENT_BYTES
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
-        # The whole tensor, not (n - 1) / n of it: 2 to 8 ranks behind one switch take nearly equal
+        # The whole tensor, not (n - 1) / n of it: behind one switch, 2 to 8 ranks take nearly equal
         # times.
         seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
-        # hidden behind the attention of the previous part (ring attention, arXiv 2310.01889).
+        # hidden behind attention to the previous part (ring attention, arXiv 2310.01889).
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor
         seconds = seconds + np.maximum(0.0, passed / self.gather - 3.5 * attention)
         # Two all-to-alls forward and two back (GShard, arXiv 2006.16668).
@@ -143,7 +142,7 @@ class AxisBandwidths:
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce fp32 gradients once
         a step; stage 1 then gathers bf16 parameters. Stages 2 and 3 scatter gradients with every
-        micro-batch. Stage 3 gathers parameters in every forward and backward pass.
+        micro-batch; stage 3 gathers parameters in every forward and backward.
         """
         cluster = question.cluster
         ranks = (layouts.data * layouts.context).astype(float)
@@ -159,15 +158,15 @@ class AxisBandwidths:
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
-        # Neighbouring layers hide the gathers and scatters of sharded layers, except the first
-        # gather and the last scatter.
+        # Neighbouring layers hide all gathers and scatters but the first gather and the last
+        # scatter.
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
         ends = each / question.shape.layers
         hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
         each = ends + np.maximum(0.0, each - ends - hides)
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
-        # Gradients out, parameters back. The host updates states at its memory's rate, which is
-        # assumed to be that of the bus.
+        # Gradients out, parameters back. The host updates states at its memory's rate, assumed to
+        # be the bus's.
         moved = owned * (ACCUMULATED_BYTES + PARAMETER_BYTES + 2 * OPTIMIZER_BYTES) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
         fetched = 2 * steps * PARAMETER_BYTES * np.where(zero >= 3, owned, parameters) / host
@@ -179,23 +178,23 @@ class AxisBandwidths:
 
 @dataclass(frozen=True)
 class LayoutStepTime:
-    """Seconds of a step by layout (shape [layouts]); the parts add up to `total`."""
+    """Seconds of a step (shape [layouts]); the parts add up to `total`."""
 
     compute: Floats
     activation_exchange: Floats
     """Exposed communication of the tensor, context and expert axes."""
     data: Floats
-    """Exposed communication of the data axis: gradients and sharded parameters."""
+    """Exposed communication of gradients and sharded parameters."""
     bubble: Floats
     """Pipeline bubble: filling, draining, and waiting for the slowest stage."""
     launch: Floats
-    """Time that the device waits for its processor to launch work."""
+    """Time that the device waits for its processor's launches."""
     offload: Floats
     update: Floats
     owned: Floats
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
-    """Share of the launched work that the device has yet to do, 0 to 1; see `memory`."""
+    """How far launches are ahead of the device, 0 to 1; see `memory`."""
 
     @property
     def total(self) -> Floats:
@@ -222,21 +221,20 @@ class _Layer:
     launch: Floats
     """Launches by the processor, undisturbed."""
     stalled: Floats
-    """Launches with the waits that a pipeline between nodes adds."""
+    """Launches with the stalls of a pipeline between nodes."""
     sharpness: float
     """Exponent of the smooth maximum of device and processor."""
 
     def of_stage(self, stage: LayerStage, rows: Ints) -> tuple[Floats, Floats]:
-        """Returns the seconds that a stage computes, and communicates within itself."""
+        """Returns a stage's seconds of compute, and of communication within it."""
         computed = stage.layers * self.compute[rows] + stage.head * self.head[rows]
         return computed, stage.layers * self.communication[rows]
 
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
         """Returns the seconds that a stage takes if its device needs `device` seconds.
 
-        The processor launches kernels at the same time. Long kernels hide the launches of later
-        ones; short ones wait for theirs. A smooth maximum of both is assumed; its sharpness is
-        fitted (`launch_sharpness`).
+        Long kernels hide the launches of later ones; short ones wait for theirs. Assumes a smooth
+        maximum of both, with fitted sharpness (`launch_sharpness`).
         """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
@@ -256,10 +254,9 @@ def product(
 ) -> Floats:
     """Returns the seconds of a product of M x K by K x N on one device, its rows cut into `parts`.
 
-    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N).
-    With a half size of 1 that is the time to read the operands once (the K x N matrix once per
-    part) and to write the result (roofline: Williams and others, CACM 2009). Unfilled tiles have
-    the same form.
+    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N). A
+    half size of 1 means reading the operands once (K x N once per part) and writing the result
+    (roofline: Williams and others, CACM 2009). Unfilled tiles have the same form.
     """
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
     small = 1 + c.matmul_half_size * ridge * (parts / m + 1 / k + 1 / n)
@@ -282,12 +279,11 @@ def _layer(
     tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
     queries, keys = shape.attention_width, shape.kv_width
     routed = tokens * shape.experts_per_token
-    # Tokens of one expert's product; all experts of a rank together process `routed`.
+    # Tokens of one expert's product; all experts of a rank process `routed`.
     per_expert = np.maximum(1.0, routed / shape.experts)
     gate = 2 if shape.gated else 1
 
     def products(parts: Floats | float) -> Floats:
-        """Returns the seconds of a layer's products in forward, rows cut into parts."""
         blocks = product(per_expert, h, gate * f / tensor, cluster, c, parts)
         blocks = blocks + product(per_expert, f / tensor, h, cluster, c, parts)
         qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
@@ -295,8 +291,8 @@ def _layer(
         return qkv + out + routed / per_expert * blocks
 
     forward = products(1.0)
-    # Asynchronous tensor parallelism multiplies its own rows while others are gathered, then those
-    # before and after. This concerns one of three products of each matrix.
+    # Asynchronous tensor parallelism multiplies its own rows while it gathers others, then those
+    # before and after, in one of three products of each matrix.
     split = products(np.minimum(tensor, 3.0))
     heads_width = shape.heads * padded_head(shape.head_size)
     attention = 2.0 * tokens * question.sequence_length * heads_width / tensor
@@ -307,8 +303,8 @@ def _layer(
         layouts.recompute,
         [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention],
     )
-    # Backward multiplies twice as often as forward; attention's backward costs 2.5 forwards
-    # (FlashAttention-2, arXiv 2307.08691, section 3).
+    # Backward has twice the products; attention's backward costs 2.5 forwards (FlashAttention-2,
+    # arXiv 2307.08691, section 3).
     compute = 2 * forward + split + 3.5 * attention + c.elementwise_passes * passes + again
     head = 3 * product(tokens, h, v / tensor, cluster, c)
     head = head + c.logit_bytes * tokens * v / tensor / memory_rate
@@ -333,9 +329,9 @@ def step_time(
 ) -> LayoutStepTime:
     """Returns the step time of each layout, in seconds.
 
-    Pipelines follow 1F1B with unequal stages: the sum over stages for the first micro-batch, and
-    the slowest stage for each further one (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks
-    divide the fill (Megatron-LM, arXiv 2104.04473, section 2.2).
+    Pipelines follow 1F1B: the sum over stages for the first micro-batch, then the slowest stage for
+    each further one (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
+    (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     shape, cluster = question.shape, question.cluster
     links = AxisBandwidths.of(cluster, layouts, c)
@@ -361,7 +357,7 @@ def step_time(
             owned[rows] = np.maximum(owned[rows], owned_parameters(shape, part, stage))
     steps = layouts.accumulation
     mean = fill / layouts.pipeline
-    # The last micro-batch waits for all stages once, or for a share of them when interleaved.
+    # The last micro-batch waits for all stages once, or a share of them when interleaved.
     ends = np.where(layouts.chunks > 1, mean + (fill - mean) / layouts.chunks, fill)
     pipe = ends + (steps - 1) * slowest
     data, offload = links.data_axis(question, layouts, largest, owned, slowest, c)
@@ -383,9 +379,10 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
+    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]), as in
+    `step_time`.
 
-    All layouts must have equally long pipelines. Uses the same formulas as `step_time`.
+    All layouts must have equally long pipelines.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
@@ -403,9 +400,9 @@ def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeCon
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
     """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step, shape [layouts].
 
-    `forward` and `backward` are seconds of a micro-batch in each stage, shape [layouts, stages].
-    Stage s first runs `stages - s - 1` forwards (fewer if there are not enough micro-batches), then
-    alternates a forward and a backward, then runs the remaining backwards. Sending takes no time.
+    `forward` and `backward` are seconds of a micro-batch, shape [layouts, stages]. Stage s first
+    runs up to `stages - s - 1` forwards, alternates forward and backward, then runs the remaining
+    backwards. Sending takes no time.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)
@@ -440,7 +437,7 @@ def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: i
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """Returns the passes of a stage in order: whether forward, and the micro-batch."""
+    """Returns a stage's passes in order: whether forward, and the micro-batch."""
     first = min(stages - stage - 1, micro_batches)
     order = [(True, batch) for batch in range(first)]
     for batch in range(micro_batches - first):

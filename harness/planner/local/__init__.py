@@ -1,1 +1,1 @@
-"""Predicts the suite's cells on this machine's CPU cores, from cells that were measured on it."""
+"""Predicts cells on this machine's CPU cores from cells measured on it."""

@@ -1,4 +1,4 @@
-"""Predicts step time and memory of cells on CPU cores, from facts about them and constants."""
+"""Predicts step time and memory of cells on CPU cores."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CellFacts:
-    """A cell as its strategy and workload describe it, without measurements.
+    """Unmeasured properties of a cell, from its strategy and workload.
 
     Bytes and counts are those of one rank, the fullest if ranks differ, unless noted.
     """
 
     workload: str
     setting: str
-    """Text of the setting; only cells of one setting may be compared."""
+    """Text of the setting; only cells of one setting are comparable."""
     links: str
-    """Emulated link between the nodes; empty if there is none."""
+    """Emulated link between the nodes; empty without one."""
     label: str
     """Strategy with its options."""
     engine: str
-    """Strategy whose library does the work besides the model's own."""
+    """Strategy whose library does the work besides the model's."""
     precision: str
-    """Precision of the arithmetic: fp32, bf16 or fp16."""
+    """Arithmetic: fp32, bf16 or fp16."""
     exact: bool
     """Whether the strategy declares to train as one process does, up to rounding."""
     stand_in: bool
-    """Whether only a stand-in runs on CPU cores, which must not be recommended."""
+    """Whether a stand-in replaces the real arithmetic, so the cell must not be recommended."""
     data: int
-    """Ranks that train the same part of the model on different samples or tokens."""
+    """Ranks that train the same part of the model on different data."""
     pipeline: int
     tensor: int
     cores: int
@@ -49,53 +49,51 @@ class CellFacts:
     operators: int
     """Operators of the unsplit model in forward and backward of a micro-batch."""
     moved_bytes: float
-    """Bytes that operators other than matrix products read and write in a micro-batch of the
+    """Bytes that operators other than matrix products read and write, for a micro-batch of the
     unsplit model."""
     tensors: int
-    """Trained parameter tensors of the unsplit model; 1 if one operator updates them all (fused
-    AdamW)."""
+    """Trained tensors of the unsplit model; 1 with fused AdamW."""
     state_bytes: float
-    """States kept between steps, without the library's own."""
+    """States kept between steps, without the library's."""
     library_bytes: float
-    """A library's own copies and buffers."""
+    """A library's copies and buffers."""
     transient_bytes: float
-    """Memory needed temporarily in a step: gradients, gathered parameters."""
+    """Temporary memory of a step: gradients, gathered parameters."""
     trained_bytes: float
-    """Trained parameters of one rank's part of the model, before sharding."""
+    """Trained parameters of one rank's part, before sharding."""
     optimizer_bytes: float
     """Optimizer state, which each update reads and writes."""
     activation_bytes: float
-    """Activations that a micro-batch of the unsplit model keeps for backward."""
+    """Activations kept for backward by a micro-batch of the unsplit model."""
     sent_bytes: float
-    """Bytes sent in a step for the strategy's collectives."""
+    """Bytes sent in a step by the strategy's collectives."""
     messages: float
     """Number of collectives or transfers in a step."""
     sharded: bool = False
     """Whether collectives gather parameters and scatter gradients."""
     in_memory: bool = False
-    """Whether collectives use memory shared by the ranks instead of TCP."""
+    """Whether collectives use shared memory instead of TCP."""
     flat: bool = False
-    """Whether the library copies all parameters or gradients to and from flat buffers."""
+    """Whether the library copies parameters or gradients to and from flat buffers."""
     served: bool = False
-    """Whether a process that does not train holds the model and is the fullest."""
+    """Whether a process that does not train holds the model."""
     disk_bytes: float = 0.0
     """Bytes to and from a disk in a step over all ranks."""
     threads: int = 1
-    """Devices that one process drives from threads, which share Python's interpreter lock."""
+    """Devices driven by threads of one process, which share the interpreter lock."""
     optimizer_flops: float = 0.0
     """Floating-point operations of matrix products in a rank's update, in bf16."""
     coded_elements: float = 0.0
-    """Elements of optimizer state that a rank's update decodes from and encodes to 8 bits."""
+    """Elements of optimizer state that a rank's update converts from and to 8 bits."""
     convolutions: int = 0
     """Convolutions among the operators; one backward counts twice."""
     link_bytes_per_second: float = float("inf")
-    """Rate between the nodes, each direction; infinite if all ranks are on one node."""
+    """Rate between the nodes, each direction; infinite on one node."""
     link_seconds: float = 0.0
     """One-way delay between the nodes."""
 
     @property
     def ranks(self) -> int:
-        """Devices that compute."""
         return self.data * self.pipeline * self.tensor
 
     @property
@@ -105,7 +103,7 @@ class CellFacts:
 
     @property
     def family(self) -> tuple[str, str, bool]:
-        """Key of all strategies and options that use one library."""
+        """Key of all strategies and options of one library."""
         return self.engine, self.precision, self.ranks > 1
 
 
@@ -115,11 +113,11 @@ class Observation:
 
     facts: CellFacts
     seconds: float
-    """Step time: batch over the run's estimate of the throughput."""
+    """Step time, from the run's estimated throughput."""
     peak_bytes: float | None
     """Memory of the fullest rank above its imports."""
     seconds_low: float | None = None
-    """Lower bound of the 95 % interval, as `seconds_high` the upper; None with one launch."""
+    """Bounds of the 95 % interval; None with one trial."""
     seconds_high: float | None = None
 
 
@@ -297,7 +295,7 @@ class CpuTimeConstants:
 
 @dataclass(frozen=True)
 class CpuMemoryConstants:
-    """Constants of the peak of a rank's anonymous resident memory above its imports."""
+    """Constants of a rank's peak anonymous resident memory above its imports."""
 
     overhead: float = constant(
         8.0,
@@ -349,8 +347,7 @@ class CpuMemoryConstants:
 class CellColumns:
     """Facts of many cells as arrays (shape [cells]).
 
-    If more ranks compute than there are cores, each rank's work takes proportionally longer
-    (`crowd`).
+    With more ranks than cores, each rank's work takes proportionally longer (`crowd`).
     """
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
@@ -375,11 +372,11 @@ class CellColumns:
         self.convolutions = crowd * micro * column("convolutions")
         self.updated = crowd * column("optimizer_bytes")
         self.tensors = crowd * column("tensors") / stages
-        # A collective needs one more round for each doubling of its ranks (trees and recursive
-        # halving; Thakur and others, IJHPCA 2005).
+        # Each doubling of the ranks adds a round to a collective (trees and recursive halving;
+        # Thakur and others, IJHPCA 2005).
         group = np.maximum(2.0, np.maximum(column("data"), tensor))
         rounds = column("messages") * np.ceil(np.log2(group))
-        # Hooks around modules work once for each gather, whatever the number of rounds.
+        # Module hooks work once per gather, whatever the number of rounds.
         self.units = crowd * column("sharded") * column("messages")
         self.sent, self.messages = crowd * column("sent_bytes"), crowd * rounds - self.units
         self.in_memory = column("in_memory") > 0
@@ -391,8 +388,8 @@ class CellColumns:
         self.library, self.transient = column("library_bytes"), column("transient_bytes")
         # One micro-batch per stage is in flight (PipeDream-2BW, arXiv 2006.09503).
         self.kept = np.minimum(stages, micro) * column("activation_bytes") / split
-        # Gloo uses a buffer as large as what a call reduces or gathers. Flat buffers of a library
-        # stay in the heap of the process.
+        # Gloo's buffer is as large as what a call reduces or gathers. A library's flat buffers stay
+        # in the heap.
         calls = np.where(column("flat") > 0, 1.0, np.maximum(1.0, column("messages") / micro))
         self.exchanged = np.where(ranks == 1, 0.0, self.trained / calls)
 
@@ -402,15 +399,14 @@ class CpuStep:
     """Seconds of a step (shape [cells]); the parts add up to `total`."""
 
     compute: Floats
-    """The model's own arithmetic, which does not depend on the strategy, with a pipeline's
-    filling."""
+    """The model's arithmetic, independent of the strategy, with a pipeline's filling."""
     calls: Floats
     """Overhead of calling operators."""
     update: Floats
     exchange: Floats
-    """Collectives between ranks on one machine, and transfers to a disk and back."""
+    """Collectives on one machine, and transfers to a disk and back."""
     link: Floats
-    """Exposed transfers over a link between nodes."""
+    """Exposed transfers between nodes."""
 
     @property
     def total(self) -> Floats:
@@ -420,9 +416,9 @@ class CpuStep:
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
     """Returns the step time of each cell in seconds.
 
-    `effects` (shape [cells]) is the logarithm of the factor by which the strategy's library slows
-    down everything except the model's arithmetic and the link. Units are bytes, operations and
-    seconds; rates of the constants are in 1e9 per second.
+    `effects` (shape [cells]): logarithm of the factor by which a strategy's library slows down
+    everything except the model's arithmetic and the link. Units are bytes, operations and seconds;
+    rates of the constants are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -452,11 +448,10 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 
 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
-    """Returns the bytes that the fullest rank has resident at its peak.
+    """Returns the peak resident bytes of the fullest rank.
 
     A library's buffers count as far as gradients fill them, because unwritten pages are not
-    resident. `effects` (shape [cells]) is the logarithm of the factor by which the strategy's
-    library needs more.
+    resident. `effects` (shape [cells]): logarithm of the factor by which the library needs more.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

@@ -19,26 +19,22 @@ from harness.workloads import make_workload
 
 MAX_CURVES = 6
 NORMAL_95 = 1.645
-"""The 95th percentile of a normal distribution, in standard deviations."""
+"""95th percentile of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """How far to extend a cell, and over which link."""
-
     max_devices: int
     weak: bool
-    """Whether the batch grows with the devices (weak scaling); otherwise it stays the same."""
+    """Whether the batch grows with the devices (weak scaling)."""
     link: Link | None
-    """Link between devices, each a node of its own; None if all are on one machine with a core for
+    """Link between devices, each a separate node; None if they share a machine with a core for
     each."""
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
-    """Returns the measured cells whose several devices had a core each and no emulated link.
-
-    Raises UsageError if there are none.
-    """
+    """Returns the measured cells on several devices with a core each and no emulated link; raises
+    UsageError if there are none."""
     cells = [
         cell
         for cell in measured.cells
@@ -57,7 +53,7 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
     """Returns the fastest MAX_CURVES cells of the most-measured workload, in one precision; only
-    those that train exactly as one process does, if there are any."""
+    exact ones, if there are any."""
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)
     same = [cell for cell in exact if cell.cell.workload == workload]
@@ -68,7 +64,7 @@ def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
 
 
 def step_spread(measured: LocalMeasurements) -> float:
-    """Returns the standard deviation of the logarithm of a step time, for the median cell."""
+    """Returns the median cell's standard deviation of the logarithmic step time."""
     ratios = [
         math.log(result.step_seconds_p95 / result.step_seconds_p50) / NORMAL_95
         for cell in measured.cells

@@ -1,4 +1,4 @@
-"""Fits the constants of CPU cells to measured cells, and scores held-out predictions."""
+"""Fits the constants of CPU cells, and scores held-out predictions."""
 
 from __future__ import annotations
 
@@ -21,39 +21,37 @@ from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
 FEWEST = 5
-"""Smallest number of measured cells for a calibration."""
+"""Fewest measured cells for a calibration."""
 VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
-"""Prior standard deviations of the logarithmic effect of a strategy with its options, and of its
+"""Prior standard deviations of the logarithmic effects of a strategy's options, and of its
 library."""
 WORKLOAD_SPREAD = 0.05
-"""Prior standard deviation of the logarithmic error that all cells of a workload share."""
+"""Prior standard deviation of the logarithmic error shared by a workload's cells."""
 ORDINARY_ERROR = 0.1
 """Logarithm of an ordinary error of a cell; much larger errors hardly count."""
 UNKNOWN_SPREAD = 0.25
-"""Half-width of the 80 % intervals of logarithms if too few workloads were measured to predict one
-from the others. Assumed."""
+"""Half-width of logarithmic 80 % intervals if too few workloads were measured. Assumed."""
 FEWEST_ERRORS = 8
-"""Smallest number of held-out predictions from which a spread is estimated."""
+"""Fewest held-out predictions that give a spread."""
 
 
 @dataclass(frozen=True)
 class LibraryEffects:
-    """Logarithmic effects of libraries: per measured variant, and per library for the others."""
+    """Logarithmic effects of libraries, by measured variant, and by library for other variants."""
 
     variants: dict[tuple[str, str, bool], float]
     families: dict[tuple[str, str, bool], float]
     workloads: dict[str, float]
-    """Error that all cells of a workload share."""
+    """Error shared by each workload's cells."""
 
     def missed(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns the factor of each cell's workload; 1 if it was not measured (shape [cells])."""
+        """Returns the factor of each cell's workload; 1 if unmeasured (shape [cells])."""
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
         """Returns the effect of each cell's library (shape [cells]).
 
-        A library that was not measured in a precision gets its effect in fp32; one that was never
-        measured gets 0.
+        A library unmeasured in a precision gets its fp32 effect, and an unmeasured library 0.
         """
         return np.array([self._of(cell) for cell in cells], float)
 
@@ -71,15 +69,14 @@ class LibraryEffects:
 
 @dataclass(frozen=True)
 class CpuSpreads:
-    """Half-widths of the 80 % intervals of logarithms."""
+    """Half-widths of logarithmic 80 % intervals."""
 
     variant: float
     """Used if the strategy with these options was measured on another workload."""
     unknown: float
-    """Used if it was not."""
+    """Used otherwise."""
     relative: float
-    """Used for the ratio of two cells of one setting: errors shared by the cells of a model do not
-    affect which one is better."""
+    """Used for the ratio of two cells of a setting, where shared errors cancel."""
 
     def of(self, cells: Sequence[CellFacts], effects: LibraryEffects) -> Floats:
         known = np.array([cell.variant in effects.variants for cell in cells])
@@ -97,11 +94,10 @@ class CpuCalibration:
     time_spread: CpuSpreads
     memory_spread: CpuSpreads
     cells: int
-    """Number of measured cells that it was fitted to."""
+    """Number of measured cells behind the fit."""
     workloads: tuple[str, ...]
 
     def seconds(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns the step time of each cell."""
         step = step_seconds(CellColumns(cells), self.time, self.time_effects.of(cells))
         return step.total * self.time_effects.missed(cells)
 
@@ -111,10 +107,8 @@ class CpuCalibration:
 
 
 def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
-    """Returns the calibration fitted to these cells; `with_spreads` adds its spreads.
-
-    Raises UsageError if there are too few cells.
-    """
+    """Returns the calibration fitted to these cells, without spreads; raises UsageError if there
+    are too few."""
     if len(measured) < FEWEST:
         raise UsageError(
             f"{len(measured)} measured cells on CPU cores are too few to predict others; measure at"
@@ -158,7 +152,7 @@ def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
 
 
 class _Groups:
-    """Positions of variants, families and workloads of cells in an array of unknowns."""
+    """Positions of cells' variants, families and workloads in an array of unknowns."""
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
         self._variants = list(dict.fromkeys(cell.variant for cell in cells))
@@ -175,17 +169,17 @@ class _Groups:
             for cell in cells
         ]
         self.numbers: Ints = np.array(positions)
-        """Positions of the unknowns of each cell (shape [cells, 3])."""
+        """Positions of each cell's unknowns (shape [cells, 3])."""
         self._with_library = np.array([cell.engine != BASELINE for cell in cells], float)
         self._family_of = {cell.variant: cell.family for cell in cells}
 
     def spreads(self, share: float) -> Floats:
-        """Returns the prior spread of each unknown; `share` scales those of libraries."""
+        """Returns each unknown's prior spread; `share` scales those of libraries."""
         each = (share * VARIANT_SPREAD, share * FAMILY_SPREAD, WORKLOAD_SPREAD)
         return np.repeat(each, self._counts)
 
     def added(self, effects: Floats) -> Floats:
-        """Returns the effect of each cell's library: its variant's plus its family's."""
+        """Returns the sum of variant and family effects of each cell."""
         variants, families, _ = self.numbers.T
         result: Floats = self._with_library * (effects[variants] + effects[families])
         return result
@@ -208,7 +202,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class HeldOutCell:
-    """A measured cell and its prediction from the cells of all other parts."""
+    """A measured cell and its prediction from all other parts."""
 
     part: str
     """Part that was held out."""
@@ -216,16 +210,16 @@ class HeldOutCell:
     seconds: float
     peak_bytes: float
     known: bool
-    """Whether its strategy, with these options, was measured in the other parts."""
+    """Whether other parts contain its strategy with these options."""
 
 
 def leave_out(
     measured: Sequence[Observation], part_of: Callable[[CellFacts], str] | None = None
 ) -> list[HeldOutCell]:
-    """Predicts the cells of each part from those of all others; skips parts with too few others.
+    """Predicts the cells of each part from all others; skips parts with too few others.
 
-    `part_of` returns the part of a cell: by default its workload without suffixes, so that a model
-    is held out together with its adapters. Cells of part "" are not held out.
+    `part_of` returns the part of a cell, "" for never; by default its workload without suffixes, so
+    that a model is held out together with its adapters.
     """
     name = part_of or base_of
     result: list[HeldOutCell] = []
@@ -246,12 +240,11 @@ def leave_out(
 
 
 def base_of(facts: CellFacts) -> str:
-    """Returns the workload without its suffixes."""
     return facts.workload.split("+")[0]
 
 
 def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> CpuCalibration:
-    """Returns the calibration with the spreads of predictions of held-out workloads."""
+    """Returns the calibration with the spreads of held-out predictions."""
     peaks = [row for row in held if row.observation.peak_bytes]
     return replace(
         calibration,
@@ -263,7 +256,6 @@ def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> Cp
 
 
 def _spread(rows: Sequence[HeldOutCell], errors: Sequence[float]) -> CpuSpreads:
-    """Returns the spreads of logarithmic errors."""
     known = [abs(error) for row, error in zip(rows, errors, strict=True) if row.known]
     unknown = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.known]
     settings: dict[str, list[float]] = {}
@@ -291,30 +283,30 @@ def _width(errors: Sequence[float], otherwise: float) -> float:
 
 @dataclass(frozen=True)
 class CpuScores:
-    """Errors of the predictions of one part, as shares; None if there is nothing to score."""
+    """Errors of one part's predictions, as shares; None if nothing can be scored."""
 
     part: str
     cells: int
     median_time_error: float | None
     median_memory_error: float | None
     known: int
-    """Number of cells whose strategy, with these options, was measured in the other parts."""
+    """Cells whose strategy, with these options, was measured in other parts."""
     known_median_time_error: float | None
     known_median_memory_error: float | None
 
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """The cell of a setting with the fastest prediction, and the measured ones."""
+    """The cell of a setting predicted to be fastest, and the measured ones."""
 
     setting: str
     compared: int
-    """Number of cells of the setting that train as one process does."""
+    """Cells of the setting that train as one process does."""
     chosen: str
     best: str
     """Cell with the fastest measurement."""
     slower: float
-    """Share by which the chosen cell's measured step is longer than the best one's."""
+    """Share by which the chosen cell's measured step is longer than the best."""
     told_apart: bool
     """Whether the difference from the fastest is significant."""
 
@@ -344,7 +336,7 @@ def _of_memory(rows: Sequence[HeldOutCell]) -> list[float]:
 
 
 def _median(ratios: Sequence[float]) -> float | None:
-    """Returns the median error of predictions, given as ratios to measurements."""
+    """Returns the median error, given ratios of predictions to measurements."""
     return float(np.median([abs(ratio - 1) for ratio in ratios])) if ratios else None
 
 
@@ -354,7 +346,7 @@ def first_choices(
 ) -> list[FirstChoice]:
     """Returns the predicted fastest cell of each setting with several cells.
 
-    `may_be_fastest` returns those of some measured cells that are tied with their fastest one.
+    `may_be_fastest` returns the measured cells that are tied with their fastest.
     """
     result = []
     for setting in dict.fromkeys(row.observation.facts.setting for row in rows):

@@ -1,4 +1,4 @@
-"""Ranks the cells of one setting on this machine, measured or not, and explains the choice."""
+"""Ranks the cells of one setting on this machine, measured or not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from harness.spec.errors import UsageError
 
 LocalGoal = Literal["throughput", "memory"]
 DEVIATIONS_IN_80_PERCENT = 1.2816
-"""Half-width of an 80 % interval of a normal distribution, in standard deviations."""
+"""Half-width of a normal distribution's 80 % interval, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
-"""Probability from which a cell counts as fitting, if memory is the goal."""
+"""Probability from which a cell fits, if memory is the goal."""
 PART_WORDS = {
     "compute": "the model's own arithmetic",
     "calls": "calling operators",
@@ -39,7 +39,7 @@ class LocalVariant:
     cell: Cell
     facts: CellFacts
     observation: Observation | None = None
-    """Measurement of the cell; None if there is none."""
+    """Measurement of the cell, if any."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LocalStepParts:
 
 @dataclass(frozen=True)
 class LocalCandidate:
-    """A cell with its step time and memory. Each `low` and `high` bound an 80 % interval."""
+    """A cell with its step time and memory; `low` and `high` bound 80 % intervals."""
 
     name: str
     cell_id: str
@@ -63,20 +63,19 @@ class LocalCandidate:
     exact: bool
     """Whether it trains as one process does, up to rounding."""
     measured: bool
-    """Whether seconds and bytes were measured rather than predicted."""
+    """Whether seconds and bytes were measured, not predicted."""
     seconds: float
     seconds_low: float
     seconds_high: float
     relative: float
-    """Half-width of the 80 % interval of the logarithm of its step time relative to another
-    cell's."""
+    """Half-width of the 80 % interval of its logarithmic step time relative to another cell's."""
     samples_per_second: float
     peak_bytes: float
     """Memory of the fullest rank."""
     peak_low: float
     peak_high: float
     fits: float
-    """Probability that this machine's memory holds all its ranks."""
+    """Probability that this machine's memory holds all ranks."""
     parts: LocalStepParts
 
 
@@ -88,19 +87,19 @@ class LocalPlan:
     """Text of the setting."""
     goal: LocalGoal
     candidates: tuple[LocalCandidate, ...]
-    """Cells that train as one process does, best first."""
+    """Exact cells, best first."""
     inexact: tuple[LocalCandidate, ...]
     """Cells that declare a different training, best first."""
     refused: dict[str, int]
     """Numbers of variants that cannot run, by reason."""
     calibrated_on: int
-    """Number of measured cells that the predictions rest on."""
+    """Number of measured cells behind the predictions."""
     workloads: tuple[str, ...]
     """Workloads of these cells."""
 
 
 def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
-    """Returns the candidates whose step time is tied with the first one's."""
+    """Returns the candidates tied with the first one."""
     first = candidates[0]
     return [
         candidate
@@ -119,10 +118,9 @@ def rank_variants(
     goal: LocalGoal = "throughput",
     refused: Counter[str] | None = None,
 ) -> LocalPlan:
-    """Ranks the variants of one setting.
+    """Ranks the variants of one setting; raises UsageError if none can run.
 
-    `batch`: samples per step; `memory_bytes`: this machine's memory for all ranks together. Raises
-    UsageError if no variant can run.
+    `batch`: samples per step; `memory_bytes`: this machine's memory for all ranks.
     """
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
@@ -143,8 +141,7 @@ def rank_variants(
 
 
 def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
-    """Returns a sort key: time over the probability to fit, or the memory of surely fitting
-    cells."""
+    """Returns a sort key: time over probability to fit, or the memory of surely fitting cells."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
     return False, candidate.seconds / max(candidate.fits, 1e-300)
@@ -202,7 +199,7 @@ def _candidates(
 
 
 def _narrowed(observed: Observation) -> tuple[float, float]:
-    """Returns the 80 % interval of a measured step; within 10 % if there was one launch."""
+    """Returns a measured step's 80 % interval; within 10 % after a single trial."""
     low, seconds, high = observed.seconds_low, observed.seconds, observed.seconds_high
     if low is None or high is None:
         return seconds / 1.1, seconds * 1.1
@@ -235,7 +232,6 @@ def _first(best: LocalCandidate) -> str:
 
 
 def _time(best: LocalCandidate) -> str:
-    """Returns a sentence on the parts of the predicted step."""
     parts = {name: getattr(best.parts, name) for name in PART_WORDS}
     total = sum(parts.values())
     shares = sorted(parts.items(), key=lambda item: -item[1])
@@ -256,7 +252,7 @@ def _apart(plan: LocalPlan) -> str:
 
 
 def _faster(plan: LocalPlan) -> str:
-    """Returns a sentence on a faster cell that trains differently; empty without one."""
+    """Returns a sentence on a faster inexact cell; empty without one."""
     if not plan.inexact or plan.goal != "throughput":
         return ""
     other = plan.inexact[0]

@@ -1,4 +1,4 @@
-"""Reads what was measured on this machine, and describes the suite's cells to the planner."""
+"""Reads this machine's measurements, and describes the suite's cells to the planner."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.operators import operators
 
 PIPELINE_MICRO_BATCHES = 4
-"""Micro-batches of a pipeline that was never measured; matrices take as many on CPU cores."""
+"""Micro-batches of an unmeasured pipeline; matrices take as many on CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
-"""Assumed rate of one TCP stream between emulated nodes whose unshaped link was not measured."""
+"""Assumed rate of one TCP stream between emulated nodes without a measured, unshaped link."""
 WIRE_SHARE = 0.95
-"""Share of a link's bytes that is payload; the rest are headers of TCP and Ethernet."""
+"""Share of a link's bytes that is payload, without TCP and Ethernet headers."""
 
 
 def _divided(states: States, parts: int) -> States:
@@ -51,12 +51,11 @@ def sent_bytes(
 ) -> float:
     """Returns the bytes that a rank sends in a step, by the strategy's formula.
 
-    A parameter server's bytes all pass through one process, and the ranks wait for it. Without a
-    formula the layout decides what is exchanged, once per cycle. On the data axis gradients are
-    averaged, with half as many bytes again if parameters are sharded (ZeRO, arXiv 1910.02054,
-    section 7). On the tensor axis each block has four all-reduces of the hidden states
-    (Megatron-LM, arXiv 1909.08053, section 3). Stages send hidden states forward and their
-    gradients back.
+    All bytes of a parameter server pass through one process, and the ranks wait for it. Without a
+    formula, the layout decides, once per cycle. The data axis averages gradients, plus half as many
+    bytes for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four
+    all-reduces of hidden states per block (Megatron-LM, arXiv 1909.08053, section 3). Stages send
+    hidden states forward and gradients back.
     """
     if layout.servers:
         return strategy.costs.disk_or_host_bytes(cell, layout, facts)
@@ -74,7 +73,7 @@ def sent_bytes(
 
 
 def engine_of(strategy: Strategy, name: str) -> str:
-    """Returns the strategy whose library does the work besides the model's own."""
+    """Returns the strategy whose library does the work besides the model's."""
     library = strategy.costs.backend_library or name
     return f"{library}, sharded" if strategy.costs.shards_parameters else library
 
@@ -83,8 +82,8 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
     """Returns the floating-point operations of matrix products in a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/),
-    each 4 n^2 m + 2 n^3 for a matrix of n x m elements, n <= m. Parameters with fewer than
-    hidden size squared elements are not treated as matrices.
+    each 4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters with fewer than hidden size squared
+    elements do not count as matrices.
     """
     if cell.optimizer != "muon":
         return 0.0
@@ -98,10 +97,10 @@ def messages(
 ) -> float:
     """Returns the number of collectives and transfers in a step, by the strategy's formula.
 
-    Without a formula the layout decides. The tensor axis has four in each block (Megatron-LM, arXiv
-    1909.08053, section 3). A pipeline has one forward and one backward for each micro-batch; the
-    schedule accounts for their waiting. The data axis has one, or three for each block if
-    parameters are sharded.
+    Without a formula, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
+    1909.08053, section 3), and a pipeline one forward and one backward per micro-batch, whose
+    waiting belongs to the schedule. The data axis has one, or three per block for sharded
+    parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -119,7 +118,7 @@ def messages(
 
 @dataclass(frozen=True)
 class LocalCell:
-    """A cell measured on CPU cores: its result, and what the planner takes from it."""
+    """A cell measured on CPU cores, with what the planner takes from it."""
 
     result: CellResult
     cell: Cell
@@ -128,7 +127,7 @@ class LocalCell:
 
 @dataclass(frozen=True)
 class LocalMeasurements:
-    """Cells and emulated links that were measured on one machine."""
+    """Cells and emulated links measured on one machine."""
 
     machine: str
     """Host name, processor and number of cores."""
@@ -136,10 +135,11 @@ class LocalMeasurements:
     memory_bytes: int
     cells: tuple[LocalCell, ...]
     links: dict[str, Link]
-    """Measured rate and delay of each emulated link, by its text such as `1gbit`."""
+    """Measured rate and delay of each emulated link, by text such as `1gbit`."""
 
     def link_of(self, text: str) -> Link:
-        """Returns the rate and delay between emulated nodes: measured, or else as requested."""
+        """Returns the measured rate and delay between emulated nodes, or else the requested
+        ones."""
         if text in self.links:
             return self.links[text]
         requested = Link.of(text)
@@ -149,11 +149,10 @@ class LocalMeasurements:
 
 
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
-    """Reads the CPU cells of results folders that were measured on the newest run's machine.
+    """Reads the CPU cells that were measured on the newest run's machine.
 
-    If several runs measured a cell, its newest result counts. Variants of a workload (adapters,
-    quantised weights) train differently and are left out, except `workload`. Raises UsageError if
-    there is no verified cell.
+    A cell's newest result counts. Variants (adapters, quantised weights) train differently, so all
+    except `workload` are left out. Raises UsageError if there is no verified cell.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
@@ -195,7 +194,7 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
 
 
 def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | None:
-    """Returns None for a cell whose strategy or workload no longer exists."""
+    """Returns None if the strategy or workload no longer exists."""
     cell = Cell(**json.loads(result.cell))
     try:
         facts = facts_of(cell, measured)
@@ -217,11 +216,11 @@ def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | 
 
 
 def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
-    """Returns the facts that a prediction of the cell rests on: its strategy's formulas and its
-    workload's counts.
+    """Returns the facts that a prediction rests on: the strategy's formulas and the workload's
+    counts.
 
-    If a strategy has no formula for its states, the model's are divided by the axes that cut it; if
-    it has none for its traffic, see `sent_bytes`. Raises Refused, Unavailable or UsageError.
+    Without a formula for states, the model's are divided by the axes that cut it; for traffic, see
+    `sent_bytes`. Raises Refused, Unavailable or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
@@ -279,22 +278,18 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns the cell of a strategy in a setting; `more` are further fields of the cell.
-
-    Raises UsageError for an unknown strategy or option.
-    """
+    """Returns the cell of a strategy in a setting, with further fields in `more`; raises UsageError
+    for an unknown strategy or option."""
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
     return with_defaults(Cell.model_validate(fields))
 
 
 def usual_setting(cells: Iterable[LocalCell]) -> Setting:
-    """Returns the setting that most cells were measured in."""
     return Counter(Setting.of(cell.cell) for cell in cells).most_common(1)[0][0]
 
 
 def data_for(workload: str, setting: Setting) -> str:
-    """Returns the setting's data for its own workload, else the default data of the workload's
-    kind."""
+    """Returns the setting's data for its own workload, else the default of the workload's kind."""
     if workload == setting.workload:
         return setting.data
     return "images" if make_workload(workload).kind == "image" else "stdlib"
@@ -305,8 +300,8 @@ def variants_of(
 ) -> tuple[list[LocalVariant], Counter[str]]:
     """Returns the cells of a setting that can run here, and why others cannot.
 
-    They are each strategy with its defaults, and with the options measured in any setting.
-    `with_observations`: measured cells of the setting carry their figures.
+    They are each strategy with its defaults, and with options measured in any setting.
+    `with_observations`: measured cells carry their figures.
     """
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
@@ -337,7 +332,7 @@ def variants_of(
 
 
 def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, object]]]:
-    """Returns strategies with further fields of a cell: as measured, and each with its defaults."""
+    """Returns strategies with further cell fields: as measured, and with defaults."""
     series: dict[str, tuple[str, dict[str, object]]] = {}
     for local in measured.cells:
         cell = local.cell
@@ -350,10 +345,10 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns which strategy trains a cell and how; equal for equal trainings.
+    """Returns a key that is equal for equal trainings.
 
-    Options are written out, so that giving a default value makes no difference. Older records lack
-    their defaults and get today's.
+    Options are written out, so a default value makes no difference. Older records get today's
+    defaults.
     """
     complete = cell if cell.defaults is not None else with_defaults(cell)
     options = json.dumps({**(complete.defaults or {}), **cell.options}, sort_keys=True)

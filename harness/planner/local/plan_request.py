@@ -1,4 +1,4 @@
-"""Answers what `bench plan --here` asks: which strategy to train with on this machine."""
+"""Answers `bench plan --here`: which strategy to train with on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_RANKS = 2
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to train and what to rank by; None means as most cells were measured."""
+    """What to train and what to rank by; None means as in most measured cells."""
 
     workload: str | None = None
     devices: int | None = None
@@ -42,10 +42,10 @@ class PlanRequest:
     precision: str | None = None
     goal: str = "throughput"
     unseen: bool = False
-    """Whether to predict as if no cell of the model had been measured."""
+    """Whether to ignore measurements of the model."""
 
     def check(self) -> None:
-        """Raises UsageError for a value without meaning, before anything is read."""
+        """Raises UsageError for a meaningless value, before anything is read."""
         if self.workload:
             make_workload(self.workload)
         for name, value, least in (
@@ -73,7 +73,7 @@ class PlanRequest:
 
     @property
     def links(self) -> str:
-        """Text of the emulated link; empty without one. Raises UsageError if it is malformed."""
+        """Text of the emulated link, or empty; raises UsageError if malformed."""
         try:
             return link_text(self.link or "")
         except ValueError as error:
@@ -98,10 +98,8 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Returns the calibration that the measured cells give, without those of workload `unseen`.
-
-    Raises UsageError if too little was measured.
-    """
+    """Returns the calibration from the measured cells, except workload `unseen`; raises UsageError
+    if there are too few."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -116,10 +114,7 @@ def plan_setting(
     measured: LocalMeasurements,
     calibration: CpuCalibration,
 ) -> tuple[LocalPlan, list[LocalVariant]]:
-    """Returns the plan of a setting and the variants that it ranks.
-
-    Raises UsageError if nothing can run.
-    """
+    """Returns the plan of a setting and its variants; raises UsageError if nothing can run."""
     goal: LocalGoal = next(goal for goal in get_args(LocalGoal) if goal == request.goal)
     variants, refused = variants_of(setting, measured, not request.unseen)
     batch, memory = setting.global_batch, measured.memory_bytes
@@ -133,10 +128,9 @@ def sweep_settings(
     measured: LocalMeasurements,
     calibration: CpuCalibration,
 ) -> dict[str, dict[int, LocalPlan | str]]:
-    """Returns plans by workload and number of ranks, or the reason if nothing can run.
+    """Returns plans, or the reason why nothing can run, by workload and number of ranks.
 
-    The workloads are the requested one and all measured ones; the numbers of ranks are powers of
-    two up to this machine's cores.
+    Covers the requested and all measured workloads, and powers of two up to this machine's cores.
     """
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
     answers: dict[str, dict[int, LocalPlan | str]] = {}

@@ -1,4 +1,4 @@
-"""Predicts throughput over more devices than this machine has, from measured cells."""
+"""Predicts throughput over more devices than this machine has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.planner.local.cpu_prediction import CellFacts
 from harness.planner.local.local_calibration import CpuCalibration
 
 OUTSIDE = 0.05
-"""Growth of the half-width of a logarithmic interval with each doubling of the devices beyond the
+"""Growth of a logarithmic interval's half-width with each doubling of the devices beyond the
 measured ones. Assumed: nothing measures beyond its own range."""
 
 
@@ -22,10 +22,10 @@ class ScalingInput:
 
     devices: int
     samples: int
-    """Samples per step of all devices together."""
+    """Samples per step of all devices."""
     facts: CellFacts
     measured: float | None = None
-    """Measured samples per second; None if there is no measurement."""
+    """Measured samples per second, if any."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScalingPoint:
     high: float
     measured: float | None
     doublings_beyond: float
-    """Doublings of the devices beyond the most that were measured; 0 within."""
+    """Doublings of the devices beyond the measured ones; 0 within."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScalingCurve:
     label: str
     points: tuple[ScalingPoint, ...]
     end: str
-    """Reason why the curve ends; empty if it goes as far as requested."""
+    """Reason why the curve ends; empty at the requested end."""
 
 
 def straggling(devices: int, seen: int, spread: float) -> float:

@@ -1,8 +1,7 @@
-"""Measures what real ranks allocate by torch's CPU allocator, to compare rehearsals with.
+"""Measures real ranks' allocations by torch's CPU allocator, to compare rehearsals with.
 
-The allocator reports each allocation and release to torch's profiler, with the current total of
-tensor memory. The resident memory of the process is another figure: it also contains what glibc
-caches, threads' stacks and buffers that gloo allocates without torch.
+The allocator reports allocations and releases to torch's profiler, with the current total. Resident
+memory differs: it includes glibc's caches, stacks, and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from torch._C._profiler import _ProfilerEvent
 
 SETTLED_STEPS = 2
-"""Steps before the measured cycles; buckets are rearranged after the first."""
+"""Steps before the measured cycles; DDP rearranges buckets after the first."""
 MEASURED_CYCLES = 8
-"""Measured cycles of steps (see Strategy.cycle). If ranks share cores, gloo's threads free their
-buffers late in some of them."""
+"""Measured cycles of steps (see Strategy.cycle). If ranks share cores, gloo's threads free buffers
+late in some of them."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
-"""Objects to keep until the process ends, because destroying DDP's reducer can hang."""
+"""Objects that are never destroyed, because destroying DDP's reducer can hang."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class AllocatedMemory:
 
     rank: int
     peak_bytes: int
-    """Peak of the cycle with the smallest one, in which gloo's threads freed in time."""
+    """Smallest peak of a cycle, in which gloo's threads freed in time."""
     largest_peak_bytes: int
-    """Peak of all steps, also those in which gloo's threads freed late."""
+    """Peak of all steps, late frees included."""
     setup_peak_bytes: int
     kept_bytes: int
     """Memory after the last step."""
@@ -55,8 +54,8 @@ class AllocatedMemory:
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
     """Trains some steps of each cell on this machine, over gloo; returns the ranks of each cell.
 
-    All cells need the same number of processes, which train one cell after the other. If ranks
-    fail, raises UsageError with the reason of the first one.
+    All cells need the same number of processes, which train one cell after the other. Raises
+    UsageError with the first failed rank's reason.
     """
     from torch.multiprocessing.spawn import spawn
 
@@ -93,7 +92,7 @@ def _answer(folder: Path, number: int, rank: int, cell: Cell) -> AllocatedMemory
 
 
 def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder: str) -> None:
-    """Runs in every rank; trains the cells and writes what it measured."""
+    """Trains the cells in one rank and writes its measurements."""
     import torch
 
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
@@ -152,10 +151,10 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
 
 def _count_in_all_threads() -> None:
-    """Makes the allocator count allocations and releases in all threads.
+    """Makes the allocator count in all threads.
 
-    By default it ignores threads that the profiler does not know, such as those of gloo, which free
-    the buffers of many collectives.
+    By default it ignores threads unknown to the profiler, such as gloo's, which free the buffers of
+    many collectives.
     """
     import torch
 
@@ -181,7 +180,7 @@ def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
         for event in flat
         if isinstance(fields := event.extra_fields, _ExtraFields_Allocation)
     )
-    # Memory of cells that this process measured earlier.
+    # Memory of cells measured earlier in this process.
     before = changes[0][1] - changes[0][2]
     return AllocatedMemory(
         rank=rank,

@@ -1,5 +1,4 @@
-"""Adds up the tensors, allocation by allocation: the peak of each part of a step, and what
-is in memory then."""
+"""Adds up tensors by allocation: the peak of each part of a step, and its contents."""
 
 from __future__ import annotations
 
@@ -38,15 +37,16 @@ if TYPE_CHECKING:
 COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
-Measured call by call at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor that it then
-copies from, and it scatters after an all-reduce of a copy of the whole input. Other operations work
-in place; memory that gloo's C++ allocates without torch is not counted. Gathers and scatters with a
-root do so only on the root, but are counted on all ranks."""
+Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor and copies from it; it
+scatters after an all-reduce of a copy of the input. Other operations work in place, and memory
+allocated without torch is not counted. Operations with a root do so only on the root, but count on
+all ranks.
+"""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """`parameters` include gathered ones, `gradients` unreduced ones. `activations` are made by
-forward. `buffers` belong to the model and the library, or are read and written by collectives.
-`temporaries` are other tensors that backward and the update make and free."""
+forward. `buffers` belong to model and library, or are read and written by collectives.
+`temporaries` are other tensors of backward and update."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["set-up", "forward", "backward", "update"]
 _KIND_OF: Mapping[Phase, Kind] = {
@@ -55,26 +55,25 @@ _KIND_OF: Mapping[Phase, Kind] = {
     "backward": "temporaries",
     "update": "temporaries",
 }
-"""Kind of a new allocation by phase, until more is known about it."""
+"""Kind of a new allocation by phase, until more is known."""
 _MESSAGES = ("send", "receive")
 
 
 def backend_bytes(call: Call) -> int:
-    """Returns the bytes of the tensors that gloo holds during a call besides the call's own."""
+    """Returns the bytes that gloo holds during a call besides the call's own tensors."""
     return call.tensor_bytes if call.operation in COPIED_BY_GLOO and call.group_size > 1 else 0
 
 
 class StepRegion(NamedTuple):
-    """A region of the training that has its own peak: a phase of a step, from entering one block of
-    the model to entering the next."""
+    """A region of the training with its own peak: a phase of a step, from one block to the next."""
 
     step: int
     """Number of the step; -1 for the set-up."""
     phase: Phase
     model: int = 0
-    """Index of the rank's model, if it has several pipeline stages."""
+    """Index of the rank's model, if it has several stages."""
     block: int = -1
-    """Index of the block; -1 before the first block of the phase."""
+    """Index of the block; -1 before the first."""
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Allocation:
 
 @dataclass
 class RegionPeak:
-    """The most bytes in a region, and what was in memory then."""
+    """The most bytes in a region, and their contents."""
 
     nbytes: int
     allocations: Sequence[Allocation] = ()
@@ -102,8 +101,7 @@ class RegionPeak:
 class Ledger(OperatorObserver):
     """A dispatch mode that adds up the storages of fake tensors until they are freed or resized.
 
-    It sees what torch's operators return, but neither their internal temporaries nor Python's
-    memory.
+    It sees what torch's operators return, but not their internal temporaries or Python's memory.
     """
 
     def __init__(self) -> None:
@@ -114,7 +112,7 @@ class Ledger(OperatorObserver):
         self.peaks: dict[StepRegion, RegionPeak] = {}
         self.place = StepRegion(-1, "set-up")
         self.largest_buffer = 0
-        """Bytes of the largest buffer of the backend during the steps."""
+        """Bytes of the backend's largest buffer during the steps."""
         self.updating = 0
         self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
         self.blocks = weakref.WeakKeyDictionary()
@@ -145,7 +143,7 @@ class Ledger(OperatorObserver):
             self._rising = peak
 
     def _settle(self) -> None:
-        """Records what is in memory at a peak, before any of it is freed."""
+        """Records a peak's contents before any of it is freed."""
         if self._rising is not None:
             self._rising.allocations = tuple(self.live.values())
             self._rising = None
@@ -175,7 +173,7 @@ class Ledger(OperatorObserver):
         self._grow(size - before.nbytes)
 
     def _briefly(self, nbytes: int) -> None:
-        """Counts memory of the backend that exists only during one call."""
+        """Counts backend memory that exists only during one call."""
         if nbytes:
             if self.place.step >= 0:
                 self.largest_buffer = max(self.largest_buffer, nbytes)
@@ -185,7 +183,7 @@ class Ledger(OperatorObserver):
             self.total -= self.live.pop(-1).nbytes
 
     def mark(self, tensor: Tensor, kind: Kind, only: Iterable[Kind] = KINDS) -> None:
-        """Sets the kind of a tensor's allocation, if its current kind is among `only`."""
+        """Sets the kind of a tensor's allocation, if its current kind is in `only`."""
         local = local_part(tensor)
         if isinstance(local, FakeTensor):
             allocation = self.live.get(id(local.untyped_storage()))
@@ -193,7 +191,7 @@ class Ledger(OperatorObserver):
                 allocation.kind = kind
 
     def mark_states(self, train_state: TrainState) -> None:
-        """Sets the kinds of everything that the rank keeps between steps."""
+        """Sets the kinds of everything kept between steps."""
         kinds: dict[str, Kind] = {"library": "buffers"}
         for kind, _, tensor in retained(train_state):
             if isinstance(tensor, Tensor):
@@ -202,7 +200,6 @@ class Ledger(OperatorObserver):
     # Position in the training
 
     def begin_step(self, step: int) -> None:
-        """Attributes later allocations to this step."""
         self._settle()
         self.place = StepRegion(step, "forward")
         self.peaks[self.place] = RegionPeak(self.total)

@@ -1,7 +1,6 @@
-"""Finds how much memory a training needs by running its own code on tensors without data.
+"""Finds how much memory a training needs by running its own code on fake tensors.
 
-A strategy's set-up and steps run as one rank of a world of any size, and the bytes of the tensors
-are added up.
+A strategy's set-up and steps run as one rank of a world of any size, and tensor bytes are added up.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ if TYPE_CHECKING:
 FIRST_STEPS = 1
 """Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
-"""Blocks of the shallow models. Their first two and last two blocks are those of a deep model; the
-third depth shows whether memory grows evenly."""
+"""Blocks of the shallow models. Two blocks at each end match a deep model's; the third depth shows
+whether memory grows evenly."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 """Keys of transformers' configs for the number of blocks."""
 _UNEVEN = 1e-4
-"""Allowed difference in growth from block to block, as a share of the peak."""
+"""Allowed difference in growth between blocks, as a share of the peak."""
 SMALL_WORLD = 8
-"""World size up to which all ranks are rehearsed by default."""
+"""Largest world whose ranks are all rehearsed by default."""
 
 
 @dataclass
 class RehearsedJob(Job):
-    """A job that tells a ledger which modules of its models are blocks."""
+    """A job that tells a ledger its models' blocks."""
 
     ledger: Ledger | None = None
 
@@ -57,8 +56,7 @@ class RehearsedJob(Job):
 
 
 class RelativeRegion(NamedTuple):
-    """A `StepRegion` whose block is counted from the nearer end of the model, so that it exists at
-    any depth."""
+    """A `StepRegion` whose block is counted from the nearer end, so that it exists at any depth."""
 
     step: int
     phase: Phase
@@ -70,23 +68,22 @@ class RelativeRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Peaks of a rank, in bytes of its tensors."""
+    """Peaks of a rank's tensors in bytes."""
 
     rank: int
     blocks: int
     """Blocks of the model; 0 if unknown."""
     places: dict[RelativeRegion, dict[Kind, int]]
-    """Bytes by kind at the peak of each region of the set-up and of the steps."""
+    """Bytes by kind at the peak of each region."""
     kept: int
     """Bytes in memory between steps."""
     largest_buffer: int = 0
-    """Bytes of the largest buffer of the backend."""
+    """Bytes of the backend's largest buffer."""
     owns_some_parameters: bool = False
-    """Whether its optimizer holds only some of the trained parameters, and would hold others with
-    another number of blocks."""
+    """Whether its optimizer holds only some of the trained parameters; which ones depends on the
+    depth."""
     depths: tuple[int, ...] = ()
-    """Blocks of the models from which this was extrapolated; empty if the whole model was
-    rehearsed."""
+    """Blocks of the models extrapolated from; empty if the whole model was rehearsed."""
 
     def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
         """Returns the largest peak of the steps, or of the set-up."""
@@ -98,10 +95,9 @@ class RankPeaks:
 def rehearse_rank(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks:
-    """Rehearses one rank of the cell with this workload as its model: set-up, the first step and
-    one cycle of further steps (see Strategy.cycle).
+    """Rehearses one rank with this workload: set-up, first step and one cycle (see Strategy.cycle).
 
-    Raises torch's exception if an operator does not run on tensors without data.
+    Raises torch's exception if an operator does not run on fake tensors.
     """
     ledger = Ledger()
     with tempfile.TemporaryDirectory() as scratch:
@@ -134,7 +130,7 @@ def _owns_some(train_state: TrainState) -> bool:
 
 
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """Yields the region by its block's distance from the first and from the last block.
+    """Yields the region by its block's distance from the first and the last block.
 
     A block may be among the first two, the last two, or both in a model of three blocks.
     """
@@ -151,7 +147,7 @@ def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
 
 
 def with_blocks(workload: Workload, blocks: int) -> Workload | None:
-    """Returns the workload with this many blocks; None if its config is not the suite's own."""
+    """Returns the workload with this many blocks; None without a config of the suite."""
     key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
     if key is None or not workload.block_path or workload.suffixes:
         return None
@@ -159,13 +155,13 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 
 
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
-    """Returns the peaks of a rank of the model with `blocks` blocks, from those at DEPTHS; None if
-    they do not grow evenly.
+    """Returns a rank's peaks with `blocks` blocks, from those at DEPTHS; None if they do not grow
+    evenly.
 
     Every block adds the same bytes to a region: its states, and its activations if they are in
-    memory there. So the peak of a region is a straight line over the number of blocks, and the peak
-    of the step is the largest value of these lines. Between the second and the last but one block
-    memory changes evenly, so no block there has a higher peak than both.
+    memory there. So a region's peak is a straight line over the blocks, and the step's peak is the
+    largest of these lines. Memory changes evenly between the second and the last but one block, so
+    no block in between has a higher peak than both.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -189,16 +185,16 @@ class MemorySplit:
     """Bytes of a rank's tensors at one moment, by kind."""
 
     parameters: int
-    """Parameters, also gathered ones while a module uses them."""
+    """Parameters, gathered ones included."""
     gradients: int
-    """Gradients, also those not reduced yet."""
+    """Gradients, unreduced ones included."""
     optimizer: int
     activations: int
     """Tensors that forward makes."""
     buffers: int
-    """Buffers of model and library, and tensors that collectives read and write."""
+    """Buffers of model and library, and operands of collectives."""
     temporaries: int
-    """Other tensors that backward and the update make and free."""
+    """Other tensors of backward and update."""
 
     @property
     def total(self) -> int:
@@ -207,11 +203,11 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rehearsed rank's tensors, in bytes as torch's allocator counts them."""
+    """Tensor memory of a rehearsed rank, in bytes as torch's allocator counts them."""
 
     rank: int
     peak_bytes: int
-    """Largest sum of all tensors at any moment of a step."""
+    """Largest sum of all tensors during a step."""
     at_peak: MemorySplit
     """Tensors in memory at that moment."""
     peak_phase: str
@@ -221,13 +217,12 @@ class RankMemory:
     head."""
     setup_peak_bytes: int
     kept_bytes: int
-    """Bytes kept between two steps."""
+    """Bytes kept between steps."""
     backend_buffer_bytes: int
-    """Largest buffer that gloo holds during a collective. It is part of the peak if they coincide;
-    under load, a gloo thread that frees it late can add it to the peak."""
+    """Largest buffer that gloo holds during a collective. It counts towards the peak if they
+    coincide; under load, gloo may free it late and add it to the peak."""
     rehearsed_blocks: tuple[int, ...]
-    """Blocks of the rehearsed models: the cell's own, or shallow ones that it was extrapolated
-    from."""
+    """Blocks of the rehearsed models: the cell's own, or shallower ones to extrapolate from."""
     seconds: float
     """Duration of the rehearsal."""
 
@@ -247,10 +242,9 @@ class Rehearsal:
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell.
 
-    `ranks`: ranks to rehearse; by default all of a world of up to SMALL_WORLD, and the first rank
-    of each pipeline stage of a larger one. `every_block`: never extrapolate from shallow models.
-    Raises UsageError if the cell cannot be rehearsed, and Refused and Unavailable as `validate`
-    does.
+    `ranks`: by default all of a world of up to SMALL_WORLD, or the first of each pipeline stage.
+    `every_block`: never extrapolate from shallow models. Raises UsageError if the cell cannot be
+    rehearsed, and Refused and Unavailable as `validate` does.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -267,14 +261,13 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
 
 
 def default_ranks(layout: Layout) -> list[int]:
-    """Returns all ranks of a small world, or the first of each pipeline stage of a larger one."""
     if layout.processes <= SMALL_WORLD:
         return list(range(layout.processes))
     return list(range(0, layout.pipeline * layout.tensor, layout.tensor))
 
 
 def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused for cells whose memory cannot be rehearsed by one CPU rank."""
+    """Raises Refused if one CPU rank cannot rehearse the cell."""
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
     alone = not strategy.capabilities.process_group and layout.processes > 1
@@ -326,11 +319,10 @@ def _memory(
 def _from_shallow(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks | None:
-    """Returns the peaks extrapolated from shallow models; None if that is impossible or
-    unnecessary.
+    """Returns peaks extrapolated from shallow models; None if impossible or unnecessary.
 
-    A pipeline's rank has only some of the blocks, and a rank that owns whole parameters has others
-    at each depth, so these are rehearsed in full.
+    Ranks of a pipeline, and ranks that own whole parameters, differ with the depth, so they are
+    rehearsed in full.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

@@ -1,7 +1,7 @@
-"""Replaces parts of torch and other libraries while a strategy runs on tensors without data.
+"""Replaces parts of torch and other libraries while a strategy runs on fake tensors.
 
-SUBSTITUTIONS is the whole list, except the process group `fake` (see
-harness/planner/rehearsal/world.py). Strategies are never changed.
+SUBSTITUTIONS lists all of them, except the process group `fake`
+(harness/planner/rehearsal/world.py). Strategies are never changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Substitution:
 
 
 class CopyableFakeMode(FakeTensorMode):
-    """A fake mode that survives copies of its tensors, and remembers which ones `all()`
+    """A fake mode that survives copies of its tensors, and remembers those that `all()`
     returned."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def meshes(job: Job) -> Iterator[Patch]:
 
 
 class _BucketsOnce:
-    """DDP's reducer without the second arrangement of its buckets."""
+    """DDP's reducer without rearranging its buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self.reducer = reducer
@@ -217,7 +217,7 @@ def ddp_reducer(job: Job) -> Iterator[Patch]:
         self.reducer = _BucketsOnce(self.reducer)
 
     def all_reduce_in_python(self: Any) -> None:
-        # Runs before the first forward, when the strategy has registered its hook if it wants one.
+        # Runs before the first forward, after the strategy may have registered its hook.
         if not self._comm_hooks:
             self.register_comm_hook(self.process_group, allreduce_hook)
         lazy_init(self)
@@ -250,14 +250,13 @@ def neighbouring_stages(job: Job) -> Iterator[Patch]:
 
 
 def _hidden_shape(job: Job) -> torch.Size:
-    """Shape of a micro-batch's hidden states: samples, tokens, hidden size."""
+    """Returns a micro-batch's hidden shape: samples, tokens, hidden size."""
     samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
     return torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
 
 
 def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
-    """Returns the metadata of hidden states from the previous stage, or of gradients from the
-    next."""
+    """Returns metadata of the previous stage's hidden states, or the next one's gradients."""
     shape = _hidden_shape(job)
     before = peer < stage.stage_index
     kinds: Any = pipelining
@@ -334,4 +333,4 @@ SUBSTITUTIONS = (
         same_order_on_all_ranks,
     ),
 )
-"""All replacements in torch, except the process group, where `fake` stands in for gloo."""
+"""All replacements except the process group `fake`, which replaces gloo."""

@@ -1,8 +1,7 @@
 """Simulates one rank of a world of any size in one process and almost no memory.
 
 The strategy's and torch's code run unchanged on fake tensors, which have shape, dtype and device
-but no values (torch's FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces what
-cannot run this way.
+but no values (torch's FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces the rest.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from harness.strategy.job import Job
 
 @contextlib.contextmanager
 def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Makes this process rank `job.rank` of the job's world, with tensors without data, until the
-    block ends.
+    """Makes this process rank `job.rank` of the job's world, with fake tensors, until the block
+    ends.
 
     `more`: substitutions in addition to SUBSTITUTIONS.
     """
@@ -54,7 +53,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
 
 
 def launcher_variables(job: Job) -> dict[str, str]:
-    """Returns the environment variables of torchrun, with all ranks on one node."""
+    """Returns torchrun's environment variables, with all ranks on one node."""
     rank, world = str(job.rank), str(job.layout.processes)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -62,7 +61,7 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """Restores the global variables of these packages' modules when the block ends.
+    """Restores these packages' global variables when the block ends.
 
     Libraries keep the process groups of the first world that they see.
     """
@@ -78,7 +77,7 @@ def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
 
 
 def fake_batch(job: Job, step: int) -> Batch:
-    """Returns this rank's share of the global batch of a step, on its device."""
+    """Returns this rank's share of a step's global batch, on its device."""
     samples, length = job.cell.global_batch // job.layout.shares, job.cell.sequence_length
     inputs = job.workload.sample_inputs(samples, length).to(job.device)
     shape = (samples, length) if job.workload.kind == "causal" else (samples,)
@@ -87,8 +86,7 @@ def fake_batch(job: Job, step: int) -> Batch:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides libraries' warnings about deprecated parts of torch, and sends their output to
-    stderr."""
+    """Hides deprecation warnings of libraries, and sends their output to stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
