@@ -93,7 +93,6 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
 
 
 def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each export target of the cell's strategy, with its files."""
     strategy = make_strategy(cell)
     for target in TARGETS:
         if plan_of(strategy, cell, target):

@@ -33,8 +33,8 @@ SHARPEST = 0.04
 NEAR_LIMIT = 0.8
 """Share of the device's memory above which a run may be slow."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the logarithmic slowdown near the limit. Assumed if fewer than
-FEW_SLOW runs were slow."""
+"""Mean and standard deviation of the logarithmic slowdown near the limit, if fewer than FEW_SLOW
+runs were slow. Assumed."""
 FEW_SLOW = 5
 FEWEST = 20
 """Smallest number of rows for a calibration."""

@@ -292,10 +292,8 @@ class MemoryConstants:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A soft limit of memory."""
-
     share: float
-    """Share of the device's memory that half of all runs exceed."""
+    """Share of the device's memory at which the probability to stay below the limit is one half."""
     spread: float
     """Standard deviation of the logarithm of that share."""
 
@@ -379,7 +377,6 @@ class ClusterCalibration:
     spread: ClusterSpread
     range: CalibratedRange
     links: str
-    """Links of the measured cluster."""
 
     def time_on(self, links: str) -> TimeConstants:
         """Returns the constants of the step time on a cluster with these links.

@@ -32,7 +32,7 @@ GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Number of layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits of a simulated pipeline. Each further micro-batch takes as long as the slowest stage."""
+"""Limits of a simulated pipeline; each further micro-batch takes as long as the slowest stage."""
 MOST_DEVICES = 2**16
 """Largest number of devices tried if nothing fits."""
 SURE = 0.9
@@ -48,13 +48,13 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     """Returns row numbers, best first (all arrays of shape [rows]).
 
     The first rank suits users who run one layout: the largest product of speed and probability to
-    fit, in classes of TIE, and the least memory within a class. The next ranks, up to TRIED, suit
-    users who try these layouts and keep the fastest. Each goes to the layout with the largest
-    expected improvement (Jones, Schonlau and Welch, 1998). So a faster layout that may not fit
-    comes before a slower one that surely fits. All others follow by speed times probability.
+    fit, in classes of TIE, then the least memory. The next ranks, up to TRIED, suit users who try
+    them all and keep the fastest: each adds the largest expected improvement (Jones, Schonlau and
+    Welch, 1998). So a faster layout that may not fit beats a slower one that surely fits. All
+    others follow by speed times probability.
 
-    `half_width` belongs to the 80 % interval of the logarithmic seconds. Errors, and whether memory
-    suffices, are treated as independent between layouts.
+    `half_width` belongs to the 80 % interval of the logarithmic seconds. Layouts are treated as
+    independent.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -99,8 +99,6 @@ class _Gains:
 
 @dataclass(frozen=True)
 class ClusterStepParts:
-    """Parts of a step time, in seconds."""
-
     compute: float
     activation_exchange: float
     data: float
@@ -133,7 +131,6 @@ class ClusterCandidate:
     fits: float
     """Probability to run at full speed."""
     doublings_beyond: float
-    """Doublings outside the calibrated range; 0 inside."""
     price: float | None = None
     """Price of a billion tokens; None if no price is given."""
     joules_per_token: float | None = None
@@ -147,7 +144,6 @@ class ClusterPlan:
     question: ClusterQuestion
     goal: str
     candidates: tuple[ClusterCandidate, ...]
-    """Layouts, best first."""
     considered: int
     dropped: dict[str, int]
     """Numbers of layouts that cannot run, by reason."""
@@ -175,8 +171,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is that of one device. Raises UsageError if no layout divides or none fits,
-    with the reason and the nearest question that has an answer.
+    `price_per_hour` is that of one device. Raises UsageError, with the nearest question that has an
+    answer, if no layout divides or none fits.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -220,7 +216,6 @@ def plan(
 def _refined(
     question: ClusterQuestion, result: Predictions, rows: Ints, calibration: ClusterCalibration
 ) -> Floats:
-    """Returns the seconds of all layouts, with simulated schedules for `rows`."""
     seconds = result.seconds.copy()
     layouts = result.layouts
     simulated = [
@@ -316,10 +311,7 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
 def _nothing_fits(
     question: ClusterQuestion, result: Predictions, calibration: ClusterCalibration
 ) -> str:
-    """Returns an error text for a question without a fitting layout.
-
-    It suggests a larger batch if pipelines lack micro-batches, more devices, or a shorter sequence.
-    """
+    """Explains why no layout fits; suggests a larger batch, more devices, or a shorter sequence."""
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
         return (
@@ -351,7 +343,7 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    """Describes the least memory that a layout needs, and offload that exceeds a node."""
+    """Describes the least memory needed, and offload that exceeds a node."""
     cluster, words = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
@@ -404,8 +396,6 @@ def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration
 
 @dataclass(frozen=True)
 class SweepSquare:
-    """The best layout of one model on one number of devices."""
-
     model: str
     parameters: float
     devices: int
@@ -416,11 +406,9 @@ class SweepSquare:
     tokens_low: float
     tokens_high: float
     memory_bytes: float
-    """Memory of the fullest device."""
     memory_low: float
     memory_high: float
     reason: str = ""
-    """Why nothing fits."""
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:

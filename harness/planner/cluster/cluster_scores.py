@@ -1,4 +1,4 @@
-"""Scores predictions against measured runs: errors, ranks, first choices and failures."""
+"""Scores predictions against measured runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class ClusterScores:
     """Scores, as shares unless noted; consistent rows contradict no others."""
 
     rows: int
-    """Number of measured rows."""
     consistent_rows: int
     time_error: float
     """Median error over consistent rows."""
@@ -52,7 +51,7 @@ class ClusterScores:
     memory_error: float
     """Median error over all measured rows."""
     rank_correlation: float
-    """Smallest Spearman correlation of any group; NaN without groups."""
+    """Smallest Spearman correlation of a large enough group; NaN without one."""
     pick_loss: float
     """Mean share by which the best-predicted layout is slower than the group's best; 1 if it
     failed."""
@@ -63,7 +62,6 @@ class ClusterScores:
     false_alarms: float
     """Share of successful rows that were predicted to fail."""
     false_alarms_consistent: float
-    """Like `false_alarms`, for consistent rows."""
     covered: float
     """Share of consistent rows within the 80 % interval of the time."""
     covered_all: float
@@ -108,8 +106,8 @@ def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
     Estimated from twins that differ only in ZeRO stage (0 or 1), which hardly changes the time:
-    their median distance over 0.954, the median for two standard normal values. NaN with fewer than
-    three twins.
+    their median distance over 0.954 (that of two standard normal values). NaN with fewer than three
+    twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}

@@ -23,7 +23,6 @@ RISKIER = 0.95
 
 
 def explanation(plan: ClusterPlan) -> list[str]:
-    """Returns sentences about the best layout, most important first."""
     best = plan.candidates[0]
     sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
     if len(plan.candidates) > 1:

@@ -31,14 +31,13 @@ WIRE_SHARE = 0.73
 GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026).
 NCCL's rings reach 74 to 82 % of other links there."""
 SIZES = tuple(2**power for power in range(11))
-"""Numbers of nodes on a curve."""
 
 
 @dataclass(frozen=True)
 class BandwidthCurve:
     """Bus bandwidth of a collective over all devices, by number of nodes.
 
-    It is the rate of bytes across the slowest link, independent of the number of ranks (nccl-tests,
+    It counts bytes across the slowest link, independent of the number of ranks (nccl-tests,
     PERFORMANCE.md).
     """
 
@@ -60,8 +59,6 @@ class BandwidthCurve:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal devices in equal nodes."""
-
     device: str
     flops_per_second: float
     """Dense peak in bf16, or in fp16 without bf16."""
@@ -75,15 +72,14 @@ class Cluster:
     gather: BandwidthCurve
     """Bandwidth of all-gather and reduce-scatter."""
     links: str = ""
-    """Links as the user wrote them."""
     host_bytes_per_second: float = 25e9
     """Rate between a device and host memory, each direction."""
     disk_bytes_per_second: float = 3e9
     """Rate of a node's disks, shared by its devices."""
     host_memory_bytes: float = 2e12
-    """Host memory of a node for offloaded tensors."""
+    """Host memory per node."""
     disk_bytes: float = 30e12
-    """Disk space of a node for offloaded tensors."""
+    """Disk space per node."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,15 @@ class MeasuredLinks:
     name: str
     source: str
     reduce: float
-    """Bus bandwidth of an all-reduce over one node."""
+    """Bus bandwidth of all-reduce within a node."""
     gather: float
-    """Bus bandwidth of an all-gather over one node."""
+    """Bus bandwidth of all-gather within a node."""
     rate: float
     """Rate of each device to other nodes."""
 
 
 @functools.cache
 def measured_links() -> dict[str, MeasuredLinks]:
-    """Returns the clusters of hardware.yaml by name."""
     text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     listed = TypeAdapter(list[MeasuredLinks]).validate_python(yaml.safe_load(text)["links"])
     return {links.name: links for links in listed}

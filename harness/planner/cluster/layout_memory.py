@@ -54,7 +54,7 @@ def model_states(
 ) -> Floats | float:
     """Returns bytes of parameters, gradients and optimizer state on one of `data` ranks.
 
-    `zero` is the ZeRO stage, 0 to 3 (arXiv 1910.02054, section 5, table 1).
+    `zero`: stage 0 to 3 (arXiv 1910.02054, section 5, table 1).
     """
     return parameters * (
         PARAMETER_BYTES / (data if zero >= 3 else 1)
@@ -165,9 +165,9 @@ def memory(
     """Returns the memory of each layout's fullest stage in bytes.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
-    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far the processor's
-    launches run ahead of the device. Buffers of tensor parallelism are reused only after the device
-    is done, so a waiting device needs fewer. `first_stage_only` is for comparisons with rank 0.
+    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far launches run
+    ahead of the device. Tensor-parallel buffers are reused only after the device is done, so a
+    waiting device needs fewer. `first_stage_only` is for comparisons with rank 0.
     """
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
     tokens = layouts.micro_batch * float(sequence) / layouts.context
@@ -209,9 +209,8 @@ def memory(
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
     """Returns the bytes reserved under a limit: the demand up to a knee, then less and less.
 
-    Models PyTorch's caching allocator, which frees cached blocks when the device runs out (its
-    notes on CUDA semantics). The exponential shape is assumed. `LayoutMemory.demand` decides
-    whether a layout fits, not this figure.
+    PyTorch's caching allocator frees cached blocks when the device runs out (its notes on CUDA
+    semantics). The exponential shape is assumed. Whether a layout fits depends on the demand alone.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -67,7 +67,6 @@ class PlannedLayout:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
-"""Fields that count devices."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ class PlannedLayouts:
 
     @property
     def global_batch(self) -> Ints:
-        """Sequences of one step."""
         return self.data * self.micro_batch * self.accumulation
 
 

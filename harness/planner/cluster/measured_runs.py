@@ -29,7 +29,6 @@ class MeasuredRuns:
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
-    """Shape of each name in `models`."""
     nodes: Ints
     layouts: PlannedLayouts
     sequence_length: int

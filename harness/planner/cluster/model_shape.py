@@ -77,7 +77,6 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Columns of all query heads."""
         return self.heads * self.head_size
 
     @property
@@ -92,7 +91,6 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one feed-forward block."""
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @property
@@ -108,7 +106,6 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding; an untied head has as many."""
         return self.vocabulary * self.hidden
 
     @property
@@ -256,15 +253,12 @@ def from_config(path: Path) -> ModelShape:
 
 @dataclass(frozen=True)
 class LayerStage:
-    """Stages of a pipeline with the same modules."""
-
     layers: int
     embedding: bool
     head: bool
     first: int
     """Index of the first stage, which has the most micro-batches in flight."""
     count: int
-    """Number of these stages."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -78,7 +78,6 @@ class Predictions:
     time: LayoutStepTime
     memory: LayoutMemory
     seconds: Floats
-    """Step time."""
     half_width: Floats
     """Half-width of the 80 % interval of the logarithmic seconds, if memory suffices."""
     upper: Floats
@@ -102,12 +101,10 @@ class Predictions:
 
     @property
     def refused(self) -> Bools:
-        """Whether the layout is predicted not to run."""
         return self.runs < REFUSED_BELOW
 
     @property
     def score(self) -> Floats:
-        """Steps per second times the probability to run at full speed."""
         result: Floats = self.fits / self.seconds
         return result
 

@@ -24,12 +24,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class ClusterQuestion:
-    """A training whose layouts are compared."""
-
     shape: ModelShape
     cluster: Cluster
     sequence_length: int
-    """Sequence length in tokens."""
     global_batch: int
     """Sequences in one step."""
     devices: int
@@ -62,7 +59,6 @@ class ClusterQuestion:
 
     @property
     def tokens(self) -> int:
-        """Tokens in one step."""
         return self.global_batch * self.sequence_length
 
 

@@ -217,7 +217,6 @@ class _Layer:
     """Forward and backward on the device."""
     head: Floats
     communication: Floats
-    """Exposed communication."""
     launch: Floats
     """Launches by the processor, undisturbed."""
     stalled: Floats

@@ -28,7 +28,6 @@ class CellFacts:
     links: str
     """Emulated link between the nodes; empty without one."""
     label: str
-    """Strategy with its options."""
     engine: str
     """Strategy whose library does the work besides the model's."""
     precision: str
@@ -109,8 +108,6 @@ class CellFacts:
 
 @dataclass(frozen=True)
 class Observation:
-    """Measured step time and memory of a cell."""
-
     facts: CellFacts
     seconds: float
     """Step time, from the run's estimated throughput."""
@@ -401,7 +398,6 @@ class CpuStep:
     compute: Floats
     """The model's arithmetic, independent of the strategy, with a pipeline's filling."""
     calls: Floats
-    """Overhead of calling operators."""
     update: Floats
     exchange: Floats
     """Collectives on one machine, and transfers to a disk and back."""

@@ -85,8 +85,6 @@ class CpuSpreads:
 
 @dataclass(frozen=True)
 class CpuCalibration:
-    """Everything that a prediction of CPU cells needs besides their facts."""
-
     time: CpuTimeConstants
     memory: CpuMemoryConstants
     time_effects: LibraryEffects
@@ -94,7 +92,6 @@ class CpuCalibration:
     time_spread: CpuSpreads
     memory_spread: CpuSpreads
     cells: int
-    """Number of measured cells behind the fit."""
     workloads: tuple[str, ...]
 
     def seconds(self, cells: Sequence[CellFacts]) -> Floats:
@@ -179,13 +176,11 @@ class _Groups:
         return np.repeat(each, self._counts)
 
     def added(self, effects: Floats) -> Floats:
-        """Returns the sum of variant and family effects of each cell."""
         variants, families, _ = self.numbers.T
         result: Floats = self._with_library * (effects[variants] + effects[families])
         return result
 
     def missed(self, effects: Floats) -> Floats:
-        """Returns the factor of each cell's workload."""
         result: Floats = np.exp(effects[self.numbers[:, 2]])
         return result
 
@@ -202,10 +197,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class HeldOutCell:
-    """A measured cell and its prediction from all other parts."""
-
     part: str
-    """Part that was held out."""
     observation: Observation
     seconds: float
     peak_bytes: float
@@ -336,7 +328,6 @@ def _of_memory(rows: Sequence[HeldOutCell]) -> list[float]:
 
 
 def _median(ratios: Sequence[float]) -> float | None:
-    """Returns the median error, given ratios of predictions to measurements."""
     return float(np.median([abs(ratio - 1) for ratio in ratios])) if ratios else None
 
 

@@ -34,8 +34,6 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class LocalVariant:
-    """A cell that can run in the requested setting."""
-
     cell: Cell
     facts: CellFacts
     observation: Observation | None = None
@@ -44,8 +42,6 @@ class LocalVariant:
 
 @dataclass(frozen=True)
 class LocalStepParts:
-    """Parts of a predicted step time, in seconds."""
-
     compute: float
     calls: float
     update: float
@@ -63,7 +59,6 @@ class LocalCandidate:
     exact: bool
     """Whether it trains as one process does, up to rounding."""
     measured: bool
-    """Whether seconds and bytes were measured, not predicted."""
     seconds: float
     seconds_low: float
     seconds_high: float
@@ -81,10 +76,7 @@ class LocalCandidate:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """Ranked cells of one setting."""
-
     setting: str
-    """Text of the setting."""
     goal: LocalGoal
     candidates: tuple[LocalCandidate, ...]
     """Exact cells, best first."""
@@ -95,7 +87,6 @@ class LocalPlan:
     calibrated_on: int
     """Number of measured cells behind the predictions."""
     workloads: tuple[str, ...]
-    """Workloads of these cells."""
 
 
 def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
@@ -208,7 +199,6 @@ def _narrowed(observed: Observation) -> tuple[float, float]:
 
 
 def explanation(plan: LocalPlan) -> list[str]:
-    """Returns sentences about the plan, most important first."""
     sentences = []
     if plan.candidates:
         best = plan.candidates[0]

@@ -81,9 +81,9 @@ def engine_of(strategy: Strategy, name: str) -> str:
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
     """Returns the floating-point operations of matrix products in a rank's update.
 
-    Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/),
-    each 4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters with fewer than hidden size squared
-    elements do not count as matrices.
+    Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
+    4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters with fewer than hidden size squared
+    elements are no matrices.
     """
     if cell.optimizer != "muon":
         return 0.0
@@ -127,8 +127,6 @@ class LocalCell:
 
 @dataclass(frozen=True)
 class LocalMeasurements:
-    """Cells and emulated links measured on one machine."""
-
     machine: str
     """Host name, processor and number of cores."""
     cores: int
@@ -149,10 +147,11 @@ class LocalMeasurements:
 
 
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
-    """Reads the CPU cells that were measured on the newest run's machine.
+    """Reads the CPU cells measured on the newest run's machine; raises UsageError if none is
+    verified.
 
     A cell's newest result counts. Variants (adapters, quantised weights) train differently, so all
-    except `workload` are left out. Raises UsageError if there is no verified cell.
+    except `workload` are left out.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
@@ -216,8 +215,7 @@ def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | 
 
 
 def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
-    """Returns the facts that a prediction rests on: the strategy's formulas and the workload's
-    counts.
+    """Returns a cell's facts from the strategy's formulas and the workload's counts.
 
     Without a formula for states, the model's are divided by the axes that cut it; for traffic, see
     `sent_bytes`. Raises Refused, Unavailable or UsageError.
@@ -278,8 +276,8 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns the cell of a strategy in a setting, with further fields in `more`; raises UsageError
-    for an unknown strategy or option."""
+    """Returns a strategy's cell in a setting, with further fields; raises UsageError for an unknown
+    strategy or option."""
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
     return with_defaults(Cell.model_validate(fields))
 
@@ -300,8 +298,8 @@ def variants_of(
 ) -> tuple[list[LocalVariant], Counter[str]]:
     """Returns the cells of a setting that can run here, and why others cannot.
 
-    They are each strategy with its defaults, and with options measured in any setting.
-    `with_observations`: measured cells carry their figures.
+    Covers each strategy's defaults and all measured options. `with_observations`: measured cells
+    carry their figures.
     """
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()

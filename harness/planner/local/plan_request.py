@@ -98,8 +98,8 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Returns the calibration from the measured cells, except workload `unseen`; raises UsageError
-    if there are too few."""
+    """Returns the calibration from measured cells, except workload `unseen`; raises UsageError if
+    there are too few."""
     observations = [
         cell.observation
         for cell in measured.cells

@@ -18,11 +18,8 @@ measured ones. Assumed: nothing measures beyond its own range."""
 
 @dataclass(frozen=True)
 class ScalingInput:
-    """A cell at one number of devices."""
-
     devices: int
     samples: int
-    """Samples per step of all devices."""
     facts: CellFacts
     measured: float | None = None
     """Measured samples per second, if any."""
@@ -43,8 +40,6 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Throughput of a strategy over numbers of devices."""
-
     label: str
     points: tuple[ScalingPoint, ...]
     end: str

@@ -1,7 +1,7 @@
 """Measures real ranks' allocations by torch's CPU allocator, to compare rehearsals with.
 
-The allocator reports allocations and releases to torch's profiler, with the current total. Resident
-memory differs: it includes glibc's caches, stacks, and buffers that gloo allocates without torch.
+torch's profiler gets each allocation and release with the current total. Resident memory differs:
+it includes glibc's caches, stacks, and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _KEPT: list[object] = []
 
 @dataclass(frozen=True)
 class AllocatedMemory:
-    """Tensor memory of a real rank, in bytes."""
-
     rank: int
     peak_bytes: int
     """Smallest peak of a cycle, in which gloo's threads freed in time."""
@@ -48,7 +46,6 @@ class AllocatedMemory:
     """Peak of all steps, late frees included."""
     setup_peak_bytes: int
     kept_bytes: int
-    """Memory after the last step."""
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
@@ -92,7 +89,6 @@ def _answer(folder: Path, number: int, rank: int, cell: Cell) -> AllocatedMemory
 
 
 def _measured_rank(rank: int, world: int, store: str, cells: list[Cell], folder: str) -> None:
-    """Trains the cells in one rank and writes its measurements."""
     import torch
 
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)

@@ -38,9 +38,9 @@ COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
 Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor and copies from it; it
-scatters after an all-reduce of a copy of the input. Other operations work in place, and memory
-allocated without torch is not counted. Operations with a root do so only on the root, but count on
-all ranks.
+scatters after an all-reduce of a copy of the input. Other operations work in place. Memory
+allocated without torch is not counted. Rooted operations copy only on the root, but count on all
+ranks.
 """
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
@@ -68,7 +68,6 @@ class StepRegion(NamedTuple):
     """A region of the training with its own peak: a phase of a step, from one block to the next."""
 
     step: int
-    """Number of the step; -1 for the set-up."""
     phase: Phase
     model: int = 0
     """Index of the rank's model, if it has several stages."""
@@ -78,8 +77,6 @@ class StepRegion(NamedTuple):
 
 @dataclass
 class Allocation:
-    """A storage in memory."""
-
     nbytes: int
     kind: Kind
 
@@ -118,7 +115,6 @@ class Ledger(OperatorObserver):
         self.blocks = weakref.WeakKeyDictionary()
         """Index of a block's model, and of the block in it."""
         self.models = 0
-        """Number of models noted so far."""
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._rising: RegionPeak | None = None
         """Peak of the current region, if nothing was freed since."""

@@ -1,7 +1,5 @@
-"""Finds how much memory a training needs by running its own code on fake tensors.
-
-A strategy's set-up and steps run as one rank of a world of any size, and tensor bytes are added up.
-"""
+"""Finds how much memory a training needs by running its code on fake tensors, as one rank of a
+world of any size."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ DEPTHS = (3, 4, 5)
 """Blocks of the shallow models. Two blocks at each end match a deep model's; the third depth shows
 whether memory grows evenly."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
-"""Keys of transformers' configs for the number of blocks."""
 _UNEVEN = 1e-4
 """Allowed difference in growth between blocks, as a share of the peak."""
 SMALL_WORLD = 8
@@ -44,8 +41,6 @@ SMALL_WORLD = 8
 
 @dataclass
 class RehearsedJob(Job):
-    """A job that tells a ledger its models' blocks."""
-
     ledger: Ledger | None = None
 
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
@@ -158,10 +153,10 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     """Returns a rank's peaks with `blocks` blocks, from those at DEPTHS; None if they do not grow
     evenly.
 
-    Every block adds the same bytes to a region: its states, and its activations if they are in
-    memory there. So a region's peak is a straight line over the blocks, and the step's peak is the
-    largest of these lines. Memory changes evenly between the second and the last but one block, so
-    no block in between has a higher peak than both.
+    Every block adds the same bytes to a region: its states, and its activations if in memory. So a
+    region's peak is a straight line over the blocks, and the step's peak is the largest line.
+    Memory changes evenly from the second to the last but one block, so no block in between has a
+    higher peak than both.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -209,7 +204,6 @@ class RankMemory:
     peak_bytes: int
     """Largest sum of all tensors during a step."""
     at_peak: MemorySplit
-    """Tensors in memory at that moment."""
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
@@ -217,20 +211,16 @@ class RankMemory:
     head."""
     setup_peak_bytes: int
     kept_bytes: int
-    """Bytes kept between steps."""
     backend_buffer_bytes: int
-    """Largest buffer that gloo holds during a collective. It counts towards the peak if they
-    coincide; under load, gloo may free it late and add it to the peak."""
+    """Largest buffer that gloo holds during a collective, part of the peak if they coincide. Under
+    load, gloo may free it late and add it to the peak."""
     rehearsed_blocks: tuple[int, ...]
     """Blocks of the rehearsed models: the cell's own, or shallower ones to extrapolate from."""
     seconds: float
-    """Duration of the rehearsal."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The rehearsed ranks of a cell."""
-
     cell: Cell
     ranks: tuple[RankMemory, ...]
 

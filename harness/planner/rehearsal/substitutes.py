@@ -75,7 +75,6 @@ class CopyableFakeMode(FakeTensorMode):
 
 
 def values(job: Job) -> Iterator[Patch]:
-    """Yields implementations of operators that ask for values or addresses."""
     aten = torch.ops.aten
 
     def item(mode: CopyableFakeMode, func: object, tensor: Tensor) -> float:
@@ -131,8 +130,6 @@ def saved_weights(job: Job) -> Iterator[Patch]:
 
 
 class CompletedWork:
-    """Completed asynchronous work with this result."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self.future.set_result([tensor])
@@ -178,8 +175,6 @@ def messages(job: Job) -> Iterator[Patch]:
 
 
 def _outside(function: Function) -> Function:
-    """Returns the function, run with real tensors."""
-
     def call(*args: object, **kwargs: object) -> object:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
@@ -250,7 +245,6 @@ def neighbouring_stages(job: Job) -> Iterator[Patch]:
 
 
 def _hidden_shape(job: Job) -> torch.Size:
-    """Returns a micro-batch's hidden shape: samples, tokens, hidden size."""
     samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
     return torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
 

@@ -1,7 +1,7 @@
 """Simulates one rank of a world of any size in one process and almost no memory.
 
-The strategy's and torch's code run unchanged on fake tensors, which have shape, dtype and device
-but no values (torch's FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces the rest.
+The strategy's and torch's code run unchanged on fake tensors, which have no values (torch's
+FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces what cannot run this way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
 
 
 def fake_batch(job: Job, step: int) -> Batch:
-    """Returns this rank's share of a step's global batch, on its device."""
     samples, length = job.cell.global_batch // job.layout.shares, job.cell.sequence_length
     inputs = job.workload.sample_inputs(samples, length).to(job.device)
     shape = (samples, length) if job.workload.kind == "causal" else (samples,)
