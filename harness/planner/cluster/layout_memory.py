@@ -39,7 +39,7 @@ class LayoutMemory:
     demand: Floats
     """Bytes that the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved on this device, where the allocator frees its cache near the limit."""
+    """Bytes reserved on this device; near the limit, the allocator frees its cache."""
 
     @property
     def allocated(self) -> Floats:

@@ -70,9 +70,9 @@ class MeasuredRuns:
     def consistent(self) -> Bools:
         """Returns the rows that do not contradict others; failed rows never do.
 
-        A row contradicts another that does at least as much work in less than half its time. More
-        work means a model at least as large, on no more nodes, with at least as many micro-batches
-        that are no larger, in at least as many stages and tensor shards.
+        A row contradicts another that does at least as much work in less than half its time. As
+        much work means a model at least as large, on no more nodes. It also means at least as many
+        stages and tensor shards, and as many micro-batches that are no larger.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts

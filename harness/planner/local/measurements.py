@@ -98,8 +98,8 @@ def messages(
     """Returns the number of collectives and transfers in a step, by the strategy's formula.
 
     Without a formula, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
-    1909.08053, section 3), and a pipeline one forward and one backward per micro-batch, whose
-    waiting belongs to the schedule. The data axis has one, or three per block for sharded
+    1909.08053, section 3), and a pipeline one forward and one backward per micro-batch. The
+    schedule accounts for their waiting. The data axis has one, or three per block for sharded
     parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
