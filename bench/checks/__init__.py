@@ -1,4 +1,4 @@
-"""What would falsify a measurement on this host, and the command that mends it."""
+"""Checks for conditions on this host that skew results, each with a fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bench.checks.trouble import Trouble
 
 
 def troubles() -> list[Trouble]:
-    """All that was found, the GPUs' first."""
+    """Returns all troubles found, GPU ones first."""
     from bench.checks.gpus import gpu_troubles
     from bench.checks.host import host_troubles
 

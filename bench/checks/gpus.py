@@ -1,5 +1,5 @@
-"""What falsifies measurements on GPUs: neighbours, limits, heat, slices, a driver that is too old,
-cores and links that are missing."""
+"""Checks for GPU conditions that skew results: other processes, limits, heat, MIG, old drivers, too
+few cores, missing links."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from harness.host.nvml import nvml
 
 GIB = 2**30
 HOT_CELSIUS = 83
-"""At rest; most GPUs slow down from 83 to 90 degrees."""
+"""GPU temperature at rest that is reported; most GPUs throttle from 83 to 90 degrees Celsius."""
 
 
 def gpu_troubles() -> list[Trouble]:
-    """Empty on a host without GPUs."""
+    """Returns the troubles of this host's GPUs; empty without GPUs."""
     devices = visible_gpus()
     if not devices:
         return list(_unused())
@@ -38,7 +38,7 @@ def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
 
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:
-    """What somebody has set."""
+    """Yields troubles with what an administrator has set."""
     subject, number = f"GPU {facts.index}", facts.index
     limit, default = facts.power_limit_watts, facts.default_power_limit_watts
     if limit is not None and default is not None and limit < 0.99 * default:
@@ -72,7 +72,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 
 def _state(state: GpuState) -> Iterator[Trouble]:
-    """What it is doing now, when no rank of ours is on it."""
+    """Yields troubles with what a GPU is doing before any rank of ours uses it."""
     subject, number = f"GPU {state.index}", state.index
     others = [process for process in state.processes or () if process.pid != os.getpid()]
     if others:
@@ -120,7 +120,7 @@ def _unused() -> Iterator[Trouble]:
 
 
 def _software() -> Iterator[Trouble]:
-    """What driver and torch lack."""
+    """Yields what the driver or torch lacks."""
     import torch
 
     if unused := list(_unused()):
@@ -133,7 +133,7 @@ def _software() -> Iterator[Trouble]:
 
 
 def _stand_ins() -> Iterator[Trouble]:
-    """Strategies that would run as something else on a GPU: a library that was built without
+    """Yields strategies that would use a substitute on a GPU because a library was built without
     NCCL."""
     from importlib.util import find_spec
 
@@ -153,7 +153,7 @@ def _stand_ins() -> Iterator[Trouble]:
 
 
 def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
-    """Cores, memory and links between the GPUs."""
+    """Yields troubles with cores, memory and links between the GPUs."""
     from harness.host.cores import allowed_cores
 
     cores = len(allowed_cores())

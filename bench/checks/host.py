@@ -1,5 +1,5 @@
-"""What falsifies measurements on any host: clocks that change, neighbours, swap, a disk that is
-full, too little shared memory."""
+"""Checks for host conditions that skew results: changing clocks, other processes, swap, a full
+disk, too little shared memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BUSY_SHARE = 0.1
 """Share of all cores that other processes must use to be reported."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""NCCL takes tens of MiB of it for each pair of ranks; containers get 64 MiB unless they ask for
-more."""
+"""Least size of /dev/shm. NCCL takes tens of MiB for each pair of ranks; containers get 64 MiB by
+default."""
 LOCKED_BYTES = 2**30
 
 
 def host_troubles(root: Path = Path("/")) -> list[Trouble]:
-    """`root`: where /sys, /dev and the like are."""
+    """Returns the troubles of this host. `root`: folder that contains /sys and /dev."""
     checked = (_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk())
     return [trouble for trouble in checked if trouble]
 
@@ -42,7 +42,8 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Where clocks rise with the cold: the first cells of a run are faster than the last."""
+    """Reports turbo: clocks fall as the processor warms up, so the first cells of a run are
+    faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),
@@ -71,7 +72,7 @@ def _siblings(root: Path) -> Trouble | None:
 
 
 def _neighbours() -> Trouble | None:
-    """Other processes that compute now."""
+    """Reports other processes that use the cores now."""
     own = {psutil.Process().pid}
     others = [process for process in psutil.process_iter(["name"]) if process.pid not in own]
     for process in others:
@@ -131,7 +132,7 @@ def _disk() -> Trouble | None:
 
 
 def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
-    """For ranks on several GPUs, whose NCCL may go through it."""
+    """Reports too little shared memory for NCCL between ranks on several GPUs."""
     try:
         size = shutil.disk_usage(folder).total
     except OSError:
@@ -147,8 +148,8 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """InfiniBand needs memory that stays where it is; `limit`: bytes that this process may lock, -1
-    for any."""
+    """Reports too little lockable memory for InfiniBand. `limit`: bytes that this process may lock,
+    -1 for no limit."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit

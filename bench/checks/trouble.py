@@ -1,4 +1,4 @@
-"""Something that would falsify a measurement on this host."""
+"""A condition of this host that would skew results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something about this host that makes its figures wrong, or other than they look."""
+    """A condition of this host that skews or misrepresents its results."""
 
     subject: str
-    """`GPU 0`, `CPU`, `disk`."""
+    """Affected part: `GPU 0`, `CPU`, `disk`."""
     what: str
     why: str
     mend: str
-    """A command, or what to do where there is none."""
+    """Command that fixes it, or advice if there is none."""

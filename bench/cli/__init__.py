@@ -1,4 +1,4 @@
-"""The command line: one small file per command, heavy imports inside the functions."""
+"""The command line: one file per command, heavy imports inside the functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS = {
     "submit": "submit:submit",
     "status": "status:status",
 }
-"""The file of each command in this folder, and its function; help lists them in this order."""
+"""Module and function of each command in this folder, in the order of the help."""
 
 app = typer.Typer(
     name="bench",
@@ -57,7 +57,7 @@ for command, place in COMMANDS.items():
 def _show_warning(
     otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *where: object
 ) -> None:
-    """A damaged file is news to a user, its place in the code is not."""
+    """Shows a warning about damaged files without its source line."""
     if issubclass(kind, DamagedFileWarning):
         print(f"bench: {message}", file=sys.stderr)
     else:
@@ -65,7 +65,7 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command; a user's mistake, and a file that the system refuses, become one sentence on
+    """Runs a command. A user's mistake, or a file that the system refuses, becomes one sentence on
     stderr and exit code 2."""
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)

@@ -1,4 +1,4 @@
-"""The agents of the nodes that a run was given."""
+"""Connects a run to the agents on its nodes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """The options of bench run that say where its nodes are, as they were given."""
+    """Options of bench run for its nodes, as given."""
 
     nodes: int
     rendezvous_file: Path | None
-    """File in which the agents find the run; None: it runs on this host alone."""
+    """File in which the agents find the run; None: the run uses this host alone."""
     interface: str
     timeout_seconds: float
-    """Seconds to wait for the agents; the run then begins without some of them."""
+    """Seconds to wait for the agents; the run then begins without the missing ones."""
 
 
 @contextlib.contextmanager
 def launchers(
     options: AgentOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """What makes the launchers of a run, on this host or over the agents of its nodes, who come
-    while the run begins; `say` shows a line."""
+    """Yields the factory of a run's launchers, on this host or over the agents of its nodes. Agents
+    connect while the run begins; `say` prints a line."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 

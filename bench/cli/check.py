@@ -1,4 +1,4 @@
-"""bench check: are the files of a results folder what was written?"""
+"""bench check: are the files of a results folder intact?"""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def check(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="For machines: JSON.")] = False,
 ) -> None:
-    """Reads every file of a results folder with its checksums and says which are damaged.
+    """Verifies the checksums of every file in a results folder and lists the damaged ones.
 
-    Exit code 1 where damaged files are left, or files of a newer version of the suite.
+    Exit code 1 if damaged files remain, or files of a newer version of the suite.
+
     Example: [bold]python -m bench check results --repair[/bold]
     """
     from rich.markup import escape

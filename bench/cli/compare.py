@@ -1,4 +1,4 @@
-"""bench compare: what became slower, faster, fails or is missing between two runs, or which of two
+"""bench compare: what became slower, faster, fails or is missing between two runs; or which of two
 cells of a run is faster."""
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def compare(
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
-    """Cells that differ in nothing but what the patterns name, each of the first with each of the
-    second."""
+    """Compares each cell of the first pattern with each of the second, if they differ only in what
+    the patterns name."""
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
@@ -142,7 +142,7 @@ def _give(text: str, out: Path | None) -> None:
 
 
 def _table(comparison: RunComparison, out: Path | None) -> None:
-    """The table, what could not be compared and why, and how it was decided."""
+    """Prints the comparison, what could not be compared and why, and the decision rule."""
     import io
 
     from rich.console import Console

@@ -62,7 +62,7 @@ def doctor(
     json_output: JsonObject = False,
 ) -> None:
     """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
-    falsify a measurement.
+    skew results.
 
     Example: [bold]python -m bench doctor --links[/bold]
     """
@@ -117,7 +117,7 @@ def doctor(
 
 
 def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
-    """What would falsify a measurement here, a line each, and the command that mends it."""
+    """Prints what would skew results here, one line each, with the fix."""
     from rich.markup import escape
 
     if not troubles:
@@ -133,8 +133,8 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
-    """Gloo between two cores, NCCL between two GPUs where there are as many; and the reason of a
-    backend that could not be measured."""
+    """Measures gloo between two cores, and NCCL if there are two GPUs. Returns the fits, and the
+    reason for each backend that could not be measured."""
     from harness.host.environment import device_type, gpus
     from harness.measure.comm_benchmark import RANKS, measure_links
 
@@ -249,8 +249,8 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """`ready`, or the reason of the first thing that is missing with the command that provides
-    it."""
+    """Returns `ready` for each strategy, or the first missing requirement with the command that
+    provides it."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError

@@ -1,4 +1,4 @@
-"""bench doctor --gpu-check: the first minutes on a GPU, and a folder with what they showed."""
+"""bench doctor --gpu-check: the first minutes on a GPU, and a folder with the findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CheckDevice = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of doctor that are for a GPU check."""
+    """Options of bench doctor for a GPU check."""
 
     out: Path
     resume: bool = False
@@ -22,12 +22,15 @@ class CheckOptions:
     again: tuple[str, ...] = ()
     """Names of settled steps to repeat."""
     plan: Path | None = None
-    """Another plan than the suite's."""
+    """Plan to run; None: the suite's."""
 
 
 def gpu_check(options: CheckOptions) -> None:
-    """Runs the steps and prints what each showed; exit code 1 if one refuted its claim or nothing
-    trained, 130 if it was stopped. Raises UsageError without a GPU, and for bad options."""
+    """Runs the steps and prints what each showed.
+
+    Exit code 1 if a step refuted its claim or nothing trained, 130 if stopped. Raises UsageError
+    without a GPU, and for bad options.
+    """
     from rich.markup import escape
 
     from bench.cli import terminal

@@ -1,4 +1,4 @@
-"""bench history: a cell's figure over many runs, with the runs at which it changed."""
+"""bench history: a cell's figure over many runs, and the runs in which it changed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def history(
         typer.Option("--json", help="For machines: one JSON object with every run of each cell."),
     ] = False,
 ) -> None:
-    """Shows a cell's figure over all runs on equal hardware and where it changed; without CELL, or
-    of several, one line per cell.
+    """Shows a cell's figure over all runs on equal hardware and where it changed. Without CELL, or
+    if it matches several, prints one line per cell.
 
     Example: [bold]python -m bench history 'ddp llama-mini x2*'[/bold]
     """
@@ -72,7 +72,7 @@ def history(
 
 
 def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
-    """What every run says of the cells that are meant."""
+    """Returns the matching cells of every run."""
     from bench.select import matching, no_such_cell
     from harness.analysis.selection import measured
     from harness.record.store import Store
@@ -96,7 +96,7 @@ def _mark(series: Series, change: float) -> str:
 
 
 def _runs(out: Console, series: Series) -> None:
-    """One line per run; the bar shows where the run lies between the smallest and the largest."""
+    """Prints one line per run; the bar places it between the smallest and the largest value."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -137,7 +137,7 @@ def _runs(out: Console, series: Series) -> None:
 
 
 def _cells(out: Console, all_series: list[Series]) -> None:
-    """One line per cell."""
+    """Prints one line per cell."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -168,7 +168,7 @@ def _cells(out: Console, all_series: list[Series]) -> None:
 
 
 def sparkline(values: list[float]) -> str:
-    """A block per value, from the smallest to the largest."""
+    """Returns one block character per value, scaled from the smallest to the largest."""
     low, high = min(values), max(values)
     return "".join(
         (

@@ -12,14 +12,14 @@ import typer
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy, as it is listed."""
+    """A strategy as listed."""
 
     name: str
     description: str
     options: dict[str, str]
     """Default and meaning by name."""
     requires: list[str]
-    """Packages that it needs besides torch."""
+    """Required packages in addition to torch."""
 
 
 @dataclass(frozen=True)

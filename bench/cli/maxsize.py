@@ -1,5 +1,5 @@
-"""bench maxsize: the largest trainable model, or the longest sequence, of each strategy under a
-budget of memory per rank."""
+"""bench maxsize: the largest model, or the longest sequence, that each strategy trains within a
+memory budget per rank."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
-"""What grows -> the strategies that are searched by default."""
+"""File with the strategies searched by default, by what grows."""
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""The time of a step grows with the square of its sequences."""
+"""Default memory budget per rank, by what grows; sequences get less, since step time grows with the
+square of their length."""
 LONG_TOKENS = 4096
-"""Tokens of a sequence whose activations about fill the budget of a model of the default width."""
+"""Sequence length in tokens whose activations about fill the budget, for a model of the default
+width."""
 
 
 def maxsize(
@@ -167,7 +169,7 @@ def maxsize(
 
 
 def _changes(settings: list[str], grow: str = "model") -> Axes:
-    """Values of axes by `--set`; raises UsageError for one that the search itself sets."""
+    """Returns the axes set by `--set`; raises UsageError for one that the search itself sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError
 
@@ -182,18 +184,18 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be searched."""
+    """The requested search."""
 
     grow: Literal["model", "sequence"]
     budget: str
     ranks: int | None
-    """None: as many as this host has."""
+    """Number of ranks; None: as many as this host has."""
     hidden: int | None
-    """None: one that fits the budget."""
+    """Hidden size; None: one that fits the budget."""
     file: Path
 
     def budget_on(self, host: Host) -> int:
-        """Bytes; raises UsageError for more than the host has."""
+        """Returns the budget in bytes; raises UsageError if the host has less."""
         from bench.matrix import parse_bytes
         from harness.spec.errors import UsageError
 
@@ -208,7 +210,8 @@ class Asked:
         return budget
 
     def workloads(self, budget: int, many: int) -> dict[str, str]:
-        """What the names in the file mean: models of one block, or of a size that stays."""
+        """Returns the meaning of the file's workload names: models of one block, or of fixed
+        size."""
         from harness.run.maxsize import hidden_size, long_hidden_size, wide_size
 
         if self.grow == "sequence":
@@ -219,7 +222,7 @@ class Asked:
 
 
 def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
-    """The search's plan; raises UsageError for what this host cannot do."""
+    """Returns the search's plan; raises UsageError for what this host cannot do."""
     from pydantic import Field
 
     from bench.expand import expand
@@ -228,7 +231,8 @@ def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A matrix whose cells are searched, and chains of their labels in the order of theory."""
+        """A matrix whose cells are searched, and chains of labels in the order that theory
+        predicts."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -251,7 +255,8 @@ def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
 
 
 def _with_ranks(matrix: Matrix, many: int) -> Matrix:
-    """The matrix for so many ranks: what `devices: many` and the number `ranks` mean."""
+    """Returns the matrix with `devices: many` and the number `ranks` set to this number of
+    ranks."""
     entries = [
         {**entry, "devices": many} if entry.get("devices") == "many" else entry
         for entry in matrix.cells
@@ -262,7 +267,7 @@ def _with_ranks(matrix: Matrix, many: int) -> Matrix:
 
 
 class Progress:
-    """A line for every probe, with the time that is left."""
+    """Prints a line for every probe, with the time left."""
 
     def __init__(self, out: Console, plan: Plan) -> None:
         self.out, self.plan = out, plan

@@ -1,4 +1,4 @@
-"""What bench maxsize prints at its end: what each strategy reached, and what filled the budget."""
+"""The final output of bench maxsize: what each strategy reached, and what filled the budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, the bytes responsible and where the order is not the theory's; returns
+    """Prints the table, the bytes responsible, and where the order departs from theory; returns
     these notes."""
     from rich.markup import escape
     from rich.table import Table
@@ -62,7 +62,7 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
 
 
 def _filled(rows: list[MaxsizeResult]) -> Table:
-    """What filled the budget of each strategy at the smallest size that does not train."""
+    """Returns what filled each strategy's budget at the smallest size that does not train."""
     from rich.markup import escape
     from rich.table import Table
 

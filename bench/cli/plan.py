@@ -1,4 +1,4 @@
-"""bench plan: predicts which strategy to train a model with, before any device is rented."""
+"""bench plan: predicts which strategy to train a model with, before you rent any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_EXPORTED = 1000
 MAX_PRICE = 1e9
 """Highest price of a device for an hour, in any currency."""
 TRIED_MATRIX = "full"
-"""Matrix whose options of each strategy are tried for a layout."""
+"""Matrix that supplies the options to try for each strategy."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -213,8 +213,7 @@ def plan(
 
 
 def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
-    """Writes the cells of the first layout and of those tied with it; returns sentences that say
-    so."""
+    """Writes the cells of the best layout and of those tied with it; returns sentences to print."""
     from harness.planner.follow_up import cells_of_layout, write_matrix
 
     first = answer.candidates[0]
@@ -250,12 +249,11 @@ def tried_options() -> list[StrategyOptions]:
 
 
 def default(given: Value | None, otherwise: Value) -> Value:
-    """Returns the value that was given, 0 and empty texts included, or else the other one."""
+    """Returns the given value, 0 and empty texts included, or the other one if it is None."""
     return otherwise if given is None else given
 
 
 def _table(answer: ClusterPlan) -> Table:
-    """Returns the layouts, best first."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""bench plan --here: which strategy to use on this machine, by its own measurements."""
+"""bench plan --here: which strategy to use on this machine, from its own measurements."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from harness.planner.local.plan_request import PlanRequest
 
 MAX_REASONS = 6
-"""Reasons for left-out strategies that are printed on a terminal."""
+"""Number of reasons for left-out strategies printed on a terminal."""
 
 
 @dataclass(frozen=True)
 class LocalPlanOptions:
-    """Where measurements are read from, and what is printed and written."""
+    """Where to read measurements, and what to print and write."""
 
     folders: tuple[Path, ...]
     top: int = 10
-    """Rows of the printed table."""
+    """Number of rows in the printed table."""
     matrix: Path | None = None
     """New file for the cells that would settle which strategy is best."""
     export: Path | None = None
-    """New folder for the choice as files that run without the suite."""
+    """New folder for files that run the choice without the suite."""
     html: Path | None = None
-    """File for an HTML page."""
+    """HTML file to write."""
 
 
 def answer(request: PlanRequest, options: LocalPlanOptions, json_output: bool) -> None:
@@ -98,7 +98,7 @@ def _written(
 
 
 def _table(plan: LocalPlan, top: int) -> Table:
-    """Returns the cells, best first: those that train exactly the same, then others."""
+    """Returns the cells, best first: those with identical training, then others."""
     from rich.markup import escape
     from rich.table import Table
 

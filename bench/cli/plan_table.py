@@ -1,4 +1,4 @@
-"""The plan of a run on the terminal: its cells, and how long they will take."""
+"""The plan of a run on the terminal: its cells, and how long they take."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ def show(
     todo: Sequence[tuple[int, Cell, TrialKey]],
     host: Host,
 ) -> tuple[dict[str, float], References]:
-    """Prints the cells, the time they will take and what is left out; returns expected seconds by
-    cell id, and the references.
-
-    `host`: what the plan is for.
-    """
+    """Prints the cells, their expected time and what is left out, for this `host`. Returns expected
+    seconds by cell id, and the references."""
     from harness.host.cores import oversubscribed
     from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over
@@ -79,7 +76,7 @@ def show(
 
 
 def show_headline(out: Console, planned: Plan, headline: PlannedHeadline | None) -> None:
-    """Prints which group of cells the run's answer will be about, and what it is compared with."""
+    """Prints which group of cells the run's answer is about, and its baseline."""
     if headline is None:
         return
     cell, baseline = headline.cells[0], headline.baseline
@@ -97,7 +94,6 @@ def show_headline(out: Console, planned: Plan, headline: PlannedHeadline | None)
 
 
 def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
-    """Returns the setting of the planned headline, its baseline and its candidates."""
     fields = ("workload", "device", "devices", "nodes", "precision", "global_batch")
     return {
         **{name: getattr(headline.cells[0], name) for name in fields},
@@ -108,7 +104,7 @@ def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
 
 
 def show_inputs(out: Console, device: str) -> None:
-    """What the predicted times rest on."""
+    """Prints the sources of the predicted times."""
     from harness.run.expected import CONTEXT_SECONDS, CPU, GPU
 
     inputs = (

@@ -1,4 +1,4 @@
-"""bench profile: a trace of each rank of a cell, which Perfetto opens."""
+"""bench profile: a trace of each rank of a cell, for Perfetto."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def profile(
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Runs a few steps of a cell under torch's profiler and leaves a trace per rank.
+    """Runs a few steps of a cell under torch's profiler and writes a trace per rank.
 
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
@@ -68,7 +68,7 @@ def profile(
         raise UsageError(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(
         dir=folder
-    ) as fresh:  # earlier traces stay where this launch fails
+    ) as fresh:  # keeps earlier traces if this trial fails
         with over_links([cell], Launcher) as launcher:
             record = profile_cell(
                 launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve())
@@ -93,8 +93,8 @@ def profile(
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """The recorded cell of this id or name, else the plainest cell of the matrix that has this
-    strategy, with these options."""
+    """Returns the recorded cell of this id or name; else the plainest cell of the matrix with this
+    strategy and these options."""
     from bench.expand import cells_of
     from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store
@@ -111,16 +111,15 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Moves these traces to the folder, in place of those of an earlier launch; returns where they
-    are."""
+    """Moves these traces to the folder, replacing earlier ones; returns their new paths."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Gives each rank's process its name in its trace, and writes all ranks on one time line as
-    all.json.gz; returns the files."""
+    """Names each rank's process in its trace and writes all ranks on one timeline as all.json.gz.
+    Returns the files."""
     traces = {}
     for file in sorted(
         folder.glob("rank*.json.gz"),
@@ -157,8 +156,8 @@ def name_ranks(folder: Path) -> list[Path]:
 
 
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
-    """What the GPUs did in the profiled step, next to the rate that this host's GPU reaches, which
-    it measures in about 8 s; None for a cell on CPUs, or one that failed."""
+    """Returns the GPU time of the profiled step, next to this host's peak rate, which takes about 8
+    s to measure. None for a CPU cell or a failed one."""
     from harness.analysis.gpu_time import gpu_time
     from harness.measure.device_speed import measure_apart
     from harness.run.peaks import peaks_of

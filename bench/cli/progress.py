@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 AS_EXPECTED = 0.1
-"""Share of a run's expected seconds that counts as having gone as expected, before anything was
-measured: a launch that first builds a library says little about the others."""
+"""Share of a run's expected seconds that counts as having gone as expected before any measurement.
+A trial that first builds a library tells you little about the others."""
 
 
 class RunProgress:
     """A progress bar on a terminal, a line per trial elsewhere.
 
-    Draws only when the runner reports something: there is no thread of its own.
+    Has no thread of its own; draws only when the runner reports something.
     """
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
@@ -35,13 +35,13 @@ class RunProgress:
         every = planned.schedule()
         all_seconds = sum(seconds[cell.id] for cell, _ in every)
         self.expected_left = all_seconds * total / max(1, len(every))
-        """Expected seconds of the launches that are still to come, before any was measured."""
+        """Expected seconds of the remaining trials, before any was measured."""
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.seconds_left = self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
         self.spare = len(every) - planned.spare_from
-        """Launches that are made only while the time budget lasts."""
+        """Number of trials that run only while the time budget lasts."""
         self.current: Cell | None = None
         columns = (
             TextColumn("{task.description}"),
@@ -125,8 +125,8 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Works out `seconds_left` after a launch that was expected to take so many seconds: what
-        is expected of the others, times what those before took of what was expected of them."""
+        """Updates `seconds_left` after a trial with this many expected seconds: the remaining
+        expectation, scaled by how actual times compared with expectation so far."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

@@ -35,8 +35,8 @@ def publish(
     ] = False,
     json_output: JsonObject = False,
 ) -> None:
-    """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. What is there
-    already is not written twice.
+    """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. Skips what is
+    already there.
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """

@@ -114,7 +114,6 @@ def _cell(word: str, common: dict[str, object]) -> Cell:
 
 
 def _document(rehearsal: Rehearsal, real: Sequence[Sequence[AllocatedMemory]]) -> dict[str, object]:
-    """Returns a rehearsal for JSON."""
     return {
         "cell": rehearsal.cell.model_dump(mode="json"),
         "fullest_rank": rehearsal.fullest.rank,
@@ -190,6 +189,5 @@ def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMem
 
 
 def _size(size: int) -> str:
-    """Returns bytes as text, in MiB or GiB."""
     gibibytes = size / 2**30
     return f"{gibibytes:.2f} GiB" if gibibytes >= 1 else f"{size / 2**20:.1f} MiB"

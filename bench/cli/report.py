@@ -1,5 +1,5 @@
-"""bench report: what a run found, as a page, as text or for other programs; several runs against
-each other; the index of all."""
+"""bench report: a run's findings as a page, as text or for programs; a comparison of runs; the
+index of all."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ def _by_suffix(out: Path | None) -> Format:
 
 @dataclass(frozen=True)
 class Shown:
-    """What of a run is written."""
+    """Options for what a report contains."""
 
     format_name: Format
     sections: tuple[str, ...]
     baseline: str
-    """Which cell the others are compared with; empty: by default."""
+    """Cell that the others are compared with; empty: the default one."""
 
 
 def _one(
@@ -155,7 +155,7 @@ def _one(
     out: Path | None,
     told_as_json: bool,
 ) -> Path | None:
-    """Writes one report, or prints it; the file, if one was written."""
+    """Writes or prints one report; returns the file if one was written."""
     from harness.spec.errors import UsageError
     from reports import write_whole
 
@@ -173,7 +173,7 @@ def _one(
 
 
 def _text(store: Store, wanted: list[str], shown: Shown) -> str:
-    """The report of these runs."""
+    """Returns the report of these runs as text."""
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import export_records, runs

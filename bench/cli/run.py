@@ -1,4 +1,4 @@
-"""bench run: a matrix, from the plan to the table and the report."""
+"""bench run: runs a matrix, from the plan to the table and the report."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def run(
     from harness.spec.errors import UsageError
 
     begun_at = time.monotonic()
-    if with_parent:  # the run goes on in another job: this process must not outlive its own
+    if with_parent:  # the run continues in another job, so this process must end with its parent
         from harness.host.process import die_with_parent
 
         die_with_parent()
@@ -228,12 +228,12 @@ def run(
     if plan.needs_gpu and not begun:
         console.print("measuring what this GPU reaches, in about 10 s")
     if not (begun or planned.begin()):
-        # Another task of the array was first: its plan is the run's.
+        # Another task of the array came first; use its plan.
         plan = kept_plan(store, plan.run_id)
         planned = Runner(store, plan, share=part)
     agents = AgentOptions(nodes, meeting, interface, patience)
     with (
-        # A job that is begun again may meet its own processes of before, on a node that is lost.
+        # A requeued job may meet its earlier processes on a lost node.
         sole_writer(store.folder, plan.run_id, part, 180.0 if with_parent else 0.0),
         terminal.stop_signals(),
         launchers(agents, console.print) as own,

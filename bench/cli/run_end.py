@@ -1,4 +1,4 @@
-"""The end of bench run: the ranking, the answer, the report, and what is kept of them."""
+"""The end of bench run: the ranking, the answer, the report, and the saved conclusion."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the command's part of a run ended."""
+    """How this command's part of a run ended."""
 
     finished: bool
-    """False where it was interrupted."""
+    """False if it was interrupted."""
     wall_seconds: float
     all_recorded: bool
-    """Whether no other share of the run has anything left to do."""
+    """Whether every share of the run is complete."""
 
 
 @dataclass(frozen=True)
 class EndOptions:
-    """The options of bench run that say what its end writes."""
+    """Options of bench run for what its end writes."""
 
     report: bool
     """Whether the HTML report is written."""
@@ -56,8 +56,8 @@ class EndOptions:
 def conclude(
     store: Store, plan: Plan, ended: Ended, baseline: Choice | None, options: EndOptions
 ) -> int:
-    """Shows the ranking, the answer and the paths, writes the report and the run's conclusion;
-    returns the exit code."""
+    """Prints the ranking, the answer and the paths; writes the report and the run's conclusion.
+    Returns the exit code."""
     console = terminal.console(quiet=options.json_output)
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
@@ -98,7 +98,7 @@ def conclude(
 def _say_what_is_too_wide(
     console: Console, plan: Plan, loaded: Results, results: list[CellResult]
 ) -> None:
-    """The cells that did not become as narrow as `--precision` asks."""
+    """Prints the cells that missed the precision of `--precision`."""
     if plan.precision is None:
         return
     wide = too_wide(loaded.trials, plan.precision)

@@ -1,4 +1,4 @@
-"""What bench run is to do: the plan of a run that has begun, or a new one of a matrix."""
+"""The plan of bench run: that of a run already begun, or a new one from a matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.spec.errors import UsageError
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of bench run that say what is planned, as they were given."""
+    """Options of bench run for its plan, as given."""
 
     matrix: str
     only: tuple[str, ...] = ()
@@ -28,16 +28,16 @@ class PlanOptions:
     time_budget: str = ""
     by_turns: bool = False
     timed_seconds: float | None = None
-    """None: as the matrix says."""
+    """Seconds of timed steps; None: the matrix's."""
     run_id: str = ""
-    """Name of the run; empty: it is named by its time."""
+    """Name of the run; empty: named by its time."""
     host: str = ""
-    """Another host that is planned for; empty: this one."""
+    """Another host to plan for; empty: this one."""
     nodes: int = 1
 
     @property
     def changes_a_plan(self) -> bool:
-        """Whether one was given that a run cannot take any more once it has begun."""
+        """Returns whether any option is set that cannot change once a run has begun."""
         return bool(
             self.only
             or self.skip
@@ -50,7 +50,7 @@ class PlanOptions:
 
 
 def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
-    """The plan, and whether its run has begun already; raises UsageError."""
+    """Returns the plan, and whether its run has begun; raises UsageError."""
     if options.run_id:
         require_plain_name(options.run_id)
     if options.run_id and options.run_id in store.run_ids():
@@ -116,7 +116,8 @@ def _new_plan(options: PlanOptions) -> Plan:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """`1/4` -> (1, 4): which part of a run's cells, counted from 0, of how many; empty: all of it.
+    """Parses `1/4` to (1, 4): a run's share of cells, counted from 0, of how many. Empty: all of
+    it.
 
     Raises UsageError.
     """
@@ -127,7 +128,7 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def parse_precision(text: str) -> float:
-    """`2%` -> 0.02; raises UsageError for anything that is not between 0 and 100 %."""
+    """Parses `2%` to 0.02; raises UsageError for anything not between 0 and 100 %."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not match or not 0 < float(match[1]) < 100:
         raise UsageError(
@@ -138,7 +139,7 @@ def parse_precision(text: str) -> float:
 
 
 def parse_time(text: str) -> float:
-    """`45min` -> 2700.0 seconds; raises UsageError."""
+    """Parses `45min` to 2700.0 seconds; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
     if not match or not float(match[1]):
         raise UsageError(
@@ -148,7 +149,7 @@ def parse_time(text: str) -> float:
 
 
 def require_few(plan: Plan) -> None:
-    """Raises UsageError for cells that cannot train by turns."""
+    """Raises UsageError for cells that cannot train interleaved."""
     from harness.host.environment import gpus
     from harness.launch.interleaved import MOST_CELLS
     from harness.run.fits import too_large_together

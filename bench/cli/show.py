@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from reports.cell_detail import CellDetail
 
 BAR = 20
-"""Characters of the longest bar."""
+"""Length of the longest bar, in characters."""
 STEPS = 32
-"""Most blocks of a chart of steps."""
+"""Largest number of blocks in a chart of steps."""
 
 
 def show(
@@ -44,8 +44,7 @@ def show(
     results: ResultsRead = Path("results"),
     json_output: JsonObject = False,
 ) -> None:
-    """Shows one cell: its trials and steps, its place, its memory against the formula, where its
-    time goes, its parity.
+    """Shows one cell: trials, steps, rank, memory against the formula, time breakdown, parity.
 
     Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
     """
@@ -65,7 +64,7 @@ def show(
 
 
 def draw(out: Console, detail: CellDetail) -> None:
-    """The cell in words, tables and charts."""
+    """Prints the cell as text, tables and charts."""
     cell = detail.cell
     out.print(f"[bold]{clean(cell.cell_name)}[/bold]  {cell.cell_id}")
     out.print(
@@ -92,7 +91,7 @@ def draw(out: Console, detail: CellDetail) -> None:
 
 
 def clean(text: object) -> str:
-    """Recorded text on one line, without what a terminal would obey."""
+    """Returns recorded text on one line, without terminal control characters."""
     from rich.markup import escape
 
     from reports.text import printable
@@ -280,8 +279,8 @@ def _parity(out: Console, cell: CellResult) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """A table that folds where the terminal is narrower; the first column and charts stand to the
-    left, numbers to the right."""
+    """Returns a table that folds on narrow terminals. The first column and charts are left-aligned,
+    numbers right-aligned."""
     from rich.table import Table
 
     table = Table()
@@ -292,7 +291,7 @@ def _table(*columns: str) -> Table:
 
 
 def bar(value: float | None, most: float) -> str:
-    """A bar of at most BAR characters, by eighths of one."""
+    """Returns a bar of at most BAR characters, in eighths of a character."""
     if not value or not most:
         return ""
     whole, rest = divmod(int(BAR * 8 * value / most + 0.5), 8)
@@ -300,7 +299,8 @@ def bar(value: float | None, most: float) -> str:
 
 
 def sparkline_of(values: Sequence[float | None]) -> str:
-    """A block per value; of more than STEPS the largest of each of STEPS stretches."""
+    """Returns a block per value. More than STEPS values are grouped into STEPS stretches, each
+    shown by its largest value."""
     from bench.cli.history import sparkline
 
     known = [value for value in values if value is not None and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""bench status: how far a run is, from anywhere that sees its results."""
+"""bench status: how far along a run is, from any host that sees its results."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is that has begun."""
+    """Progress of a run that has begun."""
 
     run_id: str
     matrix: str
     cells: int
     trials: int
-    """Planned ones."""
+    """Number of planned trials."""
     recorded: int
-    """Trials that ended and need not run again."""
+    """Number of trials that ended and need not run again."""
     left_out: int
     statuses: dict[str, int]
-    """Trials by status."""
+    """Number of trials by status."""
     newest: str | None
-    """The trial that was launched last, in words."""
+    """Description of the most recent trial."""
     newest_at: str | None
-    """When that was, as ISO 8601."""
+    """Start time of the most recent trial, as ISO 8601."""
 
 
 def status(
@@ -50,7 +50,7 @@ def status(
     ),
     json_output: JsonObject = False,
 ) -> None:
-    """Shows how far a run is and what SLURM says of its jobs.
+    """Shows how far along a run is and what SLURM reports about its jobs.
 
     Example: [bold]python -m bench status 4711[/bold]
     """
@@ -91,7 +91,7 @@ def status(
 
 
 def _run_of_job(store: Store, job: str) -> str:
-    """A run that names the job as the one it was started in; empty without one."""
+    """Returns a run that this job started; empty if there is none."""
     for row in store.newest_rows():
         if row["allocation"] and json.loads(row["allocation"]).get("job") == job:
             return str(row["run_id"])
@@ -124,7 +124,7 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """`forgotten`: whether SLURM does not know the run's jobs any more."""
+    """Prints the progress. `forgotten`: whether SLURM has dropped the run's jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal

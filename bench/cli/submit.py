@@ -134,7 +134,8 @@ def submit(
 
 
 def _readable(matrix: str) -> str:
-    """The matrix as the job will find it, wherever it runs; raises UsageError where it is none."""
+    """Returns the matrix in a form that the job can find from any folder; raises UsageError if
+    there is none."""
     from bench.matrix import HOME, read_matrix
 
     read_matrix(matrix)

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: the plan, the progress, the ranking."""
+"""A run's output on the terminal: the plan, the progress, the ranking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Colour only on a terminal; nothing at all where a machine reads stdout."""
+    """Returns a console, with colour only on a terminal and silent if a machine reads stdout."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
         chosen
@@ -35,9 +35,9 @@ def console(quiet: bool = False) -> Console:
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints why this host's GPUs are not used, if so, and returns it.
+    """Prints the reason if this host's GPUs are not used, and returns it.
 
-    Goes to stderr unless people read `out`: the line must not be lost in a pipe or a file.
+    Goes to stderr unless people read `out`, so that it is not lost in a pipe or a file.
     """
     from harness.host.environment import unused_gpus
 
@@ -50,7 +50,7 @@ def say_unused_gpus(out: Console) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Formats seconds as `45 s`, `3 min 05 s`, `2 h 10 min`."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{rounded} s"
@@ -61,9 +61,9 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: what is running is recorded as interrupted.
+    """Makes SIGTERM stop a run as Ctrl-C does: the current trial is recorded as interrupted.
 
-    A second one does not disturb that.
+    Ignores a second SIGTERM.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -78,7 +78,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
-    """The cells by throughput, per workload; what was not ranked below, with the reason.
+    """Prints the cells by throughput, per workload, then the unranked ones with the reason.
 
     `cells`: in ranking order.
     """
@@ -121,7 +121,6 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
 
 
 def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
-    """The table of one workload's cells."""
     from harness.analysis.ranking import alike
     from harness.spec.link import over
 
@@ -169,7 +168,8 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
 
 
 def advice(out: Console, answer: Answer, where: str) -> None:
-    """Which strategy to use, and what else one might choose; `where`: what was trained, on what."""
+    """Prints which strategy to use, and its alternatives. `where`: what was trained, on which
+    hardware."""
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)

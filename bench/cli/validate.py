@@ -155,7 +155,6 @@ def calibrate(
 
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
-    """Returns the shapes of the models in a file, by name."""
     from harness.planner.cluster.measured_runs import MODELS
     from harness.spec.errors import UsageError
 
@@ -169,7 +168,6 @@ def _shapes(models: Sequence[str] | None) -> dict[str, str]:
 
 
 def _without_nan(value: object) -> object:
-    """Returns the value with None for NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
     if isinstance(value, list):
