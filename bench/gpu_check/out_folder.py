@@ -108,6 +108,7 @@ class Folders:
         if file != kept and not (
             kept.exists() and Report.read(kept).check_id == report.check_id
         ):  # from another machine
+            # The report comes from another machine.
             self._empty()
             for name in ARCHIVES:
                 if (self.out / name).exists():
