@@ -1,4 +1,4 @@
-"""python -m harness.agent: a node of a run over several nodes.
+"""python -m harness.agent: a node of a multi-node run.
 
 Kept tiny: multiprocessing imports it again in every rank.
 """

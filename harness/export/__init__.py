@@ -1,4 +1,4 @@
-"""A cell as files that run the same training outside the suite."""
+"""Exports a cell as files that run the same training outside the suite."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ _WHAT = {
 
 
 def known_target(to: str) -> str:
-    """What the target is, in words; raises UsageError for one that does not exist."""
+    """Returns the target's description; raises UsageError for an unknown one."""
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
     return TARGETS[to]
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Content by file name, and a note on what the cell needs that is not here; raises UsageError
-    where there is no such export."""
+    """Returns content by file name, and a note on requirements missing here; raises UsageError if
+    there is no such export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -108,13 +108,12 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """What the strategy says of itself: what it inherits is another strategy's training."""
+    """Returns the strategy's own export; an inherited one would be another strategy's training."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
 
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
-    """The plan, or the strategy's own reason why there is none, where it gives one."""
     try:
         return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
     except Refused as reason:
@@ -122,8 +121,8 @@ def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused
 
 
 def taken_by(to: str) -> list[str]:
-    """Names of the strategies that have an export to this target without options, for four devices,
-    which 3D parallelism divides in two ways."""
+    """Returns the strategies that export to this target without options, for four devices, which 3D
+    parallelism divides in two ways."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()
@@ -133,8 +132,6 @@ def taken_by(to: str) -> list[str]:
 
 
 def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
-    """The sentence that says what this strategy can be exported to, and what else this target
-    takes."""
     has = [target for target in TARGETS if plan_of(strategy, cell, target)]
     takes = taken_by(to)
     instead = f"it has one to {', '.join(has)}" if has else "it has none to any launcher"
@@ -147,7 +144,7 @@ def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
 
 
 def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any]:
-    """What all templates may ask."""
+    """Returns the values that templates may use."""
     import torch
 
     data = prepare_data(cell.data, workload, cell.sequence_length)
@@ -222,7 +219,7 @@ def _model_json(workload: Workload) -> str:
 
 @functools.cache
 def _templates(folder: Path) -> Any:
-    """Those in this folder, and the suite's own."""
+    """Returns the templates in this folder and the suite's own."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -238,7 +235,7 @@ def _templates(folder: Path) -> Any:
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
-    """All or none of them; raises UsageError where the folder holds something already."""
+    """Writes all files or none; raises UsageError if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"folder {str(folder)!r} is there already and not empty; give another one, or remove it"

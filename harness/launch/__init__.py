@@ -1,1 +1,1 @@
-"""Starts the ranks of a trial, watches them, and says how they ended."""
+"""Starts the ranks of a trial, watches them, and reports how they ended."""

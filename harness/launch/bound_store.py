@@ -1,6 +1,5 @@
-"""`python -m harness.launch.bound_store PROGRAM ARGUMENTS...` runs a launcher that is a Python
-program and calls torchrun, such as `accelerate launch`, whose store then listens on its address
-alone."""
+"""`python -m harness.launch.bound_store PROGRAM ARGUMENTS...`: runs a Python launcher that calls
+torchrun, such as `accelerate launch`, with a store that listens on its own address only."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from harness.host.store import open_store
 
 
 def _bind_torchrun() -> None:
-    """Makes the static rendezvous of torchrun in this process open its store by `open_store`."""
+    """Makes torchrun's static rendezvous open its store by `open_store` in this process."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     def store(

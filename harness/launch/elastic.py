@@ -1,4 +1,4 @@
-"""torchrun's own agent, in this process, over the warm fork server: one node's ranks."""
+"""Runs one node's ranks with torchrun's agent in this process, over the warm fork server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
-"""How long ranks may take to end after SIGTERM before they get SIGKILL."""
+"""Seconds that ranks may take to end after SIGTERM before SIGKILL."""
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs the ranks of one node; returns the exit codes of those that failed, the one first that
-    torch's agent noticed, and those of others that had ended by themselves.
+    """Runs the ranks of one node. Returns exit codes by failed rank, in the order that torch's
+    agent noticed.
 
-    `store`: on node 0, where the nodes meet.
+    `store`: the rendezvous store on node 0.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -30,8 +30,8 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class Agent(LocalElasticAgent):
-        """Blocks until a rank ends or answers, where torch's agent looks every tenth of a
-        second."""
+        """Blocks until a rank ends or answers, instead of polling every 0.1 s as torch's agent
+        does."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             context: Any = self._pcontext
@@ -46,18 +46,17 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
             return result
 
         def _exit_barrier(self) -> None:
-            """None: whoever asked for this trial waits for all nodes, and node 0 keeps the store
+            """Skips torch's barrier: the caller waits for all nodes, and node 0 keeps the store
             until then."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Stops the ranks within seconds; before torch 2.12 an agent takes no time limit."""
+            """Stops the ranks within seconds. Before torch 2.12, an agent takes no time limit."""
             if self._pcontext:
                 self._pcontext.close(death_sig, _SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)
 
-    # Every node knows its number, so that there is nothing to elect: the static rendezvous keeps
-    # ranks in the nodes' order and saves the c10d one's random wait of up to 0.3 s. A store that is
-    # open already cannot lose its port to somebody else.
+    # Nodes know their numbers, so nothing needs electing. The static rendezvous keeps ranks in node
+    # order and avoids c10d's random wait of up to 0.3 s. An open store cannot lose its port.
     if store is None and spec.node == 0:
         store = open_store(spec.rendezvous[0])
     address, port = spec.rendezvous[0], getattr(store, "port", spec.rendezvous[1])
@@ -84,8 +83,8 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     try:
         result = agent.run()
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        # The agent names one rank only, which may have failed because another had left; it ends
-        # those that are left by SIGTERM.
+        # The agent names one rank, which may have failed because another left. It ends the others
+        # by SIGTERM.
         context: Any = agent._pcontext
         for rank, process in zip(spec.ranks, context._pc.processes if codes else (), strict=False):
             if process.exitcode not in (None, -signal.SIGTERM):

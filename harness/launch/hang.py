@@ -1,4 +1,4 @@
-"""Whether the ranks of a trial hang, which of them, and on what they wait."""
+"""Detects hanging ranks, and what they wait for."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from harness.worker.heartbeat import MEETING, GroupState, groups_file, question_
 from harness.worker.spec import stacks_file
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
-"""Environment variable with the seconds without a heartbeat after which ranks hang; 0: they are
-ended by the time limit alone."""
+"""Environment variable with the seconds without a heartbeat that count as a hang; 0: only the time
+limit ends ranks."""
 SECONDS = 15.0
-"""Where the variable does not say otherwise."""
+"""Default seconds without a heartbeat that count as a hang."""
 COLD_GPU_SECONDS = 60.0
-"""Least silence that is a hang before the first step is finished on GPUs: a driver that initialises
-idle GPUs, and NCCL's first connections, wait in the kernel, which is no work of a core."""
+"""Least silence that counts as a hang before the first step on GPUs. Drivers that initialise idle
+GPUs, and NCCL's first connections, wait in the kernel without using a core."""
 TIMES_LONGEST = 10
-"""Ranks may take so many times their longest phase or step so far, if that is more."""
+"""Factor on a rank's longest phase or step so far; it may be silent this long if that is more."""
 LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
-"""Of a core: more is work."""
+"""Share of a core above which a process counts as working."""
 _BYTES_LIKE_A_SECOND = 1e8
-"""Bytes read or written that are as much work as a second of a core."""
+"""Bytes read or written that count as one second of work on a core."""
 _PY_SPY_SECONDS = 10
 
 
 def allowed_seconds() -> float:
-    """How long a rank may be silent at least; 0: for ever."""
+    """Returns the seconds that a rank may always be silent; 0: forever."""
     try:
         return max(0.0, float(os.environ.get(VARIABLE, SECONDS)))
     except ValueError:
@@ -53,24 +53,23 @@ class Hang:
     """Ranks that finished no phase or step for too long."""
 
     seconds: float
-    """Without a heartbeat of these ranks."""
+    """Seconds since these ranks' last heartbeat."""
     doing: dict[int, str]
-    """What each silent rank has not finished: a phase, or a step."""
+    """Unfinished phase or step of each silent rank."""
 
     def words(self) -> str:
-        """For the reason of a trial."""
+        """Returns the hang as a reason for the trial record."""
         doing = sorted(set(self.doing.values()))
         return f"hangs: nothing was finished for {self.seconds:.0f} s in {', '.join(doing)}"
 
 
 class Silence:
-    """For how long each rank has been silent while it could run.
+    """Tracks how long each rank has been silent while it could run.
 
-    Time counts only as far as this process saw it pass in small steps: not while the machine or the
-    whole run was suspended, and not while the ranks waited for their turn. Before a rank has
-    finished its first step, work on a core or a disk of any rank is a sign of life too: imports,
-    compilation and the building of a model have no steps, and a rank that is done with them waits
-    for the others.
+    Time counts only if this process saw it pass in small steps: not while the machine or run was
+    suspended, or ranks waited for their turn. Before its first step, any rank's work on a core or
+    disk also counts as life. Imports, compilation and model building have no steps, and finished
+    ranks wait for the others.
     """
 
     def __init__(
@@ -81,12 +80,11 @@ class Silence:
         other_nodes: bool = False,
         on_gpus: bool = False,
     ) -> None:
-        """`pids`: gives the process id of each rank that has started. `other_nodes`: the trial has
-        further ranks, on nodes of whose work nothing is known here. `on_gpus`: ranks start up on
-        GPUs, see COLD_GPU_SECONDS."""
+        """`pids`: returns the process ids of started ranks. `other_nodes`: the trial has ranks on
+        other nodes, whose work is unknown here. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {MEETING: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
-        """How long a rank may be silent at least, by what it does."""
+        """Seconds that a rank may be silent at least, by phase."""
         self.allowed = allowed_seconds()
         self._cold_seconds = COLD_GPU_SECONDS if on_gpus else 0.0
         self._silent: dict[int, float] = {}
@@ -94,8 +92,7 @@ class Silence:
         self._work: dict[int, float] = {}
 
     def look(self, passed: float) -> Hang | None:
-        """Looks at all ranks, `passed` seconds after the last look; returns how they hang, None
-        where they do not."""
+        """Checks all ranks, `passed` seconds after the last check; returns their hang, or None."""
         if not self.allowed:
             return None
         passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
@@ -108,7 +105,7 @@ class Silence:
         }
         for rank in self._silent.keys() - beats.keys():
             del self._silent[rank]
-        # All of them are looked at, because the work since the last look is what counts.
+        # Check all of them, since only work since the last check counts.
         early = [pids[rank] for rank, beat in beats.items() if not beat.steps and rank in pids]
         worked = [self._works(pid, passed) for pid in early]
         for rank, beat in beats.items():
@@ -118,7 +115,7 @@ class Silence:
                 self._beats[rank], self._silent[rank] = beat.at, 0.0
             doing[rank] = beat.doing
         limit = max(self.allowed, TIMES_LONGEST * longest)
-        if not all(beat.steps for beat in beats.values()):  # those ahead wait for a cold one
+        if not all(beat.steps for beat in beats.values()):  # ranks ahead wait for a cold one
             limit = max(limit, self._cold_seconds)
         hanging = {
             rank: text
@@ -128,7 +125,7 @@ class Silence:
         return Hang(max(self._silent[rank] for rank in hanging), hanging) if hanging else None
 
     def _works(self, pid: int, passed: float) -> bool:
-        """Whether a rank and its children used a core, or read or wrote, since the last look."""
+        """Returns whether a rank or its children used a core, or did I/O, since the last check."""
         seconds = size = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -136,15 +133,15 @@ class Silence:
                 with contextlib.suppress(psutil.Error, AttributeError):
                     times, io = each.cpu_times(), each.io_counters()
                     seconds += times.user + times.system
-                    # System calls, and what page faults of mapped files read from a disk.
+                    # System calls, and disk reads from page faults in mapped files.
                     size += io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
         before, self._work[pid] = self._work.get(pid), seconds + size / _BYTES_LIKE_A_SECOND
         return before is not None and self._work[pid] - before > _BUSY_SHARE * passed
 
 
 def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
-    """Makes every rank leave its stacks, and which collectives it has entered: those of Python by
-    its fault handler, native ones by py-spy where that is installed."""
+    """Makes every rank dump its Python stacks and the collectives it has entered, and native stacks
+    by py-spy if installed."""
     for rank, pid in pids.items():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ask:
             ask.setblocking(False)
@@ -175,7 +172,7 @@ def _py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
 
 
 def read_groups(scratch: str, rank: int) -> list[GroupState]:
-    """What a rank answered about its process groups; empty where it did not."""
+    """Returns a rank's answer about its process groups; empty without one."""
     try:
         content = json.loads(groups_file(scratch, rank).read_text())
         return [GroupState(**{**state, "ranks": tuple(state["ranks"])}) for state in content]
@@ -184,11 +181,11 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 
 
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
-    """Which ranks the others wait for, in words; empty where nobody can tell.
+    """Returns which ranks the others wait for, as text; empty if unknown.
 
-    By the collectives that each rank has entered; ranks without an answer count as missing where
-    others of their group answered. Without any answer, by the ranks whose stack is in no library
-    that communicates, while others' are.
+    Compares the collectives that each rank has entered; a rank without an answer is missing if
+    others of its group answered. If none answered, the missing ranks are those whose stack is
+    outside communication libraries while others' are inside.
     """
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
@@ -227,11 +224,12 @@ _COMMUNICATES = (
     "_parameter_server",
 )
 _INNERMOST = 6
-"""Frames of a stack in which a library is called that communicates."""
+"""Number of innermost stack frames searched for a communication library."""
 
 
 def _communicates(stack: str) -> bool:
-    """Whether the main thread, the last of a fault handler's, is in a library that communicates."""
+    """Returns whether the main thread (a fault handler prints it last) is in a communication
+    library."""
     main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
     main = main.rpartition("Current thread")[2]
     frames = [line for line in main.splitlines() if line.strip().startswith("File ")]

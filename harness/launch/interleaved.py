@@ -1,6 +1,5 @@
-"""Launches that train by turns of a few steps, one at a time: what the machine does in a
-second then meets all of them alike.
-"""
+"""Interleaves trials, a few steps at a time, so that all of them meet the same machine
+conditions."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MOST_CELLS = 8
-"""All of them are in memory at once."""
+"""Largest number of interleaved cells; all are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One of those that take turns: the arguments of Launcher.run, and the steps after which the
-    strategy's work repeats."""
+    """Arguments of Launcher.run for one interleaved trial, and the steps after which its work
+    repeats."""
 
     cell: Cell
     data: DataSource
@@ -47,8 +46,8 @@ class Launch:
 
 
 class InterleavedLauncher:
-    """Keeps a process with a warm launcher for each of those that take turns; takes the place of
-    Launcher behind the runner."""
+    """Interleaves trials, each under its own process with a warm launcher; replaces Launcher for
+    the runner."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
@@ -65,12 +64,12 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """As Launcher.run, alone."""
+        """Runs a single trial, as Launcher.run does."""
         launch = Launch(cell, data, processes, more=more)
         return self.together([launch], on_progress, by_turns=False)[0]
 
     def ignore_pid(self, pid: int) -> None:
-        """Launchers in processes of their own never see this one's children."""
+        """Does nothing: launchers in other processes never see this one's children."""
 
     def together(
         self,
@@ -78,12 +77,12 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         by_turns: bool = True,
     ) -> list[Outcome]:
-        """Runs them all to their ends, in turn; the first turn of each is its start, set-up and
+        """Runs all to their ends, interleaved. The first turn of each is its start, set-up and
         warm-up.
 
-        While one trains, the ranks of the others are stopped. Time limits and wall times count a
-        launch's own turns only. KeyboardInterrupt makes all of them `interrupted`, those too that
-        had ended: only together they say something.
+        While one trains, the ranks of the others are stopped. Time limits and wall times count only
+        a trial's own turns. KeyboardInterrupt makes all `interrupted`, even finished ones: only the
+        whole set is comparable.
         """
         with scratch_folder() as folder:
             return self._together(folder, launches, on_progress, by_turns)
@@ -95,7 +94,7 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None,
         by_turns: bool,
     ) -> list[Outcome]:
-        """As `together`. `folder`: for the sockets at which ranks wait for their turns."""
+        """Runs `together` with a `folder` for the sockets at which ranks wait for their turns."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
@@ -107,7 +106,7 @@ class InterleavedLauncher:
                     if not slot.over:
                         slot.take_turn()
             return [slot.outcome() for slot in slots]
-        except BaseException as error:  # ranks that wait for a turn would wait for ever
+        except BaseException as error:  # or ranks would wait for a turn forever
             for slot in slots:
                 slot.interrupt()
             outcomes = [slot.outcome() for slot in slots]
@@ -127,14 +126,14 @@ class InterleavedLauncher:
 
 
 class _LauncherProcess:
-    """A process of its own, out of the terminal's reach, that runs one launch at a time."""
+    """A separate process, out of the terminal's reach, that runs one trial at a time."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds that the launch has waited for its turns, and since when it waits now (0: it does
-        not)."""
+        """Seconds that the trial has waited for its turns, and the start of the current wait (0:
+        none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         self._pid = self.pool.submit(_warm)
 
@@ -143,7 +142,7 @@ class _LauncherProcess:
         return self._pid.result()
 
     def alive(self) -> _LauncherProcess:
-        """This process, or a new one where this one was killed."""
+        """Returns this process, or a new one if this one was killed."""
         try:
             self.pool.submit(os.getpid).result()
         except BrokenProcessPool:
@@ -152,7 +151,7 @@ class _LauncherProcess:
         return self
 
     def start(self, launch: Launch, turns: TimeSlices | None) -> Future[Outcome]:
-        """Begins this launch; where the process was killed, the future has that error at once."""
+        """Starts this trial. If the process was killed, the future has that error at once."""
         more: LaunchOptions = {**launch.more, "turns": turns}
         try:
             return self.pool.submit(_launch, launch.cell, launch.data, launch.processes, more)
@@ -166,7 +165,7 @@ class _LauncherProcess:
 
 
 class _Slot:
-    """One launch: whose ranks wait for their turn, and what became of it."""
+    """One trial: its waiting ranks and its outcome."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class _Slot:
         self.turns = TimeSlices.of(str(address), launch.cycle) if address else None
         self.future: Future[Outcome] | None = None
         self.stopped: dict[socket.socket, int] = {}
-        """Ranks that wait: their lines and process ids."""
+        """Process ids of waiting ranks, by their sockets."""
         self.selector = selectors.DefaultSelector()
         self.ended, self._end = socket.socketpair()
         self.selector.register(self.ended, selectors.EVENT_READ)
@@ -195,8 +194,7 @@ class _Slot:
         return self.future is not None and self.future.done()
 
     def take_turn(self) -> None:
-        """Lets the ranks go on until all of them wait again, or the launch has come to its end;
-        then stops them."""
+        """Lets the ranks run until all of them wait again or the trial ends, then stops them."""
         if self.future is None:
             self.future = self.process.start(self.launch, self.turns)
             self.future.add_done_callback(self._wake)
@@ -217,7 +215,7 @@ class _Slot:
         self.process.waited[1] = time.monotonic()
 
     def _wake(self, _: Future[Outcome]) -> None:
-        with contextlib.suppress(OSError):  # closed: whoever waited saw the end already
+        with contextlib.suppress(OSError):  # closed: the waiting thread already saw the end
             self._end.send(b".")
 
     def _receive(self, line: socket.socket) -> None:
@@ -238,12 +236,12 @@ class _Slot:
                 self.on_progress(int(message[1]), float(message[2]))
 
     def interrupt(self) -> None:
-        """Ends the launch, whose ranks may be stopped."""
+        """Ends the trial, whose ranks may be stopped."""
         if self.future and not self.future.cancel() and not self.over:
             _signal(self.process.ready(), signal.SIGINT)
 
     def outcome(self) -> Outcome:
-        """What became of it; waits for that."""
+        """Waits for the trial's outcome and returns it."""
         if self.future is None or self.future.cancelled():
             return Outcome("interrupted", "", time.time(), 0.0)
         try:
@@ -267,11 +265,11 @@ def _signal(pid: int, number: int) -> None:
 
 
 class _Own:
-    """What the process of a `_LauncherProcess` keeps from launch to launch."""
+    """State that a `_LauncherProcess` keeps between trials."""
 
     launcher: Launcher
     waited: MutableSequence[float]
-    """As `_LauncherProcess.waited`."""
+    """See `_LauncherProcess.waited`."""
 
 
 def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
@@ -282,8 +280,8 @@ def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
 
 
 def _warm() -> int:
-    """Waits until the fork server has imported what it is to hold: it would take the cores from
-    whoever trains."""
+    """Waits until the fork server has finished its imports, which would take cores from training
+    ranks."""
     first = multiprocessing.get_context("forkserver").Process()
     first.start()
     first.join()

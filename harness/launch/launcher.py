@@ -1,4 +1,4 @@
-"""Starts the ranks of a trial, waits for them, turns whatever happens into an Outcome, leaves no
+"""Starts the ranks of a trial, waits for them, returns an Outcome in every case, and leaves no
 process behind."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Launcher:
         for name in (
             "torch.distributed.elastic",
             "torch.multiprocessing.spawn",
-        ):  # their news are in the trial's record
+        ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         adopt_orphans()
         remove_abandoned()
@@ -80,13 +80,12 @@ class Launcher:
         self._preload = " ".join(preload)
         self._ignored: set[int] = set()
         self.fork_server = 0
-        """Its process id; the ranks that the elastic launcher starts are its children."""
+        """Process id of the fork server, the parent of ranks started by the elastic launcher."""
         self._start_fork_server()
 
     def _start_fork_server(self) -> None:
-        """At first, and where it was killed."""
-        # The last keeps imports from initialising CUDA in the fork server, whose children could
-        # not use it then.
+        # The last keeps imports from initialising CUDA in the fork server, which would make it
+        # unusable in forked ranks.
         for_server = {
             LAUNCHER: str(os.getpid()),
             PRELOAD: self._preload,
@@ -107,19 +106,18 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Starts a fork server in the place of one that was killed. Python may have started one by
-        itself, without the variables above; it is killed first."""
+        """Replaces a killed fork server. First kills any that Python started itself, without the
+        variables above."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
                 former.kill()
-                # A process is a zombie as soon as its first thread has ended, but has an end that
-                # Python sees, which looks by waitpid, only with its last one.
+                # A process becomes a zombie when its first thread ends, but waitpid, which Python
+                # uses, sees its end only after the last.
                 os.waitid(os.P_PID, former.pid, os.WEXITED | os.WNOWAIT)
         self._start_fork_server()
 
     def _fork_server_runs(self) -> bool:
-        """False where it was killed."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self.fork_server).status() != psutil.STATUS_ZOMBIE
         return False
@@ -135,7 +133,7 @@ class Launcher:
         waited: Callable[[], float] = float,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """Runs a trial to its end, whatever that is. KeyboardInterrupt becomes the status
+        """Runs a trial and returns its outcome in every case. KeyboardInterrupt becomes the status
         `interrupted`.
 
         `command`: returns the strategy's own command line for a folder, see
@@ -164,21 +162,20 @@ class Launcher:
     ) -> tuple[RankOutputs, str]:
         """Runs this node's ranks of a trial; returns what they left, and who started them.
 
-        `store`: where node 0's nodes meet, made here where there is one node. `stop`: ends the
-        ranks once it is set. Where the system refuses what is needed to start them, such as a port
-        or a place for temporary files, nothing is left but the reason.
+        `store`: node 0's rendezvous store, created here for a single node. `stop`: ends the ranks
+        once set. If the system refuses a port or temporary files, only the reason is returned.
         """
         try:
             if not self._fork_server_runs():
                 self._restart_fork_server()
             try:
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-            # The process that ranks are forked from was killed just before; a connection is refused
-            # where it had closed its socket already.
+            # The fork server was just killed. The connection is refused if it had already closed
+            # its socket.
             except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-        except (OSError, RuntimeError, EOFError) as error:  # torch's own are RuntimeErrors
+        except (OSError, RuntimeError, EOFError) as error:  # torch raises RuntimeError
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
             return RankOutputs(not_started=reason), str(spec.cell.launcher)
@@ -192,7 +189,7 @@ class Launcher:
         stop: threading.Event | None,
         waited: Callable[[], float],
     ) -> tuple[RankOutputs, str]:
-        """As `run_ranks`; raises OSError, RuntimeError or EOFError where the ranks cannot be
+        """Like `run_ranks`, but raises OSError, RuntimeError or EOFError if the ranks cannot be
         started."""
         cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
@@ -235,12 +232,12 @@ class Launcher:
             return left, by
 
     def ignore_pid(self, pid: int) -> None:
-        """A child of this process that is none of a trial's."""
+        """Ignores a child of this process that belongs to no trial."""
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills sessions of the ranks, and all below us or the fork server: orphans, and ranks that
-        had no time to say who they are."""
+        """Kills the ranks' sessions and all descendants of this process or the fork server,
+        including orphans and ranks that have not yet registered."""
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -257,14 +254,14 @@ class Launcher:
 
 
 def _pid_of_fork_server() -> int:
-    """Of the fork server that Python knows, which may have ended; one was started before."""
+    """Returns the id of the fork server that Python started, which may have ended."""
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
-    """torch.multiprocessing.spawn, as its documentation shows it, a fresh interpreter per rank;
-    exit code of the first that failed."""
+    """Runs ranks with torch.multiprocessing.spawn as documented, a fresh interpreter each; returns
+    the exit code of the first that failed."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     store = open_store(LOOPBACK)
@@ -276,10 +273,7 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
 
 
 def _run_command(command: list[str], spec: TrialSpec) -> int:
-    """Another launcher starts the ranks; what it says goes to rank 0's log.
-
-    Returns its exit code.
-    """
+    """Runs another launcher's command, with its output in rank 0's log; returns its exit code."""
     file = Path(spec.scratch) / "spec.json"
     file.write_text(spec.to_json())
     place = {
@@ -309,7 +303,7 @@ def _free_port() -> int:
 
 
 def _is_python(program: str) -> bool:
-    """Whether a program is a script that Python runs, such as the commands that pip installs."""
+    """Returns whether a program is a Python script, such as the commands that pip installs."""
     file = shutil.which(program)
     if not file:
         return False

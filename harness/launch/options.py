@@ -1,4 +1,4 @@
-"""What a caller of a launcher may set beside the cell, its data and the number of processes."""
+"""Options of a launcher in addition to the cell, its data and the number of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Command = Callable[[Path], "list[str] | None"]
 
 
 class TrialOptions(TypedDict, total=False):
-    """The fields of TrialSpec that a caller of a launcher may set, see there."""
+    """Fields of TrialSpec that a launcher's caller may set."""
 
     reference: str | None
     reference_output: str | None
@@ -26,7 +26,7 @@ class TrialOptions(TypedDict, total=False):
 
 
 class LaunchOptions(TrialOptions, total=False):
-    """All that a caller of a launcher may set, the strategy's command with it."""
+    """All options of a launcher, including the strategy's command."""
 
     command: Command
-    """The strategy's own command line for a folder, see `Strategy.own_launcher`."""
+    """Returns the strategy's own command line for a folder, see `Strategy.own_launcher`."""

@@ -1,4 +1,4 @@
-"""What became of a trial, from what its ranks left in its folder."""
+"""Determines a trial's outcome from what its ranks left in its folder."""
 
 from __future__ import annotations
 
@@ -23,62 +23,58 @@ _LONGEST_SECRET = 4096
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial: `status` as in the schema, the reason a person can act on, and each
-    rank's answer."""
+    """Outcome of a trial: status (see the schema), an actionable reason, and each rank's answer."""
 
     status: str
     reason: str
     started_at: float
     wall_seconds: float
     launcher: str = "elastic"
-    """Who started the ranks: the cell's launcher, or the command of a library's own."""
+    """What started the ranks: the cell's launcher, or a library's own command."""
     answers: tuple[RankAnswer, ...] = ()
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """Facts of the nodes it ran on (see harness/nodes/facts.py) where they are other than this
-    process's own."""
+    """Facts of its nodes (see harness/nodes/facts.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
-    """The record's columns about the emulated link between them (see harness/links); empty where
-    there is none."""
+    """Record columns about the emulated link (see harness/links); empty without one."""
 
     @property
     def startup_seconds(self) -> float | None:
-        """From the launch to the last rank's first instruction; None where the system's clock was
-        set in between, so that it cannot be."""
+        """Returns seconds from launch to the last rank's first instruction; None if the system
+        clock was set in between."""
         entered = [a.entered_at for a in self.answers if a.entered_at is not None]
         seconds = max(entered) - self.started_at if entered else None
         return seconds if seconds is not None and 0 <= seconds <= self.wall_seconds else None
 
     @property
     def trained(self) -> list[TrainedAnswer]:
-        """What the ranks measured that trained all their steps, by rank."""
+        """Returns the measurements of ranks that finished all steps, by rank."""
         return [answer.trained for answer in self.answers if answer.trained]
 
 
 @dataclass
 class RankOutputs:
-    """What the ranks of one node, or of all together, left behind, by rank."""
+    """What the ranks of one node, or of all, left behind, by rank."""
 
     answers: dict[int, RankAnswer] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
     """End of each rank's log."""
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """Of the ranks that went first, as far as their launcher knows."""
+    """Exit codes of the ranks that ended first, as far as the launcher knows."""
     groups: dict[int, list[GroupState]] = field(default_factory=dict)
-    """Which collectives each rank had entered, of the ranks that were asked; empty for one that
-    did not answer."""
+    """Collectives that each asked rank had entered; empty for one without an answer."""
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
     not_started: str = ""
-    """Why the launcher could not start the ranks; empty: it could."""
+    """Why the launcher could not start the ranks; empty if it could."""
     oom_kills: int = 0
-    """Processes of this group of processes that the kernel killed meanwhile for lack of memory."""
+    """Processes of this control group that the kernel's OOM killer ended meanwhile."""
     ended: str = ""
-    """How the command of a library's own launcher ended; empty: the ranks were started without one.
-    Only that command knows which rank ended first, and says so in rank 0's log."""
+    """How a library's launcher command ended; empty without one. Only it knows which rank ended
+    first, and names it in rank 0's log."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         """Adds what these ranks left in their folder."""
@@ -92,7 +88,7 @@ class RankOutputs:
                 self.groups[rank] = read_groups(scratch, rank)
 
     def add(self, other: RankOutputs) -> None:
-        """Another node's ranks."""
+        """Adds another node's ranks."""
         self.answers |= other.answers
         self.logs |= other.logs
         self.stacks |= other.stacks
@@ -106,7 +102,7 @@ class RankOutputs:
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank here did what it was to do."""
+        """Returns whether every rank here did its work."""
         return (
             not self.timed_out
             and not self.hang
@@ -118,7 +114,7 @@ class RankOutputs:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trial ended, by what its ranks left."""
+    """How a trial ended."""
 
     status: str
     reason: str
@@ -128,9 +124,9 @@ class Ending:
 
 
 def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Ending:
-    """How a trial ended, by what its ranks left.
+    """Determines how a trial ended from what its ranks left.
 
-    `lost`: what became of a node that cannot say it itself.
+    `lost`: what became of a node that cannot report itself.
     """
     answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
@@ -156,8 +152,8 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
     )
     causes = [(rank, failure) for rank, failure in failed if not failure.consequence]
     if not causes and silent:
-        # The failures of the others are consequences of one that left without a word. Where several
-        # did, the launcher knows which of them ended first.
+        # Other ranks' failures follow from one that left without an answer. If several did, the
+        # launcher knows which ended first.
         rank = next((r for r in outputs.exit_codes if r in silent), silent[0])
         reason = outputs.ended or ending(outputs.exit_codes.get(rank), by=f"rank {rank}")
         # std::bad_alloc outside Python ends the process before it can answer.
@@ -174,14 +170,13 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
 
 
 def _together(one: Hang | None, other: Hang | None) -> Hang | None:
-    """What is known of the ranks of two nodes."""
     if one is None or other is None:
         return one or other
     return Hang(max(one.seconds, other.seconds), one.doing | other.doing)
 
 
 def ending(exit_code: int | None, by: str) -> str:
-    """How a process that left no answer went, in words."""
+    """Returns how a process without an answer ended, as text."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{by} was killed by {name}, from outside" + (
@@ -191,11 +186,11 @@ def ending(exit_code: int | None, by: str) -> str:
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """The last `size` bytes of a rank's file as text, without secrets; empty where there is no
+    """Returns the last `size` bytes of a rank's file as text, without secrets; empty without a
     file."""
     try:
         with open(file, "rb") as content:
-            # Begun earlier: half of a secret would not be known for one.
+            # Read some bytes before the tail, so that a secret cut in half is still redacted.
             begin = max(0, content.seek(0, os.SEEK_END) - size - _LONGEST_SECRET)
             content.seek(begin)
             text = content.read(size + _LONGEST_SECRET).decode("utf-8", "replace")

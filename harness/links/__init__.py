@@ -1,1 +1,1 @@
-"""Nodes that are network namespaces of this machine, with shaped links between them."""
+"""Emulated nodes: network namespaces of this machine with shaped links between them."""

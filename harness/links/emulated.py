@@ -1,4 +1,4 @@
-"""Emulated nodes: whether this host can have them, how they start and end, and their links."""
+"""Emulated nodes: whether this host supports them, their start and end, and their links."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from harness.nodes.node import Node
 
 START_SECONDS = 60.0
 MEASUREMENTS = 2
-"""Of each link, of which the best counts: other work on the machine makes a link slower, never
-faster."""
+"""Measurements of each link. The best counts: other work on the machine only makes a link
+slower."""
 
 
 class NoLinks(Exception):
-    """The links cannot be emulated here; the message says why, and what to do."""
+    """The links cannot be emulated here; the message gives the reason and a remedy."""
 
 
 class _Process:
@@ -37,20 +37,20 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C must reach this process only, which then ends the other.
+            # Keep Ctrl-C from the switch; this process ends it.
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
     def ask(self, request: Request) -> str:
-        """Sends a request and returns the answer; raises NoLinks where the answer is an error."""
+        """Sends a request and returns the answer; raises NoLinks if that is an error."""
         assert self.process.stdin
         assert self.process.stdout
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # the process has ended, and may have written the reason before
+            pass  # the process ended, and may have written the reason before
         line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": "its process is gone"}
         if "error" in answer:
@@ -65,7 +65,7 @@ class _Process:
 
 @functools.cache
 def lacking() -> str:
-    """Why this host cannot emulate links, and what to do; empty where it can. Tried once per
+    """Returns why this host cannot emulate links, with a remedy; empty if it can. Tried once per
     process."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
@@ -88,7 +88,7 @@ def lacking() -> str:
 
 
 class EmulatedNodes:
-    """Nodes that are network namespaces of this machine, started when they are first needed."""
+    """Nodes that are network namespaces of this machine, started on first use."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -97,16 +97,16 @@ class EmulatedNodes:
         self._files: contextlib.ExitStack | None = None
         self._link = ""
         self._columns: dict[str, dict[str, object]] = {}
-        """Of the record, by link."""
+        """Record columns, by link."""
 
     @property
     def pid(self) -> int | None:
-        """Of the switch's process, the parent of all others; None: not started."""
+        """Returns the process id of the switch, the parent of all others; None if not started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """The nodes, all connected; all are started anew where one was lost. Raises NoLinks where
-        they do not connect within START_SECONDS."""
+        """Returns the connected nodes, restarting all if one was lost. Raises NoLinks if they do
+        not connect within START_SECONDS."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
         self.close()
@@ -118,7 +118,7 @@ class EmulatedNodes:
             {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
         ]
         self._switch.ask({"nodes": parts, "rendezvous_file": str(rendezvous_file)})
-        # Only after the answer, with which the interfaces of the nodes are up.
+        # Only after the answer, which comes when the nodes' interfaces are up.
         self._nodes = nodes = Nodes(
             self.count, rendezvous_file, socket_file=rendezvous_file.with_name("socket")
         )
@@ -131,10 +131,10 @@ class EmulatedNodes:
         return nodes
 
     def use(self, link: str) -> dict[str, object]:
-        """Gives all nodes' links this rate and delay, written as in a cell; returns the record's
-        columns about them. Raises NoLinks where that fails.
+        """Sets the rate and delay of all links, written as in a cell; returns the record columns.
+        Measures a link on first use.
 
-        A link is measured when it is first used.
+        Raises NoLinks if that fails.
         """
         nodes = self.ready()
         assert self._switch
@@ -170,9 +170,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Bits per second and one-way latency in seconds between two nodes (see
-    harness/nodes/probe.py); raises NoLinks where they do not reach each other, or an agent ends.
-    """
+    """Measures bits per second and one-way latency in seconds between two nodes (see
+    harness/nodes/probe.py). Raises NoLinks if they cannot connect, or an agent ends."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -187,9 +186,8 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
 
 
 def shares(count: int) -> list[tuple[list[int], str | None]]:
-    """For each node its cores, which several nodes share where there are fewer cores than nodes,
-    and its value of CUDA_VISIBLE_DEVICES; None without GPUs.
-    """
+    """Returns each node's cores, shared if there are fewer cores than nodes, and its
+    CUDA_VISIBLE_DEVICES; None without GPUs."""
     cores, cards = allowed_cores(), _cards()
     cores_each, cards_each = max(1, len(cores) // count), len(cards) // count
     parts: list[tuple[list[int], str | None]] = []
@@ -201,6 +199,6 @@ def shares(count: int) -> list[tuple[list[int], str | None]]:
 
 
 def _cards() -> list[str]:
-    """The GPUs of this process, each as CUDA_VISIBLE_DEVICES would name it."""
+    """Returns this process's GPUs as CUDA_VISIBLE_DEVICES names them."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",") if names else [str(number) for number in range(len(gpus()))]

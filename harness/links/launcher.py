@@ -1,4 +1,4 @@
-"""Runs cells with emulated links on emulated nodes, and all other cells as without them."""
+"""Runs cells with emulated links on emulated nodes, and all other cells as usual."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
-"""Packages that ranks will need -> launcher."""
+"""Makes a launcher from the packages that ranks will need."""
 
 
 class LinksLauncher:
-    """A launcher for runs of which some cells have emulated links."""
+    """Launcher for runs in which some cells have emulated links."""
 
     def __init__(
         self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]
@@ -45,11 +45,12 @@ class LinksLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """As Launcher.run. A cell whose links cannot be emulated is `unavailable`."""
+        """Runs a trial as Launcher.run does. A cell whose links cannot be emulated is
+        `unavailable`."""
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
-            # Measured before the agents import packages for the ranks, which keeps cores busy.
+            # Measured before the agents import packages, which keeps cores busy.
             columns = self.emulated.use(cell.links)
             over = NodesLauncher(self.emulated.ready(), self.packages)
         except KeyboardInterrupt:
@@ -67,8 +68,8 @@ class LinksLauncher:
 
 @contextlib.contextmanager
 def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
-    """What makes the launcher of a run with these cells. Where some cells have emulated links it
-    makes one with emulated nodes, which end with the context."""
+    """Yields a launcher factory for these cells. If some have emulated links, it adds emulated
+    nodes, which end with the context."""
     count = max((cell.nodes for cell in cells if cell.links), default=0)
     if not count:
         yield launcher

@@ -1,10 +1,9 @@
 """python -m harness.links.relay SECONDS PORT...: a switch that forwards every frame after a delay,
 for kernels without netem.
 
-It replaces the kernel's bridge by a process: frames are read from and written to the ports through
-packet sockets. Large frames pass unsegmented; the virtio header in front of a frame tells the
-kernel how to segment it. The rates of the ports remain the kernel's business. It imports nothing of
-the suite, so that it starts quickly.
+Replaces the kernel's bridge by a process that reads and writes frames through packet sockets. Large
+frames pass unsegmented; the virtio header of a frame tells the kernel how to segment it. The kernel
+still limits the ports' rates. Imports nothing from the suite, to start quickly.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from collections.abc import Sequence
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 263, 15, 23, 3
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _PR_SET_TIMERSLACK = 32, 33, 29
 _HEADER = 10
-"""Bytes of struct virtio_net_hdr (linux/virtio_net.h)."""
+"""Size of struct virtio_net_hdr in bytes (linux/virtio_net.h)."""
 _LARGEST = 2**17
-"""Bytes that a frame may have."""
+"""Largest frame in bytes."""
 _BUFFER_BYTES = 2**26
 _AT_ONCE = 16
-"""Frames that are read from a port before another port's turn."""
+"""Frames read from a port before another port's turn."""
 
 
 def open_port(name: str) -> socket.socket:
-    """A socket that receives all frames that come in at this interface, and sends frames out of
+    """Returns a socket that receives all frames arriving at this interface and sends frames out of
     it."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
@@ -40,7 +39,7 @@ def open_port(name: str) -> socket.socket:
     for force, option in ((_SO_RCVBUFFORCE, socket.SO_RCVBUF), (_SO_SNDBUFFORCE, socket.SO_SNDBUF)):
         try:
             port.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
-        except PermissionError:  # in a user namespace only as much as the system allows any user
+        except PermissionError:  # in a user namespace, only as much as any user may
             port.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
     port.setblocking(False)
     port.bind((name, _ETH_P_ALL))
@@ -48,10 +47,10 @@ def open_port(name: str) -> socket.socket:
 
 
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
-    """Forwards frames for ever, each `seconds` after it came in.
+    """Forwards frames forever, each `seconds` after it arrived.
 
-    A frame leaves at the port behind which its destination address was seen as a source before,
-    else at all other ports.
+    Sends a frame to the port where its destination was last seen as a source, else to all other
+    ports.
     """
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}
@@ -73,7 +72,7 @@ def relay(ports: Sequence[socket.socket], seconds: float) -> None:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    with contextlib.suppress(OSError):  # real-time priority, as the ranks keep all cores busy
+    with contextlib.suppress(OSError):  # real-time priority, since ranks keep all cores busy
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ports = [open_port(name) for name in sys.argv[2:]]
     print("up", flush=True)

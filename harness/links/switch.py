@@ -1,10 +1,10 @@
-"""python -m harness.links.switch: a process in a network namespace of its own, with a bridge in it,
-and the nodes' agents as its children.
+"""python -m harness.links.switch: a process in its own network namespace, with a bridge and the
+nodes' agents as children.
 
-Each agent is in a further network namespace, with its own host name. The namespaces have no names
-in the system and each process dies with its parent: when the processes have ended, in whichever
-way, the kernel removes namespaces, interfaces and shaping. The process reads requests as lines of
-JSON from its standard input, answers each with a line, and ends with that input.
+Each agent has a network namespace and host name of its own. The namespaces are unnamed and each
+process dies with its parent, so the kernel always removes namespaces, interfaces and shaping. The
+process answers requests (lines of JSON on standard input) with a line each, and ends with that
+input.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from harness.host.process import die_with_parent
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Of each node. No machine has an interface of this name: /sys still shows the machine's own ones
+"""Interface of each node. The name must not exist on the machine, whose interfaces /sys still shows
 inside a namespace."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-"""Commands that are needed, and Debian's package of each."""
+"""Required commands, with Debian's package of each."""
 LOG, HOSTS = "agents.log", "hosts"
 _QUEUE = "50ms"
-"""How long a frame may wait for its turn at a limited rate; later ones are dropped."""
+"""Longest wait of a packet at a limited rate; later ones are dropped."""
 
 
 class NodeShare(TypedDict):
-    """What a node gets of the machine."""
+    """A node's share of the machine."""
 
     cores: list[int]
     gpus: str | None
-    """Its CUDA_VISIBLE_DEVICES; None: as here."""
+    """CUDA_VISIBLE_DEVICES of the node; None: as here."""
 
 
 class Request(TypedDict, total=False):
-    """With `nodes` and `rendezvous_file`: start these nodes' agents, which wait for that file. With
-    `link`: give the links this rate and delay, written as in a cell. Empty: try whether all of this
-    may be done here.
+    """A request to the switch.
+
+    `nodes` and `rendezvous_file`: start these nodes' agents, which wait for that file. `link`: give
+    the links this rate and delay, written as in a cell. Empty: check whether all of this is
+    permitted here.
     """
 
     nodes: list[NodeShare]
@@ -61,8 +63,8 @@ class Request(TypedDict, total=False):
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
-    """Runs a command with these lines as its input. `inside`: id of the process in whose network
-    namespace it runs; None: in this one. Raises RuntimeError with the first line of its errors."""
+    """Runs a command with these lines as its input. `inside`: id of a process in the network
+    namespace to use; None: this one. Raises RuntimeError with the first line of its errors."""
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
     done = subprocess.run(
         [*enter, *command], input="\n".join(lines), capture_output=True, text=True
@@ -78,9 +80,8 @@ def ip(*lines: str, inside: int | None = None) -> None:
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """Bytes that may pass at once (tc-tbf(8), `burst`): 64 KiB up to 100 Mbit/s, and twice as much
-    for ten times the rate. With less, the resolution of the kernel's timer would limit the rate.
-    """
+    """Returns the burst in bytes (tc-tbf(8)): 64 KiB up to 100 Mbit/s, twice as much per tenfold
+    rate. With less, the kernel's timer resolution would limit the rate."""
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 
@@ -108,7 +109,7 @@ class Switch:
 
     @functools.cached_property
     def netem(self) -> bool:
-        """Whether the kernel can delay packets (its module sch_netem)."""
+        """Returns whether the kernel can delay packets (module sch_netem)."""
         try:
             run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
         except RuntimeError:
@@ -117,8 +118,7 @@ class Switch:
         return True
 
     def shape(self, link: Link) -> str:
-        """Sets rate and delay of every node's link, at both of its ends; returns by which means, in
-        words."""
+        """Sets rate and delay of every node's link, at both ends; returns the method as text."""
         delay = f"{link.delay_seconds * 1e6:.0f}us" if link.delay_seconds else ""
         for port, node in zip(self.ports, self.nodes, strict=True):
             self._device(INTERFACE, node, link.bits_per_second)
@@ -128,9 +128,8 @@ class Switch:
         return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """Sets rate (bits per second) and delay of what leaves an interface. tbf is a child of
-        netem, as in the examples of tc-netem(8).
-        """
+        """Sets rate (bits per second) and delay of an interface's outgoing packets. tbf is a child
+        of netem, as in the examples of tc-netem(8)."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
@@ -146,8 +145,7 @@ class Switch:
             self.shaped.add((name, inside))
 
     def _relay(self, seconds: float) -> None:
-        """Connects the ports by a process that delays frames, or by the bridge where `seconds` is
-        0."""
+        """Connects the ports by a relay that delays frames, or by the bridge if `seconds` is 0."""
         if self.relay:
             self.relay.kill()
             self.relay.wait()
@@ -169,16 +167,15 @@ class Switch:
 
 
 def address(number: int) -> str:
-    """The IP address of a node, counted from 0."""
+    """Returns the IP address of a node, counted from 0."""
     return f"10.97.0.{number + 1}"
 
 
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
-    """Starts the agent of a node, which is in its own namespaces when this returns. It waits for
-    the file `rendezvous_file`, and writes its log beside that file.
-    """
+    """Starts a node's agent and returns once it is in its namespaces. The agent waits for
+    `rendezvous_file` and logs next to it."""
 
     def enter_namespaces() -> None:
         die_with_parent()
@@ -201,7 +198,7 @@ def start_node(
 
 
 def serve(request: Request, switch: Switch | None) -> tuple[Switch, str]:
-    """Does what is requested; returns the switch and the answer."""
+    """Serves a request; returns the switch and the answer."""
     if "nodes" in request:
         names = [
             "127.0.0.1 localhost",

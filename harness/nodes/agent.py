@@ -1,5 +1,4 @@
-"""The agent of a node: keeps its fork server warm from cell to cell and runs this node's ranks of
-each trial it is told of."""
+"""The agent of a node: keeps its fork server warm and runs this node's ranks of each trial."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Agent:
-    """Blocks for work; its ranks die with it, and it goes when the coordinator does."""
+    """Waits for work; its ranks die with it, and it exits when the coordinator does."""
 
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
@@ -43,7 +42,7 @@ class Agent:
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Does what the coordinator says, until it says that this is all."""
+        """Serves the coordinator until told to stop."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             word, what = self.orders.get()
@@ -68,8 +67,8 @@ class Agent:
                 self._run(what)
 
     def _listen(self) -> None:
-        """Hears the coordinator at once, also while ranks run; where it is gone, ranks and agent
-        go."""
+        """Receives messages at once, even while ranks run; exits with the ranks if the coordinator
+        is gone."""
         while True:
             try:
                 word, what = self.line.receive()
@@ -119,8 +118,8 @@ class Agent:
 
 
 def main() -> None:
-    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun SLURM's
-    variables say the rest."""
+    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun,
+    SLURM's variables replace the options."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.agent", description="A node of a run over several nodes."
     )
@@ -154,7 +153,7 @@ def main() -> None:
         line = reach_coordinator(given.meeting, given.patience)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
-        # Its import takes seconds: whoever has said hello can answer at once.
+        # Its import takes seconds; after the hello, the agent must answer at once.
         importlib.import_module("torch.distributed")
         line.send("hello", node_facts(given.node, given.name, interface, address))
         Agent(line, address, interface).serve()

@@ -1,6 +1,5 @@
-"""The coordinator of a run over several nodes: who is there, and one trial at a time over as many
-of them as its cell needs.
-"""
+"""The coordinator of a multi-node run: tracks nodes, and runs one trial at a time over the nodes
+that its cell needs."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Nodes:
-    """The agents of a run. One that was lost may come again, under its number."""
+    """The agents of a run. A lost one may rejoin under its number."""
 
     most_strangers = 64
-    """Connections at once that have not yet proved to know the key; agents try again."""
+    """Limit of unauthenticated connections at once; agents retry."""
 
     def __init__(
         self,
@@ -44,11 +43,11 @@ class Nodes:
         interface: str | None = None,
         socket_file: Path | None = None,
     ) -> None:
-        """Listens on one address, and says where in `rendezvous_file`. `interface`: the one that
-        reaches all nodes; None: that of the host's name, or of the default route.
+        """Listens on one address and writes it to `rendezvous_file`.
 
-        `socket_file`: listens there instead, which nodes on this machine reach from any network
-        namespace, past any link.
+        `interface`: the one that reaches all nodes; None: that of the host's name, or of the
+        default route. `socket_file`: Unix socket to use instead, which nodes on this machine reach
+        from any network namespace, bypassing links.
         """
         self.count, self.rendezvous_file = count, rendezvous_file
         self.there: dict[int, Node] = {}
@@ -87,7 +86,7 @@ class Nodes:
             word, facts = line.receive()
         except (OSError, EOFError):
             raw.close()
-            return  # no agent of ours
+            return  # not one of our agents
         finally:
             self._strangers.release()
         if word != "hello":
@@ -106,7 +105,7 @@ class Nodes:
             self._change.notify_all()
 
     def warm(self, packages: Sequence[str]) -> None:
-        """Every agent imports these, those that come later too."""
+        """Makes every agent, including later ones, import these packages."""
         with self._change:
             if self._packages is None:
                 self._packages = list(packages)
@@ -115,10 +114,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """The first `count` nodes by number, waited for; fewer where they do not come.
-
-        A second wait for the same ones is short.
-        """
+        """Waits for the first `count` nodes by number; returns fewer if some do not come. A
+        repeated wait for the same ones is short."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -132,7 +129,8 @@ class Nodes:
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
-        """Between trials an agent has nothing to say: a line that can be read is at its end."""
+        """Drops agents that left between trials: they send nothing then, so a readable connection
+        has ended."""
         lines = {node.line.connection: node for node in self.there.values()}
         for connection in wait(list(lines), 0):
             self.lose(lines[connection], "its agent went between two trials")  # type: ignore[index]
@@ -145,7 +143,7 @@ class Nodes:
                 self._lost[node.number] = f"{node.name}: {why}"
 
     def lacking(self, count: int) -> str:
-        """Why there are fewer than `count` nodes."""
+        """Returns why there are fewer than `count` nodes."""
         lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
         return (
             f"needs {count} nodes, {len(self.there)} of {self.count}"
@@ -153,8 +151,7 @@ class Nodes:
         )
 
     def check(self) -> None:
-        """Raises UsageError where the nodes do not reach each other by the interfaces that they
-        chose."""
+        """Raises UsageError if the nodes' chosen interfaces cannot reach each other."""
         nodes = [self.there[number] for number in sorted(self.there)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
@@ -165,7 +162,7 @@ class Nodes:
             )
 
     def measure(self) -> None:
-        """Adds to each node's facts how the coordinator reaches it, over one TCP connection."""
+        """Adds to each node's facts the TCP link from the coordinator."""
         for node in list(self.there.values()):
             try:
                 node.facts |= measured_link(node.line)
@@ -173,7 +170,7 @@ class Nodes:
                 self.lose(node, "its agent is gone")
 
     def close(self) -> None:
-        """All agents go."""
+        """Ends all agents."""
         for how in (self._listener.shutdown, None):
             with contextlib.suppress(OSError):
                 how(socket.SHUT_RDWR) if how else self._listener.close()
@@ -187,12 +184,10 @@ class Nodes:
 
 
 class NodesLauncher:
-    """Runs cells of one node as ever, others over the agents; takes the place of Launcher behind
-    the runner."""
+    """Runs single-node cells as usual, others over the agents; replaces Launcher for the runner."""
 
     patience_seconds = 30.0
-    """How long a trial waits for nodes that are not there: an agent that was lost may be started
-    anew."""
+    """Seconds that a trial waits for missing nodes, since a lost agent may be restarted."""
 
     def __init__(
         self,
@@ -211,7 +206,7 @@ class NodesLauncher:
         return self._local
 
     def ignore_pid(self, pid: int) -> None:
-        """As Launcher.spare."""
+        """See Launcher.ignore_pid."""
         self.local.ignore_pid(pid)
 
     def run(
@@ -224,7 +219,7 @@ class NodesLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """As Launcher.run. A cell for which nodes are missing is `unavailable`."""
+        """Runs a trial as Launcher.run does. A cell with missing nodes is `unavailable`."""
         if cell.nodes == 1:
             return self.local.run(
                 cell, data, processes, command=command, on_progress=on_progress, **more

@@ -1,4 +1,4 @@
-"""What a node says of itself: hardware, address, place in the network."""
+"""A node's facts: hardware, address, place in the network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SYS = Path("/sys")
 
 
 def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
-    """Nominal rate of an interface in bits per second; None where the kernel does not know it
-    (loopback, virtual links)."""
+    """Returns the nominal rate of an interface in bits per second; None if the kernel does not know
+    it (loopback, virtual links)."""
     try:
         megabits = int((sys / "class/net" / str(interface) / "speed").read_text())
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
 
 
 def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, object]:
-    """One node's facts, as they are recorded with a trial that ran on it."""
+    """Returns a node's facts, as recorded with its trials."""
     return {
         "number": number,
         "name": name,

@@ -1,7 +1,7 @@
-"""What coordinator and agents say: a word, and a value whose type the word decides.
+"""Messages between coordinator and agents: a word, and a value whose type it determines.
 
-A message travels as JSON. Nothing that is received is executed or unpickled: a value that has not
-the type of its word ends the connection.
+They travel as JSON. Nothing received is executed or unpickled; a value of the wrong type ends the
+connection.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from harness.launch.outcome import RankOutputs
 from harness.worker.spec import TrialSpec
 
 Message: TypeAlias = tuple[str, Any]
-"""A word, and what belongs to it."""
+"""A word and its value."""
 
 _NOTHING: Any = type(None)
 _VALUES: dict[str, Any] = {
-    # What an agent says:
+    # From agents:
     "hello": dict[str, Any],
     "met": int,
     "pong": _NOTHING,
@@ -29,7 +29,7 @@ _VALUES: dict[str, Any] = {
     "received": float,
     "step": tuple[int, float],
     "left": tuple[float, RankOutputs],
-    # What the coordinator says:
+    # From the coordinator:
     "warm": list[str],
     "meet": _NOTHING,
     "ping": _NOTHING,
@@ -42,8 +42,7 @@ _VALUES: dict[str, Any] = {
 
 
 class ProtocolError(OSError):
-    """The other side does not speak this protocol, or does not know the key: the connection is of
-    no further use."""
+    """The peer does not speak this protocol or know the key; the connection is unusable."""
 
 
 @functools.cache
@@ -52,12 +51,12 @@ def _adapter(word: str) -> TypeAdapter[Any]:
 
 
 def encoded(word: str, value: object = None) -> bytes:
-    """A message as JSON. Floats that are not finite stay so."""
+    """Returns a message as JSON, which keeps non-finite floats."""
     return json.dumps([word, _adapter(word).dump_python(value)]).encode()
 
 
 def decoded(body: bytes) -> Message:
-    """The message of `encoded`; raises ProtocolError for anything else."""
+    """Returns the message of `encoded`; raises ProtocolError for anything else."""
     try:
         word, value = json.loads(body)
         if word not in _VALUES:

@@ -1,5 +1,4 @@
-"""What a link between two nodes does: rate of a TCP stream, and half of a round trip, both between
-their agents."""
+"""Measures a link between two nodes' agents: the rate of a TCP stream, and half of a round trip."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from collections.abc import Callable
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""A shaped link lets a burst pass at once, and TCP has to find the rate: the stream counts from the
-first to the second."""
+"""Seconds between which the stream is measured. Before the first, a shaped link passes a burst and
+TCP finds its rate."""
 _PATIENCE_SECONDS = 20.0
 _CHUNK = 2**18
 
@@ -21,7 +20,7 @@ _CHUNK = 2**18
 def listen(address: str, done: Callable[[float], object]) -> int:
     """Serves one measurement in a thread; returns the port.
 
-    `done` hears the bits per second of payload that arrived.
+    `done` gets the received payload in bits per second.
     """
     listener = socket.create_server((address, 0))
     port: int = listener.getsockname()[1]
@@ -44,7 +43,7 @@ def listen(address: str, done: Callable[[float], object]) -> int:
 
 
 def _received(connection: socket.socket, now: Callable[[], float] = time.perf_counter) -> float:
-    """Bits per second from the first moment that counts to the last."""
+    """Returns bits per second over the measured part."""
     buffer = bytearray(_CHUNK)
     begin, first, count = now(), 0.0, 0
     while True:
@@ -61,7 +60,7 @@ def _received(connection: socket.socket, now: Callable[[], float] = time.perf_co
 
 
 def measure(address: str, port: int, now: Callable[[], float] = time.perf_counter) -> float:
-    """The other side: returns the one-way latency in seconds; then sends until nobody listens."""
+    """Returns the one-way latency in seconds, then sends until the listener stops."""
     with socket.create_connection((address, port), timeout=_PATIENCE_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,11 +1,10 @@
-"""How coordinator and agents trust each other: every byte that counts is authenticated with the
-run's key.
+"""Authentication between coordinator and agents, with the run's key.
 
-Each side sends a nonce, and proves with its first tag that it knows the key. The keys of the two
-directions are derived from the run's key and both nonces, so that what was recorded of another
-connection is worth nothing; each message is tagged with its number in its direction, so that none
-can be repeated, left out or reordered (HMAC-SHA256, RFC 2104). Nothing is encrypted. Before the
-other side has proved that it knows the key, it can make this one read 64 bytes and no more.
+Each side sends a nonce and proves with its first tag that it knows the key. Each direction's key is
+derived from the run's key and both nonces, so recordings of other connections are useless. Each
+message is tagged with its number, so none can be repeated, dropped or reordered (HMAC-SHA256, RFC
+2104). Nothing is encrypted. Before a peer has proved itself, it can make this side read at most 64
+bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from harness.spec.errors import UsageError
 
 HANDSHAKE_SECONDS = 10
 MOST_BYTES = 2**26
-"""Of a message: one node's answers, logs and stacks are far less."""
+"""Largest message in bytes; one node's answers, logs and stacks are far smaller."""
 _PURPOSE = b"parallelism-bench nodes 2"
-"""Part of what is tagged first: a key is worth nothing to another version of this protocol."""
+"""Prefix of the first tag, so that a key is useless to other versions of this protocol."""
 _SIZE = 32
 """Bytes of a nonce, and of a tag."""
 _HEADER = struct.Struct(">II")
 """Bytes of the message, and of the padding after its tag."""
 _TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
-# A node that lost its power says nothing: the kernel asks after 10 idle seconds, and gives up after
-# four questions.
+# A node without power sends nothing: the kernel probes after 10 idle seconds, and gives up after
+# four probes.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
@@ -49,19 +48,19 @@ def _tag(key: bytes, *parts: bytes) -> bytes:
 
 
 class NodeConnection:
-    """An authenticated connection whose messages are (word, value) pairs; several threads may send,
-    one receives."""
+    """An authenticated connection for (word, value) messages; several threads may send, one
+    receives."""
 
     def __init__(self, connection: socket.socket, address: str, sends: bytes, hears: bytes) -> None:
-        """`sends` and `hears`: the keys of the two directions, at both ends the other way round."""
+        """`sends` and `hears`: keys of the two directions, swapped at the other end."""
         self.connection, self.address = connection, address
         self._sends, self._hears = sends, hears
         self._sent = self._received = 0
         self._sending = threading.Lock()
 
     def send(self, word: str, value: object = None, padding: int = 0) -> None:
-        """Raises OSError where the other side is gone. `padding`: zero bytes after the message,
-        which the other side reads and forgets."""
+        """Sends a message; raises OSError if the peer is gone. `padding`: zero bytes after the
+        message, which the peer discards."""
         body = encoded(word, value)
         with self._sending:
             head = _HEADER.pack(len(body), padding)
@@ -70,8 +69,8 @@ class NodeConnection:
             self.connection.sendall(head + body + tag + bytes(padding))
 
     def receive(self) -> Message:
-        """Waits for a message; raises EOFError or OSError where the other side is gone, or is not
-        who it was."""
+        """Waits for a message; raises EOFError or OSError if the peer is gone or fails
+        authentication."""
         head = self._read(_HEADER.size)
         size, padding = _HEADER.unpack(head)
         if size > MOST_BYTES:
@@ -94,8 +93,8 @@ class NodeConnection:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """So many bytes; raises EOFError where the other side ends first, TimeoutError after `deadline`
-    (time.monotonic), by which the socket's own timeout is replaced."""
+    """Returns `size` bytes; raises EOFError if the peer ends first, TimeoutError after `deadline`
+    (time.monotonic), which replaces the socket's timeout."""
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:
@@ -108,11 +107,11 @@ def read_exactly(connection: socket.socket, size: int, deadline: float | None = 
 
 
 def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
-    """Each side proves that it knows the secret, within HANDSHAKE_SECONDS; raises OSError or
-    EOFError where one does not.
+    """Returns a connection after both sides proved within HANDSHAKE_SECONDS that they know the
+    secret; else raises OSError or EOFError.
 
-    The coordinator keeps that time limit on its connections: it reads when there is something to
-    read, and a node may stall in the middle of a message.
+    The coordinator keeps that timeout on its connections, since a node may stall in the middle of a
+    message.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:
@@ -132,7 +131,7 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
             _tag(secret, _PURPOSE, direction, nonces) for direction in (_TO_AGENT, _TO_COORDINATOR)
         )
         sends, hears = (to_agent, to_coordinator) if coordinator else (to_coordinator, to_agent)
-        # The agent proves first: a coordinator tells a stranger nothing that depends on the key.
+        # The agent proves first: the coordinator tells strangers nothing that depends on the key.
         if not coordinator:
             raw.sendall(_tag(sends, b"proof"))
         if not hmac.compare_digest(read_exactly(raw, _SIZE, deadline), _tag(hears, b"proof")):
@@ -148,9 +147,8 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
 
 
 def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
-    """A line to the coordinator, which may not have written its file yet; raises UsageError where
-    there is none in time.
-    """
+    """Returns a connection to the coordinator, which may not have written its file yet; raises
+    UsageError after `seconds`."""
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():
@@ -168,7 +166,7 @@ def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
                         f"{address}:{rendezvous.port} of {str(file)!r}:"
                         f" {error or type(error).__name__}"
                     )
-        time.sleep(0.2)  # the coordinator writes its file on a shared folder, which tells nobody
+        time.sleep(0.2)  # a shared folder does not notify of the coordinator's file
     raise UsageError(f"no coordinator of a run was found within {seconds:g} s: {why}")
 
 

@@ -1,4 +1,4 @@
-"""Where a coordinator listens, how agents come to know it, and which addresses a node has."""
+"""Where a coordinator listens, how agents find it, and a node's addresses."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ _ROUTE_UP = 1
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the coordinator listens; written to a file that only its owner reads, in a folder that
-    all nodes share.
-    """
+    """Address and key of the coordinator, in a file readable only by its owner, in a folder that
+    all nodes share."""
 
     machine: str
-    """The coordinator's, see machine_id."""
+    """Coordinator's machine_id."""
     addresses: tuple[str, ...]
-    """In the order to be tried: of hosts, or the path of a socket on this machine."""
+    """Addresses to try in order: hosts, or the path of a socket on this machine."""
     port: int
     key: str = field(repr=False)
-    """Hex digits, known to those who can read the file."""
+    """Secret key as hex digits, for those who can read the file."""
 
     @property
     def secret(self) -> bytes:
         return bytes.fromhex(self.key)
 
     def write(self, file: Path) -> None:
-        """Whole or not at all, readable by its owner alone. A link in its place is replaced, not
-        followed."""
+        """Writes the file atomically, readable only by its owner. Replaces a link in its place
+        instead of following it."""
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(temporary, flags, 0o600), "w") as sink:
@@ -48,8 +47,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        """Raises UsageError where the file is another user's, or others may read or change it: an
-        agent does what the holder of its key says."""
+        """Reads the file. Raises UsageError if it is another user's, or others may read or change
+        it: an agent obeys whoever holds its key."""
         with open(file) as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
@@ -72,20 +71,20 @@ class Rendezvous:
 
 
 def new_key() -> str:
-    """A key for one run, as hex digits."""
+    """Returns a new key for one run, as hex digits."""
     return secrets.token_hex(32)
 
 
 def machine_id() -> str:
-    """The same for everything that one kernel runs, until it is started anew: containers and
-    network namespaces share it."""
+    """Returns an id of the running kernel until its reboot; containers and network namespaces share
+    it."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def addresses_of(interface: str | None = None) -> list[str]:
-    """IPv4 addresses of this host, or of one interface: first the one that the host's name stands
-    for, then the one of the default route, loopback last.
+    """Returns the IPv4 addresses of this host, or of one interface: that of the host's name first,
+    then of the default route, loopback last.
 
     Raises UsageError for an interface that is not here.
     """
@@ -111,7 +110,7 @@ def addresses_of(interface: str | None = None) -> list[str]:
 
 
 def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
-    """The interface of the default route of IPv4; None where there is none."""
+    """Returns the interface of IPv4's default route; None without one."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             name, destination, _, flags, *_ = line.split()
@@ -121,7 +120,7 @@ def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
+    """Returns the interface that has this address."""
     for name, known in psutil.net_if_addrs().items():
         if any(a.address == address for a in known):
             return name
@@ -129,7 +128,7 @@ def interface_of(address: str) -> str | None:
 
 
 def set_timeout(raw: socket.socket, seconds: float) -> None:
-    """How long a read or write may wait; 0: for ever."""
+    """Limits how long reads and writes may wait; 0: forever."""
     whole, part = divmod(seconds, 1)
     interval = struct.pack("ll", int(whole), int(part * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

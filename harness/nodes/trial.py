@@ -14,20 +14,18 @@ from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0
-"""How long the other nodes may take to say what a failure on one of them did to them, before their
-ranks are killed."""
+"""Seconds that other nodes have to report the effect of one's failure before their ranks are
+killed."""
 END_SECONDS = 2.0
-"""Where agents go because the whole job is ended, the coordinator is told within this time, and the
-trial is interrupted, not failed.
-"""
+"""Seconds within which the coordinator is told if agents leave because the job ends; the trial is
+then interrupted, not failed."""
 ANSWER_SECONDS = 15.0
-"""How long a node may take to answer when its ranks are killed, or past the time limit; then it is
-lost."""
+"""Seconds for a node to answer after its ranks are killed or time out; then it is lost."""
 
 
 class Trial:
-    """Tells each node its part, waits for all of them, ends the others where one fails, and shifts
-    their clocks to the coordinator's."""
+    """Starts each node's part, waits for all, ends the others if one fails, and shifts their clocks
+    to the coordinator's."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class Trial:
         self.left = RankOutputs()
         self.lost: list[str] = []
         self.open: dict[Any, Node] = {}
-        """Who was told to run and has not answered."""
+        """Nodes that run and have not answered, by connection."""
         self.sent_at = 0.0
 
     def run(self) -> Outcome:
@@ -57,7 +55,7 @@ class Trial:
             interrupted = True
         while self.open:
             self._stop()
-            with contextlib.suppress(KeyboardInterrupt):  # asked again: it is being done
+            with contextlib.suppress(KeyboardInterrupt):  # repeated request, already in progress
                 self._gather(ANSWER_SECONDS)
         self.left.interrupted |= interrupted
         end = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
@@ -71,7 +69,7 @@ class Trial:
         )
 
     def _start(self) -> bool:
-        """False where a node was lost before it began."""
+        """Returns False if a node was lost before it began."""
         first = self.nodes[0]
         if not self._say(first, "meet"):
             return False
@@ -83,9 +81,7 @@ class Trial:
         except (EOFError, OSError):
             self._lose(first, "its agent is gone")
             return False
-        except (
-            KeyboardInterrupt
-        ):  # its answer is still to come: nobody would know what it belongs to
+        except KeyboardInterrupt:
             self._lose(first, "interrupted")
             raise
         self.sent_at = time.time()
@@ -103,16 +99,14 @@ class Trial:
         except OSError:
             self._lose(node, "its agent is gone")
             return False
-        except (
-            KeyboardInterrupt
-        ):  # half a message may be on its way: nothing after it would be understood
+        except KeyboardInterrupt:
             self._lose(node, "interrupted")
             raise
         return True
 
     def _gather(self, seconds: float) -> None:
-        """Hears the nodes until all have said what their ranks left, or one has failed and the
-        others had time to say so."""
+        """Collects answers until all nodes have reported, or one has failed and the others had time
+        to report."""
         deadline, hurried = time.monotonic() + seconds, False
         while self.open:
             ready = wait(list(self.open), max(0.0, deadline - time.monotonic()))
@@ -132,7 +126,7 @@ class Trial:
                     )
 
     def _receive(self, node: Node) -> bool:
-        """False where the node is lost or its ranks failed."""
+        """Returns False if the node is lost or its ranks failed."""
         try:
             word, what = node.line.receive()
         except (EOFError, OSError):
