@@ -1,4 +1,4 @@
-"""A matrix on a host -> its cells, with the reason for every one left out."""
+"""Expands a matrix on a host to its cells, with a reason for every one left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Expanded:
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...]
     once: frozenset[str] = frozenset()
-    """Ids of the cells that are launched once, for parity."""
+    """Ids of the cells that run once, for parity."""
 
 
 def expand(
@@ -50,10 +50,10 @@ def expand(
     changes: Axes | None = None,
     only_option: str = "--only",
 ) -> Expanded:
-    """All cells of a matrix on a host. `only` and `skip`: strategies or patterns, see
-    bench/select.py; `only_option`: the option that `only` was given by, for errors.
+    """Returns all cells of a matrix on a host.
 
-    Raises UsageError for an axis, value or pattern that means nothing.
+    `only` and `skip`: strategies or patterns, see bench/select.py. `only_option`: the option behind
+    `only`, for error messages. Raises UsageError for an unknown axis, value or pattern.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
@@ -75,8 +75,8 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """The cells of a matrix on this host with `axis=value` settings, also those that cannot run
-    here."""
+    """Returns the cells of a matrix on this host with `axis=value` settings, including those that
+    cannot run here."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
@@ -84,7 +84,7 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
 
 
 def _require_fit(cell: Cell, host: Host) -> None:
-    """Raises Refused where the cell needs more memory than a device has, or its share of the
+    """Raises Refused if the cell needs more memory than a device has, or than its share of the
     host's."""
     need = device_bytes(cell)
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
@@ -96,20 +96,21 @@ def _require_fit(cell: Cell, host: Host) -> None:
 
 
 def _limited(cell: Cell, host: Host) -> Cell:
-    """A GPU cell that names no time limit gets one by what it is expected to take."""
+    """Returns the cell with a time limit from its expected time, if it is a GPU cell without
+    one."""
     if cell.device != "cuda" or "time_limit_seconds" in cell.model_fields_set:
         return cell
     return cell.model_copy(update={"time_limit_seconds": time_limit_seconds(cell, host.name)})
 
 
 Cells = dict[str, Cell]
-"""By id, in the matrix's order."""
+"""Cells by id, in the matrix's order."""
 
 
 def _timed_and_checked(
     matrix: Matrix, rule: Rule, host: Host, changes: Axes, name: str
 ) -> tuple[Cells, Cells]:
-    """The cells of a matrix, and the twins in fp32 of those that name no precision."""
+    """Returns the cells of a matrix, and the fp32 twins of those that name no precision."""
     sizes = rule.over(matrix)
     timed: Cells = {}
     checked: Cells = {}
@@ -141,7 +142,7 @@ def _combinations(axes: Axes) -> Iterator[Axes]:
 
 
 def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
-    """The cell of these axes; raises UsageError where one of them means nothing."""
+    """Returns the cell of these axes; raises UsageError if one of them is invalid."""
     named_numbers = {
         axis: sizes.numbers[value]
         for axis, value in axes.items()
@@ -186,11 +187,12 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
 
 
 def _fewest(cell: Cell, tokens: int) -> int:
-    """The smallest number of micro-batches of at most so many tokens for a data-parallel rank."""
+    """Returns the smallest number of micro-batches with at most this many tokens per data-parallel
+    rank."""
     try:
         samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
     except Refused:
-        return 1  # the cell is left out, whatever its micro-batches
+        return 1  # the cell is left out anyway
     return next(
         n
         for n in range(1, samples + 1)

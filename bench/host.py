@@ -1,4 +1,4 @@
-"""The host that a matrix is planned for: this one or another, and which cells can run there."""
+"""The host that a matrix is planned for, this one or another, and which cells can run there."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 
 _HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^\s,]+) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
-"""Number of GPUs, their name, and cores of the host."""
+"""Pattern of a host: number of GPUs, their name, and cores."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What decides a matrix's sizes on this machine."""
+    """A host's properties that decide a matrix's sizes."""
 
     device: str
     num_devices: int
-    """GPUs, or CPU cores (more ranks than cores are allowed on a CPU and labelled)."""
+    """Number of GPUs, or of CPU cores. On a CPU, cells with more ranks than cores may run and are
+    labelled."""
     memory_bytes: int
-    """Of one GPU, or of the host."""
+    """Memory of one GPU, or of the host."""
     nodes: int = 1
-    """Nodes that the run has, this host among them."""
+    """Number of nodes of the run, including this host."""
     name: str | None = None
-    """Of its GPUs, as NVML gives it; None: unknown."""
+    """Name of its GPUs, from NVML; None: unknown."""
     elsewhere: bool = False
-    """Whether this is another host than this process's: what is installed and built here says
-    nothing of it then."""
+    """Whether this is not the current host; local installations then tell you nothing about it."""
     cores: int | None = None
     """CPU cores of each node that a process may use; None: unknown."""
 
     @property
     def many(self) -> int:
-        """What `devices: many` means here."""
+        """Returns what `devices: many` means here."""
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
@@ -53,8 +53,8 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """This host, or the one that `8 x h100-80gb, 112 cores` names; raises UsageError with the known
-    GPUs."""
+    """Returns this host, or the one that `8 x h100-80gb, 112 cores` names; raises UsageError that
+    lists the known GPUs."""
     from harness.host.gpu_models import gpu_models
 
     if not text:
@@ -79,7 +79,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 def admit_here(cell: Cell, host: Host) -> None:
-    """Raises UsageError, Refused or Unavailable where the cell cannot run on this host."""
+    """Raises UsageError, Refused or Unavailable if the cell cannot run on this host."""
     workload = make_workload(cell.workload)
     if cell.device == "cuda":
         if host.device != "cuda":
@@ -105,7 +105,7 @@ def admit_here(cell: Cell, host: Host) -> None:
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:
-    """Raises Unavailable where the cell, or its strategy at any size, needs more GPUs than the host
+    """Raises Unavailable if the cell, or its strategy at any size, needs more GPUs than the host
     has."""
     needed = max(cell.devices, make_strategy(cell).capabilities.min_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)

@@ -1,16 +1,15 @@
-"""A matrix as a YAML file says it; bench/expand.py makes cells of it.
+"""Matrix files, as written in YAML; bench/expand.py expands them to cells.
 
     description: one sentence
-    trials: 10                     # launches of each cell; 10 unless said otherwise
-    timed_seconds: 2               # on CPUs: how long a launch's timed steps take, with a control
-                                   # between them; 2 unless said otherwise, 0: no control
-    time_budget_minutes: 30        # nothing is launched after that but what the first two rounds
-                                   # lack; a quarter more than the planned rounds take unless said
-                                   # otherwise
+    trials: 10                     # trials of each cell; default 10
+    timed_seconds: 2               # on CPUs: seconds of timed steps in a trial, interleaved with a
+                                   # control; default 2, 0: no control
+    time_budget_minutes: 30        # no trial starts after that, except those missing from the first
+                                   # two rounds; default: the planned time plus a quarter
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
-    defaults: {batch: 8}           # axes that hold where a cell says nothing
-    hosts:                         # the first rule that fits the host adds to the above
+    defaults: {batch: 8}           # axes of cells that do not set them
+    hosts:                         # the first rule that fits the host extends the above
       - device: cuda
         memory_at_least: 60GiB
         devices_at_most: 1         # GPUs, or CPU cores
@@ -18,25 +17,22 @@
         defaults: {batch: 32}
         trials: 2                  # in place of the matrix's
         micro_batch_tokens: 4096   # what `micro_batches: fit` means here
-        cells: [{strategy: fsdp2, compile: block}]  # beside the matrix's
+        cells: [{strategy: fsdp2, compile: block}]  # in addition to the matrix's
         parity: {workloads: {main: llama-mini}, defaults: {batch: 8}}
-    cells:                         # a list as a value stands for one cell each, several lists for
-                                   # all combinations
+    cells:                         # lists as values give one cell per combination
       - {strategy: ddp, devices: [1, many], options: [{}, {static_graph: true}]}
 
 Words that stand for a number:
 
-- `devices: many`: 2 on a CPU; on GPUs all of them, at most 8, as a power of two; so many on each
-  node of the cell
+- `devices: many`: 2 on a CPU; on GPUs all, at most 8, as a power of two; per node of the cell
 - `nodes: many`: all nodes of the run; at least 2 for cells with `links`, whose nodes are emulated
-- `micro_batches: many`: 4 on a CPU; on GPUs two for each device, at least 4, which keeps a pipeline
-  of that many stages busy
-- `micro_batches: fit`: 1; on a host whose rule has `micro_batch_tokens` the fewest that leave a
-  data-parallel rank at most so many tokens at a time
+- `micro_batches: many`: 4 on a CPU; on GPUs two per device, at least 4, to keep a pipeline busy
+- `micro_batches: fit`: 1; if the host's rule has `micro_batch_tokens`, the fewest with at most that
+  many tokens at a time per data-parallel rank
 
-`parity` adds to each cell that names no precision its twin in fp32, which is launched once and held
-to the tightest tolerance: what is timed in bf16 may deviate by bf16's rounding, which would hide a
-small mistake. Its workloads, numbers and defaults go before all others, so that a twin is small.
+`parity` adds an fp32 twin to each cell that names no precision. It runs once, under the tightest
+tolerance, because bf16's rounding would hide a small mistake. Its workloads, numbers and defaults
+override all others, so that a twin is small.
 """
 
 from __future__ import annotations
@@ -55,18 +51,19 @@ from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
 Axes: TypeAlias = dict[str, Any]
-"""Values by axis, as YAML gives them."""
+"""Values by axis, from YAML."""
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Launches that show a difference of 3 % where launches spread by 1.1 %
+"""Number of trials that resolves a difference of 3 % if trials spread by 1.1 %
 (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""As long as takes some slow spells of the machine in, and about as long as a launch's start."""
+"""Long enough to include some slow spells of the machine, and about as long as a trial takes to
+start."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
 
 class Sizes(BaseModel):
-    """What names mean, and which axes hold where a cell says nothing."""
+    """Meanings of names, and default axes of cells."""
 
     model_config = ConfigDict(extra="forbid")
     workloads: dict[str, str] = Field(default_factory=dict)
@@ -74,7 +71,7 @@ class Sizes(BaseModel):
     defaults: Axes = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
-        """This and another one; where both give a value, this one's counts."""
+        """Returns this merged with another one; this one's values win."""
         return Sizes(
             workloads={**other.workloads, **self.workloads},
             numbers={**other.numbers, **self.numbers},
@@ -83,7 +80,7 @@ class Sizes(BaseModel):
 
 
 class Rule(Sizes):
-    """What a kind of host adds to a matrix."""
+    """Additions to a matrix for a kind of host."""
 
     device: Literal["cpu", "cuda"] | None = None
     memory_at_least: str = "0B"
@@ -100,23 +97,23 @@ class Rule(Sizes):
 
 
 class Matrix(Sizes):
-    """A matrix file as it is written."""
+    """A matrix file as written."""
 
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Leave out what by its formulas needs more memory than a device has."""
+    """Whether to leave out cells that by their formulas need more memory than a device has."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
     def rule(self, host: Host) -> Rule:
-        """The first rule that fits a host; an empty one where none does."""
+        """Returns the first rule that fits a host; an empty one if none does."""
         return next((rule for rule in self.hosts if rule.fits(host)), Rule())
 
     def trials_on(self, host: Host) -> int:
-        """Launches of each cell on a host."""
+        """Returns the number of trials of each cell on a host."""
         return self.rule(host).trials or self.trials
 
 
@@ -137,7 +134,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """`60GiB`, `500MB` or a number of bytes; raises UsageError for anything else."""
+    """Parses `60GiB`, `500MB` or a number of bytes; raises UsageError for anything else."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
     if not match:
         raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
@@ -149,12 +146,13 @@ def matrix_names() -> list[str]:
 
 
 def read_matrix(name: str) -> Matrix:
-    """The matrix of this name, or in this file; raises UsageError with the file and the key."""
+    """Reads the matrix of this name, or in this file; raises UsageError with the file and the
+    key."""
     return read_as(name, Matrix)
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """Like read_matrix, for a kind of matrix that has more keys."""
+    """Reads a matrix, as read_matrix does, of a kind that has more keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -194,7 +192,7 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def parse_changes(settings: Sequence[str]) -> Axes:
-    """`--set axis=value` options; values are read as YAML, so `devices=[1,2]` is a list."""
+    """Parses `--set axis=value` options. Values are YAML, so `devices=[1,2]` is a list."""
     changes: Axes = {}
     for setting in settings:
         axis, sign, value = setting.partition("=")

@@ -1,4 +1,4 @@
-"""Which runs and which cells the words of a command line mean: one definition for all commands.
+"""Resolves the run and cell arguments of all commands.
 
 A run: its id, the first letters of it, `latest`, or `latest~1` for the one before. A cell: its id,
 a strategy, or a pattern (`ddp*x2*`) over labels or names.
@@ -26,11 +26,11 @@ __all__ = ["find_run"]
 REFERENCES = "reference"
 """Folder of named baselines, below the results."""
 MOST_NAMED = 12
-"""Cells that an error names."""
+"""Largest number of cells that an error names."""
 
 
 class Recorded(Protocol):
-    """What is recorded of a cell in any table."""
+    """A cell's columns in any table."""
 
     @property
     def cell_id(self) -> str: ...
@@ -40,7 +40,7 @@ class Recorded(Protocol):
     def label(self) -> str: ...
     @property
     def cell(self) -> str:
-        """JSON."""
+        """Cell as JSON."""
 
 
 AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
@@ -48,7 +48,7 @@ AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
 
 @dataclass(frozen=True)
 class RecordedCell:
-    """A cell of one run, as table `trials` has it."""
+    """A cell of one run, from table `trials`."""
 
     cell_id: str
     cell_name: str
@@ -57,7 +57,8 @@ class RecordedCell:
 
 
 def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
-    """Ids of the runs that are meant, oldest first; without words the newest. Raises UsageError."""
+    """Returns the ids of the matching runs, oldest first; without words, the newest. Raises
+    UsageError."""
     if every and words:
         raise UsageError(
             "--all means every run of the folder: leave the names of runs out, or --all"
@@ -73,8 +74,8 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
 def find_sides(
     words: Sequence[str], baseline: str | None, results: Path
 ) -> tuple[RunSelection, RunSelection]:
-    """The two runs or folders that a comparison is of; `baseline` is the first of them, and may be
-    a name in results/reference. Raises UsageError where they are not two."""
+    """Returns the two runs or folders to compare. `baseline` is the first, and may be a name in
+    results/reference. Raises UsageError if there are not exactly two."""
     if baseline is not None:
         named = results / REFERENCES / baseline
         words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
@@ -87,7 +88,7 @@ def find_sides(
 
 
 def matches(cell: Cell, pattern: str) -> bool:
-    """Whether the pattern is the cell's strategy or id, or fits its label or name."""
+    """Returns whether the pattern is the cell's strategy or id, or matches its label or name."""
     return (
         pattern in (cell.strategy, cell.id)
         or fnmatch.fnmatchcase(cell.label, pattern)
@@ -96,13 +97,13 @@ def matches(cell: Cell, pattern: str) -> bool:
 
 
 def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]:
-    """All that the pattern matches."""
+    """Returns all that match the pattern."""
     return [row for row in recorded if matches(Cell(**json.loads(row.cell)), pattern)]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Which results the baseline's name means; None without a name. Raises UsageError where it is
-    none of these cells."""
+    """Returns which results the baseline's name means, or None without a name. Raises UsageError if
+    it is none of these cells."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -114,8 +115,8 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
-    """Those whose id is the word, else whose name, else whose label; else all that it matches as a
-    strategy or a pattern."""
+    """Returns those whose id is the word; else whose name, else whose label is; else all that it
+    matches as a strategy or pattern."""
     for name in ("cell_id", "cell_name", "label"):
         if exact := [row for row in recorded if getattr(row, name) == word]:
             return exact
@@ -123,7 +124,7 @@ def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
 
 
 def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageError:
-    """The error of a word that means no recorded cell."""
+    """Returns the error for a word that matches no recorded cell."""
     labels = ", ".join(dict.fromkeys(row.label for row in recorded)) or "none"
     return UsageError(
         f"{word!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
@@ -132,10 +133,10 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
 
 
 def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """The tables (without steps) of this run, or of the newest that has the cell, and the cell's
-    id.
+    """Returns the tables (without steps) of this run, or of the newest that has the cell, and the
+    cell's id.
 
-    Raises UsageError where the word means none or several cells of a run.
+    Raises UsageError if the word matches no cell, or several, of a run.
     """
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
@@ -160,8 +161,8 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
 def keep(
     cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str], only_option: str = "--only"
 ) -> list[Cell]:
-    """The cells that `only` matches (all without it) and `skip` does not; raises UsageError for a
-    pattern that matches none, and where none is left."""
+    """Returns the cells that `only` matches (all without it) and `skip` does not. Raises UsageError
+    for a pattern that matches none, and if no cell is left."""
     for option, patterns in ((only_option, only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
@@ -178,7 +179,7 @@ def keep(
 
 
 def planned_cell(store: Store, word: str) -> Cell | None:
-    """The cell of this id or name that the newest run with such a cell planned."""
+    """Returns the cell of this id or name from the newest plan that has one."""
     for plan in map(Plan.from_row, store.newest_rows()):
         for cell in (*plan.cells, *(left.cell for left in plan.left_out)):
             if word in (cell.id, cell.name):
@@ -187,7 +188,7 @@ def planned_cell(store: Store, word: str) -> Cell | None:
 
 
 def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
-    """Those of a matrix's cells that the word matches, else the recorded cell of this id or name;
+    """Returns the matrix's cells that match the word, else the recorded cell of this id or name;
     raises UsageError."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
@@ -200,8 +201,8 @@ def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> l
 
 
 def plainest(cells: Sequence[Cell]) -> Cell:
-    """Of several: without options before with, in fp32 before other precisions, on more devices
-    before one; then the first."""
+    """Returns the plainest of several cells: without options before with, fp32 before other
+    precisions, several devices before one; then the first."""
     return min(
         cells,
         key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
@@ -209,7 +210,7 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 
 def with_options(cell: Cell, text: str) -> Cell:
-    """The cell with these options (`name=value,...`) of its strategy instead of its own; raises
+    """Returns the cell with these options (`name=value,...`) in place of its own; raises
     UsageError."""
     from harness.strategy.registry import make_strategy
 

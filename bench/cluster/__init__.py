@@ -1,2 +1,2 @@
-"""Runs on a SLURM cluster: what a site says of itself, the batch script made of it, and what SLURM
-says of its jobs."""
+"""Runs on a SLURM cluster: the site's settings, the batch script made from them, and the state of
+jobs."""

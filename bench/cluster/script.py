@@ -1,4 +1,4 @@
-"""The batch script of a job: the site's directives and set-up, then a script of slurm/."""
+"""The batch script of a job: the site's directives and set-up, then a script from slurm/."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bench.cluster.site import ROOT, Site
 
 @dataclass(frozen=True)
 class Job:
-    """What a job is to run; where and how is its site's."""
+    """A job to run; the site decides where and how."""
 
     matrix: str
     run_id: str
-    """Empty: the job names its run itself, once it has begun."""
+    """Empty: the job names its run itself once it has begun."""
     results: Path
     options: tuple[str, ...] = ()
     """Further options of `bench run`."""
     tasks: int = 0
-    """Tasks of an array that share the run's cells; 0: no array."""
+    """Number of array tasks that share the run's cells; 0: no array."""
     nightly: bool = False
 
     @property
@@ -30,13 +30,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Scripts, logs and meeting files of the run's jobs."""
+        """Returns the folder for scripts, logs and rendezvous files of the run's jobs."""
         return self.results / "slurm" / (self.run_id or "nightly")
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """The text that is submitted; it begins with all its options, so that sbatch needs no
-    others."""
+    """Returns the text to submit. It starts with all its options, so sbatch needs no others."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -60,7 +59,8 @@ def batch_script(site: Site, job: Job) -> str:
 
 
 def _lines(site: Site, job: Job) -> list[str]:
-    """What makes a job go on after a warning, a lost node or a requeue, then what the site says."""
+    """Returns the lines that make a job continue after a warning, a lost node or a requeue, then
+    the site's own."""
     log = "%A_%a" if job.tasks else "%j"
     return [
         f"--job-name={job.name}",
@@ -80,7 +80,7 @@ def _python(site: Site) -> str:
 
 
 def _variables(site: Site, job: Job) -> Mapping[str, str]:
-    """What the scripts of slurm/ read."""
+    """Returns the variables that the scripts in slurm/ read."""
     nightly, notify = site.nightly, site.nightly.notify
     variables: dict[str, str | int | Path] = {
         "BENCH_MATRIX": job.matrix,

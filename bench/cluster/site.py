@@ -1,5 +1,4 @@
-"""What one cluster needs and others do not: every directive comes from here, nothing about a site
-is in the code."""
+"""Settings of one cluster. Every directive comes from here; no code is specific to a site."""
 
 from __future__ import annotations
 
@@ -19,34 +18,34 @@ VARIABLE = "PARALLELISM_BENCH_SITE"
 
 
 class Notify(BaseModel):
-    """Whom the nightly job tells."""
+    """Whom the nightly job notifies."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     mail: str = ""
-    """Address; sent by the command `mail` of the node."""
+    """Mail address; needs the command `mail` on the node."""
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Command of your own; it gets the outcome in a word as its argument, and what happened on its
-    standard input."""
+    """Your own command; gets the outcome as one word in its argument, and the details on standard
+    input."""
     always: bool = False
-    """Also when all is well."""
+    """Whether to notify on success too."""
 
 
 class Nightly(BaseModel):
-    """What the nightly job does beyond a run."""
+    """Settings of the nightly job, in addition to those of a run."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """A run, a folder, or NAME of results/reference/NAME that every night is compared with, beside
-    the last good night."""
+    """Run, folder, or NAME of results/reference/NAME that every night is compared with, in addition
+    to the last good night."""
     again: str = ""
-    """When the next night begins, as sbatch's --begin takes it (`tomorrow`, `02:00`); empty: the
-    job does not submit itself."""
+    """Start of the next night, as sbatch's --begin takes it (`tomorrow`, `02:00`); empty: the job
+    does not resubmit itself."""
     publish: str = ""
     """Folder for the pages of a web server; empty: they stay in reports/html."""
     textfile: str = ""
@@ -55,7 +54,7 @@ class Nightly(BaseModel):
 
 
 class Site(BaseModel):
-    """One cluster. Everything has a default, which leaves the choice to SLURM."""
+    """Settings of one cluster. The defaults leave every choice to SLURM."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -65,48 +64,48 @@ class Site(BaseModel):
     constraint: str = ""
     reservation: str = ""
     time: str = ""
-    """Time limit of a job, as SLURM takes it: `04:00:00`, `1-12`."""
+    """Time limit of a job, in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """0: the job asks for none, and where SLURM confines devices its cells run on the CPU, whatever
-    the nodes have."""
+    """GPUs of each node. 0: the job asks for none; if SLURM confines devices, its cells then run on
+    the CPU even on GPU nodes."""
     gpu_directive: str = "--gpus-per-node={gpus}"
-    """How the site asks for GPUs: some want `--gres=gpu:a100:{gpus}`."""
+    """Directive that asks for GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPU cores of each node's part of the job; 0: the whole node with `exclusive`, else SLURM's
-    default."""
+    """CPU cores of each node; 0: the whole node with `exclusive`, else SLURM's default."""
     memory: str = ""
-    """Of each node, as SLURM takes it: `64G`; `0` is all of it."""
+    """Memory of each node, in SLURM's format: `64G`; `0` is all of it."""
     exclusive: bool = True
-    """Nobody else on the nodes: numbers with neighbours mean little."""
+    """Whether to keep other jobs off the nodes; their load would skew results."""
     switches: str = ""
-    """Most leaf switches between the nodes, and how long to wait for them: `1@30:00`."""
+    """Largest number of leaf switches between the nodes, and how long to wait for them:
+    `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
-    """Further lines for #SBATCH, as they are."""
+    """Further #SBATCH lines, verbatim."""
     modules: list[str] = Field(default_factory=list)
-    """Loaded in this order."""
+    """Environment modules to load, in this order."""
     prologue: list[str] = Field(default_factory=list)
-    """Lines of shell before anything is started: activate an environment, set variables."""
+    """Shell lines to run before anything starts: activate an environment, set variables."""
     container: str = ""
-    """Words before the Python command that start it in a container: `apptainer exec --nv
+    """Prefix of the Python command that starts it in a container: `apptainer exec --nv
     suite.sif`."""
     python: str = ".venv/bin/python"
     """Python with the suite; a relative path is below the checkout."""
     srun: list[str] = Field(default_factory=list)
     """Further options of the srun that starts the agents: `--mpi=none`."""
     interface: str = ""
-    """Network interface that reaches all nodes, `ib0`; empty: the one by which a node reaches the
-    first."""
+    """Network interface that reaches all nodes, such as `ib0`; empty: the one by which a node
+    reaches the first."""
     warn_seconds: int = Field(default=120, ge=1)
-    """How long before its end SLURM warns a job, which then stops the current trial and submits
-    itself anew."""
+    """Seconds before the time limit at which SLURM warns a job, which then stops its trial and
+    resubmits itself."""
     requeues: int = Field(default=20, ge=0)
-    """How often a job may begin anew: a trial that needs longer than the time limit would do so for
-    ever."""
+    """Largest number of requeues; without it, a trial longer than the time limit would requeue
+    forever."""
     nightly: Nightly = Field(default_factory=Nightly)
 
     def without_gpus(self) -> str:
-        """What a job of this site will run on where it asks for no GPUs; empty where it asks."""
+        """Returns what a job runs on if this site asks for no GPUs; empty if it asks."""
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
@@ -116,7 +115,7 @@ class Site(BaseModel):
         )
 
     def directive_lines(self) -> list[str]:
-        """The options of sbatch that the site and the command line gave, in the order of the
+        """Returns the sbatch options of the site and the command line, in the order of the
         fields."""
         named = {
             "partition": self.partition,
@@ -137,8 +136,8 @@ class Site(BaseModel):
 
 
 def read_site(file: Path | None, **given: object) -> Site:
-    """The site of this file, of the variable, of slurm/site.yaml, or the default one; `given`
-    options take the place of its values.
+    """Returns the site of this file, of the variable, of slurm/site.yaml, or the default one.
+    `given` options override its values.
 
     Raises UsageError with the file and the key.
     """

@@ -1,4 +1,4 @@
-"""SLURM's commands, and what they say of a job."""
+"""SLURM's commands, and the job states that they report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[s
 
 
 def submit(script: str) -> str:
-    """The job's id; raises UsageError with what sbatch said where it refused."""
+    """Submits a batch script and returns the job's id; raises UsageError with sbatch's message if
+    it refuses."""
     done = _run("sbatch", "--parsable", given=script)
     if done.returncode:
         raise UsageError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
@@ -29,7 +30,7 @@ def submit(script: str) -> str:
 
 @dataclass(frozen=True)
 class JobState:
-    """A job, or one task of an array, as SLURM knows it."""
+    """State of a job, or of one task of an array, in SLURM."""
 
     job_id: str
     state: str
@@ -40,8 +41,8 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """The job and all tasks of an array; none where SLURM does not know it any more (it forgets
-    them after some minutes)."""
+    """Returns the states of the job and of all tasks of its array. Empty if SLURM has dropped the
+    job, which it does after some minutes."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)
@@ -53,7 +54,7 @@ def states(job_id: str) -> list[JobState]:
 
 
 def parse(line: str) -> JobState:
-    """One line of `scontrol -o show job`."""
+    """Parses one line of `scontrol -o show job`."""
     facts = dict(re.findall(r"(\S+?)=(\S*)", line))
     job_id = facts["JobId"]
     if "ArrayTaskId" in facts:

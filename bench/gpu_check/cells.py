@@ -1,4 +1,4 @@
-"""The trials that a check recorded, one line each, as a table for people and one for programs."""
+"""The trials that a check recorded, as a table for people and one for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_OF_A_REASON = 160
 
 
 def trials(results: Path) -> pd.DataFrame | None:
-    """The trials recorded in a results folder, the worst first; None if there are none."""
+    """Returns the trials recorded in a results folder, worst first; None if there are none."""
     from harness.record.store import Store
 
     try:
@@ -31,7 +31,7 @@ def trials(results: Path) -> pd.DataFrame | None:
 
 
 def lines(table: pd.DataFrame) -> list[str]:
-    """One line for each trial; cells that did not run are named once."""
+    """Returns one line per trial; cells that did not run are named once."""
     import pandas as pd
 
     def number(value: object, form: str) -> str:

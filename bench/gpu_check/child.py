@@ -1,8 +1,8 @@
 """`python -m bench.gpu_check.child CORES MODULE WORDS...`: becomes `python -m MODULE WORDS...` on
-these cores, and ends when the process that started it does.
+these cores, and ends when its parent does.
 
-A process of its own does this, because a check has threads: after a fork from one of them no Python
-code is safe.
+This needs its own process because a check has threads: no Python code is safe after a fork from one
+of them.
 """
 
 from __future__ import annotations

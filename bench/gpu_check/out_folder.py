@@ -1,7 +1,7 @@
-"""The folder that a check leaves: few files, each whole at any moment and small enough to send.
+"""The folder that a check leaves: few files, each complete at any moment and small enough to send.
 
-The steps write into a working folder in the cache. It outlives a call, so that the next call on the
-same machine goes on even if the results folder was emptied meanwhile.
+The steps write to a working folder in the cache, which outlives a call. The next call on the same
+machine can therefore resume even if the results folder was emptied.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from harness.spec.errors import UsageError
 MOST_BYTES = 15 * 2**20
 """Size of the largest file, since some machines send back no larger ones."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
-"""Archive -> folder of the working folder that it holds."""
+"""Folder inside the working folder that each archive holds."""
 REPORT = "report.json"
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file next to its place, then renames it."""
+    """Writes a file atomically: next to its place, then renamed."""
     temporary = file.with_name(".partial")
     temporary.write_bytes(content)
     temporary.replace(file)
@@ -37,7 +37,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a check works, and where it leaves what is worth keeping."""
+    """Working folder and results folder of a check."""
 
     out: Path
     work: Path
@@ -66,7 +66,7 @@ class Folders:
         return self.work / "traces"
 
     def log(self, name: str) -> Path:
-        """Where a step's output goes, without `.out` or `.err`."""
+        """Returns the path of a step's output, without `.out` or `.err`."""
         return self.work / "logs" / name
 
     @contextlib.contextmanager
@@ -82,8 +82,8 @@ class Folders:
             os.close(descriptor)
 
     def start(self, device: str) -> Report:
-        """Empties the working folder for a new check; raises UsageError if the results folder has
-        a report already."""
+        """Empties the working folder for a new check; raises UsageError if the results folder
+        already has a report."""
         if (self.out / REPORT).exists():
             raise UsageError(
                 f"{str(self.out)!r} has the report of an earlier check: --resume goes on with it,"
@@ -93,7 +93,7 @@ class Folders:
         return Report.new(device)
 
     def resume(self, device: str) -> Report:
-        """The report to go on with: the results folder's, else that of the last check on this
+        """Returns the report to resume: the results folder's, else that of the last check on this
         machine. Raises UsageError if there is none, or if it is for another device."""
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
@@ -105,9 +105,7 @@ class Folders:
                 f"--resume: the report in {str(file.parent)!r} is of device {report.device!r}; this"
                 f" check is for {device!r}"
             )
-        if file != kept and not (
-            kept.exists() and Report.read(kept).check_id == report.check_id
-        ):  # from another machine
+        if file != kept and not (kept.exists() and Report.read(kept).check_id == report.check_id):
             # The report comes from another machine.
             self._empty()
             for name in ARCHIVES:
@@ -141,8 +139,8 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """An archive of a folder, empty without files, and the names of the largest files that had to
-    be left out to keep it this small."""
+    """Returns an archive of a folder, empty without files, and the names of the largest files left
+    out to keep it within the limit."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
         with contextlib.suppress(OSError):  # a step removes its temporary files

@@ -1,4 +1,4 @@
-"""The steps of a GPU check, as a YAML file lists them."""
+"""The steps of a GPU check, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Step(BaseModel):
     probe: str = ""
     """Module in bench/gpu_check/probes, or MODULE:FUNCTION elsewhere."""
     status: str = "ok"
-    """Status that the command's cells must have."""
+    """Required status of the command's cells."""
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Step:
@@ -37,25 +37,25 @@ class Step(BaseModel):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The words of its command."""
+        """Returns the command's arguments."""
         return tuple(shlex.split(self.words))
 
 
 class Plan(BaseModel):
-    """All steps, the most valuable first."""
+    """All steps, most valuable first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     probes: tuple[Step, ...] = ()
-    """Run first, several at a time."""
+    """Steps that run first, several at a time."""
     gate: Step | None = None
-    """If nothing trains in it, the check ends at once."""
+    """Step that ends the check if nothing trains in it."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Run side by side, each lane on its share of the cores."""
+    """Lanes that run side by side, each on its share of the cores."""
     alone: tuple[Step, ...] = ()
-    """Run after the lanes with nothing next to them, because they are timed."""
+    """Timed steps, which run after the lanes with nothing next to them."""
     later: tuple[tuple[Step, ...], ...] = ()
-    """More lanes, for the time that is left."""
+    """More lanes, for the remaining time."""
 
     @model_validator(mode="after")
     def _has_distinct_names(self) -> Plan:
@@ -75,7 +75,7 @@ class Plan(BaseModel):
 
 
 def read_plan(file: Path = HOME) -> Plan:
-    """Reads a plan; raises UsageError if the file is missing or is no plan."""
+    """Reads a plan; raises UsageError if the file is missing or is not a plan."""
     try:
         return Plan.model_validate(yaml.safe_load(file.read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:

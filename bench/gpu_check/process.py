@@ -15,18 +15,18 @@ from threading import Event
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 20.0
-"""Time between SIGTERM and SIGKILL: a run records the trial that it stops, and says what it has."""
+"""Seconds from SIGTERM to SIGKILL, in which a run records the stopped trial and its results."""
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a process may take."""
+    """Limits of a process."""
 
     seconds: float
     stop_seconds: float = STOP_SECONDS
     cores: tuple[int, ...] = ()
-    """Empty: all."""
+    """Cores to run on; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Ended:
     """How a process ended."""
 
     exit_code: int | None
-    """Negative: ended by a signal that is not ours; None: it had to be stopped."""
+    """Negative: ended by a signal from elsewhere; None: it had to be stopped."""
     seconds: float
 
 
@@ -45,9 +45,9 @@ def run_limited(
     stop: Event,
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python -m WORDS` until it ends, is past its limit, or `stop` is set.
+    """Runs `python -m WORDS` until it ends, exceeds its limit, or `stop` is set.
 
-    Its output goes to LOG.out and LOG.err. SIGTERM comes first, then SIGKILL for its group.
+    Writes its output to LOG.out and LOG.err. Sends its group SIGTERM first, then SIGKILL.
     """
     began = time.monotonic()
     cores = ",".join(map(str, limits.cores))
@@ -75,7 +75,8 @@ def run_limited(
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Event | None = None) -> bool:
-    """Whether the process ended before the deadline (time.monotonic) and before `stop` was set."""
+    """Returns whether the process ended before the deadline (time.monotonic) and before `stop` was
+    set."""
     while process.poll() is None:
         if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
             return False

@@ -23,7 +23,7 @@ Verdict = Literal["confirmed", "refuted", "not checked"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step showed of its claim."""
+    """A step's result for its claim."""
 
     name: str
     section: str
@@ -32,7 +32,7 @@ class Outcome:
     reason: str
     seconds: float = 0.0
     exit_code: int | None = None
-    """None: it was not begun, or had to be stopped; the next call runs it."""
+    """Exit code; None: not begun or had to be stopped, so the next call runs it."""
     log: tuple[str, ...] = ()
     """Last lines of its error output."""
     shown: dict[str, object] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class Outcome:
 
     @property
     def settled(self) -> bool:
-        """Whether the step need not run again."""
+        """Returns whether the step need not run again."""
         return self.exit_code is not None
 
     @property
     def trained(self) -> bool:
-        """Whether any cell trained, or its probe was confirmed."""
+        """Returns whether any cell trained, or its probe was confirmed."""
         return self.verdict == "confirmed" or any(
             cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
         )
@@ -59,7 +59,7 @@ class Report:
     device: str
     """`cuda`, or `cpu` for a rehearsal without a GPU."""
     stand_in: str | None
-    """What stood in for a GPU; None if nothing did."""
+    """Stand-in for a GPU; None if there was none."""
     outcomes: tuple[Outcome, ...] = ()
 
     @classmethod
@@ -70,7 +70,7 @@ class Report:
 
     @classmethod
     def read(cls, file: Path) -> Report:
-        """Reads a report; raises UsageError if the file is none."""
+        """Reads a report; raises UsageError if the file is not one."""
         try:
             values = json.loads(file.read_text())
             outcomes = tuple(
@@ -85,13 +85,13 @@ class Report:
         return json.dumps(asdict(self), indent=1, default=str)
 
     def outcome(self, name: str) -> Outcome | None:
-        """The outcome of a step; None before the step began."""
+        """Returns the outcome of a step; None before the step began."""
         return next((outcome for outcome in self.outcomes if outcome.name == name), None)
 
 
 @dataclass(frozen=True)
 class ShownCell:
-    """What a command's JSON says about one cell."""
+    """One cell in a command's JSON."""
 
     name: str
     status: str
@@ -110,14 +110,14 @@ class ShownCell:
 
 
 def cells_of(shown: Mapping[str, object]) -> list[ShownCell]:
-    """The cells that a command's JSON lists."""
+    """Returns the cells that a command's JSON lists."""
     listed = shown.get("cells") or shown.get("strategies") or [shown]
     assert isinstance(listed, list)
     return [ShownCell.read(cell) for cell in listed]
 
 
 def judge(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
-    """What a step's JSON says about its claim."""
+    """Returns the verdict on a step's claim from its JSON, and the reason."""
     if step.probe:
         verdicts: dict[str, Verdict] = {"confirmed": "confirmed", "refuted": "refuted"}
         return verdicts.get(str(shown.get("verdict")), "not checked"), str(shown.get("reason"))
@@ -144,7 +144,7 @@ def _is_as_claimed(step: Step, cell: ShownCell) -> bool:
 
 
 def last_object(text: str) -> dict[str, object]:
-    """The JSON object that a command's output ends with; empty without one."""
+    """Returns the JSON object at the end of a command's output; empty if there is none."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(ValueError):

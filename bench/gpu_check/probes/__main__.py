@@ -25,7 +25,7 @@ def main(name: str, device: str) -> None:
         "facts": asdict(facts) if is_dataclass(facts) and not isinstance(facts, type) else facts,
     }
     print(json.dumps(values, default=str), flush=True)
-    os._exit(0)  # some libraries hang or crash while Python ends
+    os._exit(0)  # some libraries hang or crash when Python exits
 
 
 if __name__ == "__main__":

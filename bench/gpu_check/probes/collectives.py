@@ -48,7 +48,7 @@ def probe(device: str) -> Finding:
             attempt("all_gather_object", lambda: dist.all_gather_object([None], "x")),
             attempt("flight recorder", group_states),
         ]
-        if device == "cuda":  # these are for GPUs only
+        if device == "cuda":  # GPU only
             attempts += [attempt("ring attention", _ring), attempt("FSDP1 with offload", _fsdp1)]
             if is_installed("fairscale"):
                 attempts.append(attempt("fairscale FSDP", _fairscale))

@@ -15,37 +15,37 @@ MOST_OF_AN_ERROR = 300
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe says about its claim."""
+    """A probe's verdict on its claim."""
 
     verdict: Verdict
     reason: str
     facts: object = None
-    """A dataclass with what was measured."""
+    """Dataclass with the measurements."""
 
     @classmethod
     def of(cls, holds: bool, reason: str, facts: object) -> Finding:
-        """A claim that is confirmed or refuted."""
+        """Returns a finding that confirms or refutes the claim."""
         return cls("confirmed" if holds else "refuted", reason, facts)
 
 
 def only_on_gpus(why: str) -> Finding:
-    """The finding of a probe that has no stand-in on a CPU."""
+    """Returns the finding of a probe that has no stand-in on a CPU."""
     return Finding("not checked", f"it needs a GPU: {why}")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One call of a library: its answer, or its error."""
+    """One library call: its answer, or its error."""
 
     name: str
     answer: str
     error: str
-    """Empty: it raised nothing."""
+    """Error message; empty if it raised nothing."""
     seconds: float
 
 
 def attempt(name: str, ask: Callable[[], object]) -> Attempt:
-    """Calls a function; raises nothing."""
+    """Calls a function and catches whatever it raises."""
     began = time.perf_counter()
     try:
         answer, error = str(ask()), ""
@@ -55,18 +55,18 @@ def attempt(name: str, ask: Callable[[], object]) -> Attempt:
 
 
 def failed(attempts: tuple[Attempt, ...]) -> str:
-    """The names and errors of the attempts that failed; empty if none did."""
+    """Returns the names and errors of the failed attempts; empty if none failed."""
     return "; ".join(f"{a.name}: {a.error}" for a in attempts if a.error)
 
 
 def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
-    """Starts a forked child that calls `ask`; returns what `end_of_fork` needs."""
+    """Starts a forked child that calls `ask`; returns the handle for `end_of_fork`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             answer = ask()
-        except BaseException as error:  # the child ends here, whatever it was
+        except BaseException as error:  # the child ends here in any case
             answer = {"error": f"{type(error).__name__}: {error}"[:MOST_OF_AN_ERROR]}
         with os.fdopen(write, "w") as file:
             json.dump(answer, file, default=str)

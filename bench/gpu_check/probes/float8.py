@@ -1,4 +1,4 @@
-"""Which output types do float8 products with a scale for each row have?"""
+"""Which output types do float8 products with a scale per row support?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""Largest value of float8_e4m3fn."""
 LARGEST_ERROR = 0.1
 
 
@@ -57,7 +57,7 @@ def probe(device: str) -> Finding:
 
 
 def _quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor in float8, and the scale of each row."""
+    """Returns the tensor in float8, and the scale of each row."""
     import torch
 
     scale = tensor.abs().amax(1, keepdim=True).float() / LARGEST

@@ -1,6 +1,6 @@
-"""Can a child use the device that is forked after all imports?
+"""Can a child that is forked after all imports use the device?
 
-A process that has initialised CUDA cannot fork ranks; some libraries do it when they are imported.
+A process that has initialised CUDA cannot fork ranks; some libraries initialise it on import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork
 from harness.host.cuda import cuda_is_initialized, to_preload
 
 OF_RANKS = ("transformers", "transformers.trainer", "peft", "bitsandbytes")
-"""Imported by ranks, next to what strategies require."""
+"""Packages that ranks import, in addition to what strategies require."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ForkFacts:
     """What imports did, and what a forked child could do afterwards."""
 
     initialised_by: str | None
-    """First import of the fork server's after which CUDA was initialised."""
+    """First import of the fork server after which CUDA was initialised."""
     initialises: dict[str, bool | None]
     """Whether importing a package alone initialises CUDA; None: it cannot be imported."""
     child: dict[str, object]
@@ -56,8 +56,8 @@ def probe(device: str) -> Finding:
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
-    """Whether importing each package initialises CUDA, in torch or in any other library; None: it
-    cannot be imported. Each is imported in a forked child, all at once."""
+    """Returns whether importing each package initialises CUDA, in torch or any other library; None:
+    it cannot be imported. Each import runs in its own forked child, all at once."""
     children = {name: begin_in_fork(partial(_import, name)) for name in names}
     answers = {name: end_of_fork(child) for name, child in children.items()}
     return {

@@ -22,10 +22,10 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a reader of the report needs to know about the machine."""
+    """Facts about the machine for readers of the report."""
 
     environment: dict[str, object]
-    """What a run records: versions, processor, memory, GPUs."""
+    """Environment as a run records it: versions, processor, memory, GPUs."""
     python: str
     python_header: bool
     """Whether extensions can be compiled."""
@@ -38,9 +38,9 @@ class HostFacts:
     unused_gpus: str | None
     """Why this torch cannot use the GPUs."""
     topology: list[list[str]]
-    """How GPU i reaches GPU j."""
+    """Connection from GPU i to GPU j."""
     troubles: list[dict[str, object]]
-    """What would skew a measurement here."""
+    """Conditions that would skew results here."""
 
 
 def probe(device: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Is a budget of GPU memory kept, and does NVML list this process?"""
+"""Is a GPU memory budget enforced, and does NVML list this process?"""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class MemoryFacts:
     """How memory is counted and limited."""
 
     listed: bool
-    """Whether NVML lists this process: in some containers it has another process id."""
+    """Whether NVML lists this process; in some containers its process id differs."""
     context_bytes: int | None
-    """What CUDA's context takes, by NVML."""
+    """Size of CUDA's context, by NVML."""
     over_budget: Attempt
-    """An allocation above the budget: it must fail."""
+    """Allocation above the budget, which must fail."""
     product_in_budget: Attempt
-    """A small matrix product, whose workspace may not fit."""
+    """Small matrix product, whose workspace may not fit."""
     afterwards: Attempt
-    """An allocation without the budget."""
+    """Allocation without the budget."""
 
 
 def probe(device: str) -> Finding:

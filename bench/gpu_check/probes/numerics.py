@@ -1,4 +1,4 @@
-"""How far does rounding alone lead on this device?"""
+"""How large are the differences that rounding alone makes on this device?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed on a device."""
+    """Sizes of the computations on a device."""
 
     workload: str
     steps: int
     batch: int
     rows: int
-    """Of the matrices; an image has a 32nd of it as its side."""
+    """Rows of the matrices; the side of an image is 1/32 of this."""
 
 
 SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro", 2, 8, 128)}
@@ -31,21 +31,21 @@ SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro",
 
 @dataclass(frozen=True)
 class Numerics:
-    """Differences that rounding makes."""
+    """Differences caused by rounding."""
 
     matmul_error: float
-    """In fp32, relative to fp64."""
+    """Error of an fp32 product relative to fp64."""
     matmul_depends_on_rows: float
     """Largest change of an element when half of the rows are multiplied alone."""
     attention_errors: tuple[Attempt, ...]
-    """In fp32, relative to fp64, by backend."""
+    """Error of fp32 attention relative to fp64, by backend."""
     convolution_error: float
     same_twice: bool
-    """Whether two equal trainings end bit for bit alike."""
+    """Whether two equal trainings end bitwise identical."""
     same_twice_update: float
     """Largest difference of a tensor after training, relative to its update."""
     split_update: float
-    """The same between whole batches and batches in two parts."""
+    """As same_twice_update, between whole batches and batches in two parts."""
     split_loss: float
     """Largest relative difference of their losses."""
 
@@ -122,7 +122,7 @@ def _model(sizes: Sizes, device: str) -> Module:
 
 
 def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
-    """The parameters and losses of a training with each batch in this many parts."""
+    """Returns the parameters and losses of a training with each batch in this many parts."""
     import torch
 
     from harness.workloads import make_workload
@@ -145,7 +145,7 @@ def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], li
 
 
 def _largest(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Largest difference of a tensor relative to its update."""
+    """Returns the largest difference of a tensor relative to its update."""
     return max(
         float((one[name] - other[name]).norm() / (one[name] - start[name]).norm()) for name in one
     )

@@ -1,4 +1,4 @@
-"""Does NVML answer a forked rank as it answers its parent?"""
+"""Does NVML give a forked rank the same answers as its parent?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork, 
 
 @dataclass(frozen=True)
 class RankView:
-    """What NVML says to one process that computes on GPU 0; None: it does not say."""
+    """NVML's answers to one process that computes on GPU 0; None: no answer."""
 
     joules: float | None
     sm_mhz: int | None
@@ -22,7 +22,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class NvmlAnswers:
-    """What a forked child and its parent are told."""
+    """Answers to a forked child and to its parent."""
 
     driver: dict[str, object]
     gpu_kind: str
@@ -41,7 +41,7 @@ def probe(device: str) -> Finding:
     from harness.host.gpu import driver
     from harness.parity.reference_runs import gpu_kind
 
-    kind, installed = gpu_kind(), asdict(driver())  # NVML was started in this process
+    kind, installed = gpu_kind(), asdict(driver())  # initialises NVML in this process
     assert torch.cuda.device_count()
     child = end_of_fork(begin_in_fork(_view))
     answers = NvmlAnswers(installed, kind, child, _view())

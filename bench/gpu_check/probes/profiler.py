@@ -18,7 +18,7 @@ class ProfilerFacts:
     device_events: int
     device_names: tuple[str, ...]
     methods: tuple[str, ...]
-    """What this torch's events can be asked."""
+    """Methods of the events in this torch version."""
 
 
 def probe(device: str) -> Finding:

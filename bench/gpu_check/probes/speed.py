@@ -1,4 +1,4 @@
-"""How fast is this device at best: matrix products, copies, kernel launches?"""
+"""What are this device's peak rates for matrix products, copies and kernel launches?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are initial weights the same wherever they are kept, and does each variant of a model train?"""
+"""Are initial weights identical on every device, and does each variant of a model train?"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Weights:
-    """Random numbers of the device."""
+    """Random initial weights on the device."""
 
     digest: str
-    """Of all initial weights: tells kinds of GPU apart."""
+    """Digest of all initial weights; differs between kinds of GPU."""
     same_on_cpu: bool
-    """Whether weights that are kept on the CPU are drawn as on the device."""
+    """Whether weights on the CPU are initialised to the same values as on the device."""
     variants: tuple[Attempt, ...]
     """Device of each variant's weights, and its first loss."""
 
