@@ -2,7 +2,6 @@
 
 
 def main() -> None:
-    """Runs a command; says which packages are missing if it cannot."""
     from harness.host.requirements import require
 
     require()

@@ -1,4 +1,4 @@
-"""Expands a matrix on a host to its cells, with a reason for every one left out."""
+"""Expands a matrix on a host to cells, with a reason for every one left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Expanded:
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...]
     once: frozenset[str] = frozenset()
-    """Ids of the cells that run once, for parity."""
+    """Ids of cells that run once, for parity."""
 
 
 def expand(
@@ -50,10 +50,10 @@ def expand(
     changes: Axes | None = None,
     only_option: str = "--only",
 ) -> Expanded:
-    """Returns all cells of a matrix on a host.
+    """Returns a matrix's cells on a host.
 
-    `only` and `skip`: strategies or patterns, see bench/select.py. `only_option`: the option behind
-    `only`, for error messages. Raises UsageError for an unknown axis, value or pattern.
+    `only`, `skip`: strategies or patterns, see bench/select.py. `only_option`: the option behind
+    `only`, for errors. Raises UsageError for an unknown axis, value or pattern.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
@@ -75,8 +75,7 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """Returns the cells of a matrix on this host with `axis=value` settings, including those that
-    cannot run here."""
+    """Returns a matrix's cells with `axis=value` settings, including those that cannot run here."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
@@ -84,8 +83,7 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
 
 
 def _require_fit(cell: Cell, host: Host) -> None:
-    """Raises Refused if the cell needs more memory than a device has, or than its share of the
-    host's."""
+    """Raises Refused if the cell exceeds a device's memory, or its share of the host's."""
     need = device_bytes(cell)
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
     if need > there:
@@ -96,21 +94,20 @@ def _require_fit(cell: Cell, host: Host) -> None:
 
 
 def _limited(cell: Cell, host: Host) -> Cell:
-    """Returns the cell with a time limit from its expected time, if it is a GPU cell without
-    one."""
+    """Sets a GPU cell's missing time limit from its expected time."""
     if cell.device != "cuda" or "time_limit_seconds" in cell.model_fields_set:
         return cell
     return cell.model_copy(update={"time_limit_seconds": time_limit_seconds(cell, host.name)})
 
 
 Cells = dict[str, Cell]
-"""Cells by id, in the matrix's order."""
+"""Cells by id, in matrix order."""
 
 
 def _timed_and_checked(
     matrix: Matrix, rule: Rule, host: Host, changes: Axes, name: str
 ) -> tuple[Cells, Cells]:
-    """Returns the cells of a matrix, and the fp32 twins of those that name no precision."""
+    """Returns a matrix's cells, and fp32 twins of those that name no precision."""
     sizes = rule.over(matrix)
     timed: Cells = {}
     checked: Cells = {}
@@ -142,7 +139,7 @@ def _combinations(axes: Axes) -> Iterator[Axes]:
 
 
 def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
-    """Returns the cell of these axes; raises UsageError if one of them is invalid."""
+    """Raises UsageError for an invalid axis."""
     named_numbers = {
         axis: sizes.numbers[value]
         for axis, value in axes.items()
@@ -187,8 +184,7 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
 
 
 def _fewest(cell: Cell, tokens: int) -> int:
-    """Returns the smallest number of micro-batches with at most this many tokens per data-parallel
-    rank."""
+    """Returns the fewest micro-batches of at most this many tokens per data-parallel rank."""
     try:
         samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
     except Refused:

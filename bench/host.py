@@ -1,4 +1,4 @@
-"""The host that a matrix is planned for, this one or another, and which cells can run there."""
+"""The host that a matrix is planned for, and which cells can run there."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 
 _HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^\s,]+) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
-"""Pattern of a host: number of GPUs, their name, and cores."""
+"""Number of GPUs, their name, and cores."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host's properties that decide a matrix's sizes."""
+    """Properties of a host that decide a matrix's sizes."""
 
     device: str
     num_devices: int
-    """Number of GPUs, or of CPU cores. On a CPU, cells with more ranks than cores may run and are
-    labelled."""
+    """Number of GPUs, or of CPU cores, which more ranks may share."""
     memory_bytes: int
     """Memory of one GPU, or of the host."""
     nodes: int = 1
-    """Number of nodes of the run, including this host."""
+    """Nodes of the run, including this host."""
     name: str | None = None
-    """Name of its GPUs, from NVML; None: unknown."""
+    """GPU name from NVML; None: unknown."""
     elsewhere: bool = False
-    """Whether this is not the current host; local installations then tell you nothing about it."""
+    """Whether this is another host, about which local installations tell you nothing."""
     cores: int | None = None
-    """CPU cores of each node that a process may use; None: unknown."""
+    """CPU cores per node that a process may use; None: unknown."""
 
     @property
     def many(self) -> int:
-        """Returns what `devices: many` means here."""
+        """Meaning of `devices: many` here."""
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
@@ -53,8 +52,8 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """Returns this host, or the one that `8 x h100-80gb, 112 cores` names; raises UsageError that
-    lists the known GPUs."""
+    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError that lists known
+    GPUs."""
     from harness.host.gpu_models import gpu_models
 
     if not text:
@@ -105,8 +104,7 @@ def admit_here(cell: Cell, host: Host) -> None:
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:
-    """Raises Unavailable if the cell, or its strategy at any size, needs more GPUs than the host
-    has."""
+    """Raises Unavailable if the cell, or its strategy at any size, needs more GPUs."""
     needed = max(cell.devices, make_strategy(cell).capabilities.min_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:

@@ -54,11 +54,9 @@ Axes: TypeAlias = dict[str, Any]
 """Values by axis, from YAML."""
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Number of trials that resolves a difference of 3 % if trials spread by 1.1 %
-(tests/unit/test_stats.py)."""
+"""Trials that resolve a 3 % difference if they spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Long enough to include some slow spells of the machine, and about as long as a trial takes to
-start."""
+"""Includes some slow spells of the machine, and is about as long as a trial's start."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
 
@@ -71,7 +69,7 @@ class Sizes(BaseModel):
     defaults: Axes = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
-        """Returns this merged with another one; this one's values win."""
+        """Merges another one into this one, whose values win."""
         return Sizes(
             workloads={**other.workloads, **self.workloads},
             numbers={**other.numbers, **self.numbers},
@@ -104,16 +102,15 @@ class Matrix(Sizes):
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Whether to leave out cells that by their formulas need more memory than a device has."""
+    """Leave out cells that by their formulas need more memory than a device has."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
     def rule(self, host: Host) -> Rule:
-        """Returns the first rule that fits a host; an empty one if none does."""
+        """Returns the first rule that fits a host, else an empty one."""
         return next((rule for rule in self.hosts if rule.fits(host)), Rule())
 
     def trials_on(self, host: Host) -> int:
-        """Returns the number of trials of each cell on a host."""
         return self.rule(host).trials or self.trials
 
 
@@ -146,13 +143,12 @@ def matrix_names() -> list[str]:
 
 
 def read_matrix(name: str) -> Matrix:
-    """Reads the matrix of this name, or in this file; raises UsageError with the file and the
-    key."""
+    """Reads a matrix by name or file; raises UsageError with the file and the key."""
     return read_as(name, Matrix)
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """Reads a matrix, as read_matrix does, of a kind that has more keys."""
+    """As read_matrix, for a kind with more keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -192,7 +188,7 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def parse_changes(settings: Sequence[str]) -> Axes:
-    """Parses `--set axis=value` options. Values are YAML, so `devices=[1,2]` is a list."""
+    """Parses `axis=value` options. Values are YAML: `devices=[1,2]` is a list."""
     changes: Axes = {}
     for setting in settings:
         axis, sign, value = setting.partition("=")

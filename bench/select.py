@@ -1,7 +1,7 @@
 """Resolves the run and cell arguments of all commands.
 
-A run: its id, the first letters of it, `latest`, or `latest~1` for the one before. A cell: its id,
-a strategy, or a pattern (`ddp*x2*`) over labels or names.
+Runs: an id, its first letters, `latest`, or `latest~1` for the one before. Cells: an id, a
+strategy, or a pattern (`ddp*x2*`) over labels or names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["find_run"]
 REFERENCES = "reference"
 """Folder of named baselines, below the results."""
 MOST_NAMED = 12
-"""Largest number of cells that an error names."""
+"""Cells that an error names at most."""
 
 
 class Recorded(Protocol):
@@ -48,8 +48,6 @@ AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
 
 @dataclass(frozen=True)
 class RecordedCell:
-    """A cell of one run, from table `trials`."""
-
     cell_id: str
     cell_name: str
     label: str
@@ -57,8 +55,7 @@ class RecordedCell:
 
 
 def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
-    """Returns the ids of the matching runs, oldest first; without words, the newest. Raises
-    UsageError."""
+    """Returns the ids of matching runs, oldest first; by default the newest. Raises UsageError."""
     if every and words:
         raise UsageError(
             "--all means every run of the folder: leave the names of runs out, or --all"
@@ -74,8 +71,8 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
 def find_sides(
     words: Sequence[str], baseline: str | None, results: Path
 ) -> tuple[RunSelection, RunSelection]:
-    """Returns the two runs or folders to compare. `baseline` is the first, and may be a name in
-    results/reference. Raises UsageError if there are not exactly two."""
+    """Returns the two runs or folders to compare. `baseline` is the first, and may name one in
+    results/reference. Raises UsageError if there are not two."""
     if baseline is not None:
         named = results / REFERENCES / baseline
         words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
@@ -88,7 +85,7 @@ def find_sides(
 
 
 def matches(cell: Cell, pattern: str) -> bool:
-    """Returns whether the pattern is the cell's strategy or id, or matches its label or name."""
+    """Returns whether the pattern is the cell's strategy or id, or fits its label or name."""
     return (
         pattern in (cell.strategy, cell.id)
         or fnmatch.fnmatchcase(cell.label, pattern)
@@ -97,13 +94,12 @@ def matches(cell: Cell, pattern: str) -> bool:
 
 
 def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]:
-    """Returns all that match the pattern."""
     return [row for row in recorded if matches(Cell(**json.loads(row.cell)), pattern)]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns which results the baseline's name means, or None without a name. Raises UsageError if
-    it is none of these cells."""
+    """Returns the results that the baseline's name means; None without a name. Raises UsageError if
+    it matches no cell."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -115,8 +111,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
-    """Returns those whose id is the word; else whose name, else whose label is; else all that it
-    matches as a strategy or pattern."""
+    """Matches the word by id, else name, else label, else as a strategy or pattern."""
     for name in ("cell_id", "cell_name", "label"):
         if exact := [row for row in recorded if getattr(row, name) == word]:
             return exact
@@ -124,7 +119,6 @@ def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
 
 
 def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageError:
-    """Returns the error for a word that matches no recorded cell."""
     labels = ", ".join(dict.fromkeys(row.label for row in recorded)) or "none"
     return UsageError(
         f"{word!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
@@ -133,10 +127,10 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
 
 
 def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """Returns the tables (without steps) of this run, or of the newest that has the cell, and the
-    cell's id.
+    """Returns a run's tables (without steps), by default the newest with the cell, and the cell's
+    id.
 
-    Raises UsageError if the word matches no cell, or several, of a run.
+    Raises UsageError if the word matches no or several cells.
     """
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
@@ -161,8 +155,8 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
 def keep(
     cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str], only_option: str = "--only"
 ) -> list[Cell]:
-    """Returns the cells that `only` matches (all without it) and `skip` does not. Raises UsageError
-    for a pattern that matches none, and if no cell is left."""
+    """Returns cells that match `only` (if any) and not `skip`. Raises UsageError for a pattern
+    without match, or if no cell is left."""
     for option, patterns in ((only_option, only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
@@ -179,7 +173,7 @@ def keep(
 
 
 def planned_cell(store: Store, word: str) -> Cell | None:
-    """Returns the cell of this id or name from the newest plan that has one."""
+    """Returns the newest planned cell of this id or name."""
     for plan in map(Plan.from_row, store.newest_rows()):
         for cell in (*plan.cells, *(left.cell for left in plan.left_out)):
             if word in (cell.id, cell.name):
@@ -188,8 +182,8 @@ def planned_cell(store: Store, word: str) -> Cell | None:
 
 
 def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
-    """Returns the matrix's cells that match the word, else the recorded cell of this id or name;
-    raises UsageError."""
+    """Returns the matrix's matching cells, else the recorded cell of this id or name; raises
+    UsageError."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
     if recorded := planned_cell(store, word):
@@ -201,8 +195,7 @@ def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> l
 
 
 def plainest(cells: Sequence[Cell]) -> Cell:
-    """Returns the plainest of several cells: without options before with, fp32 before other
-    precisions, several devices before one; then the first."""
+    """Prefers cells without options, then fp32, then several devices, then the first."""
     return min(
         cells,
         key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
@@ -210,8 +203,7 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 
 def with_options(cell: Cell, text: str) -> Cell:
-    """Returns the cell with these options (`name=value,...`) in place of its own; raises
-    UsageError."""
+    """Returns the cell with these options (`name=value,...`) only; raises UsageError."""
     from harness.strategy.registry import make_strategy
 
     pairs = [pair.partition("=") for pair in text.split(",")]

@@ -1,5 +1,4 @@
-"""Checks for GPU conditions that skew results: other processes, limits, heat, MIG, old drivers, too
-few cores, missing links."""
+"""GPU conditions that skew results."""
 
 from __future__ import annotations
 
@@ -18,11 +17,10 @@ from harness.host.nvml import nvml
 
 GIB = 2**30
 HOT_CELSIUS = 83
-"""GPU temperature at rest that is reported; most GPUs throttle from 83 to 90 degrees Celsius."""
+"""Reported GPU temperature at rest; most GPUs throttle from 83 to 90 degrees Celsius."""
 
 
 def gpu_troubles() -> list[Trouble]:
-    """Returns the troubles of this host's GPUs; empty without GPUs."""
     devices = visible_gpus()
     if not devices:
         return list(_unused())
@@ -38,7 +36,6 @@ def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
 
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:
-    """Yields troubles with what an administrator has set."""
     subject, number = f"GPU {facts.index}", facts.index
     limit, default = facts.power_limit_watts, facts.default_power_limit_watts
     if limit is not None and default is not None and limit < 0.99 * default:
@@ -72,7 +69,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 
 def _state(state: GpuState) -> Iterator[Trouble]:
-    """Yields troubles with what a GPU is doing before any rank of ours uses it."""
+    """Checks a GPU that no rank of ours is using."""
     subject, number = f"GPU {state.index}", state.index
     others = [process for process in state.processes or () if process.pid != os.getpid()]
     if others:
@@ -120,7 +117,6 @@ def _unused() -> Iterator[Trouble]:
 
 
 def _software() -> Iterator[Trouble]:
-    """Yields what the driver or torch lacks."""
     import torch
 
     if unused := list(_unused()):
@@ -133,8 +129,7 @@ def _software() -> Iterator[Trouble]:
 
 
 def _stand_ins() -> Iterator[Trouble]:
-    """Yields strategies that would use a substitute on a GPU because a library was built without
-    NCCL."""
+    """Yields strategies with a substitute on GPUs, because a library was built without NCCL."""
     from importlib.util import find_spec
 
     from harness.spec.cell import Cell
@@ -153,7 +148,6 @@ def _stand_ins() -> Iterator[Trouble]:
 
 
 def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
-    """Yields troubles with cores, memory and links between the GPUs."""
     from harness.host.cores import allowed_cores
 
     cores = len(allowed_cores())

@@ -1,5 +1,4 @@
-"""Checks for host conditions that skew results: changing clocks, other processes, swap, a full
-disk, too little shared memory."""
+"""Conditions that skew results on any host."""
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ from bench.checks.trouble import Trouble
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
 BUSY_SHARE = 0.1
-"""Share of all cores that other processes must use to be reported."""
+"""Reported load by other processes, as a share of all cores."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""Least size of /dev/shm. NCCL takes tens of MiB for each pair of ranks; containers get 64 MiB by
-default."""
+"""NCCL takes tens of MiB of shared memory per pair of ranks; containers get 64 MiB by default."""
 LOCKED_BYTES = 2**30
 
 
 def host_troubles(root: Path = Path("/")) -> list[Trouble]:
-    """Returns the troubles of this host. `root`: folder that contains /sys and /dev."""
+    """`root`: folder that contains /sys and /dev."""
     checked = (_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk())
     return [trouble for trouble in checked if trouble]
 
@@ -72,7 +70,6 @@ def _siblings(root: Path) -> Trouble | None:
 
 
 def _neighbours() -> Trouble | None:
-    """Reports other processes that use the cores now."""
     own = {psutil.Process().pid}
     others = [process for process in psutil.process_iter(["name"]) if process.pid not in own]
     for process in others:
@@ -132,7 +129,7 @@ def _disk() -> Trouble | None:
 
 
 def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
-    """Reports too little shared memory for NCCL between ranks on several GPUs."""
+    """Reports too little shared memory for NCCL between GPUs."""
     try:
         size = shutil.disk_usage(folder).total
     except OSError:
@@ -148,8 +145,7 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """Reports too little lockable memory for InfiniBand. `limit`: bytes that this process may lock,
-    -1 for no limit."""
+    """Reports too little lockable memory for InfiniBand. `limit`: bytes, -1 for no limit."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit

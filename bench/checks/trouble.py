@@ -1,5 +1,3 @@
-"""A condition of this host that would skew results."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,4 +12,4 @@ class Trouble:
     what: str
     why: str
     mend: str
-    """Command that fixes it, or advice if there is none."""
+    """Command that fixes it, or advice."""

@@ -35,7 +35,7 @@ COMMANDS = {
     "submit": "submit:submit",
     "status": "status:status",
 }
-"""Module and function of each command in this folder, in the order of the help."""
+"""Module and function of each command, in the order of the help."""
 
 app = typer.Typer(
     name="bench",

@@ -15,22 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of bench run for its nodes, as given."""
-
     nodes: int
     rendezvous_file: Path | None
-    """File in which the agents find the run; None: the run uses this host alone."""
+    """File in which the agents find the run; None: this host alone."""
     interface: str
     timeout_seconds: float
-    """Seconds to wait for the agents; the run then begins without the missing ones."""
+    """Seconds to wait for the agents; the run then begins without the rest."""
 
 
 @contextlib.contextmanager
 def launchers(
     options: AgentOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the factory of a run's launchers, on this host or over the agents of its nodes. Agents
-    connect while the run begins; `say` prints a line."""
+    """Yields the factory of a run's launchers, over the agents if there are any. Agents connect
+    while the run begins; `say` prints a line."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 

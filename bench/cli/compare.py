@@ -1,5 +1,4 @@
-"""bench compare: what became slower, faster, fails or is missing between two runs; or which of two
-cells of a run is faster."""
+"""bench compare: differences between two runs, or between two cells of a run."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def compare(
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
-    """Compares each cell of the first pattern with each of the second, if they differ only in what
-    the patterns name."""
+    """Compares cells that differ only in what the two patterns name."""
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
@@ -142,7 +140,7 @@ def _give(text: str, out: Path | None) -> None:
 
 
 def _table(comparison: RunComparison, out: Path | None) -> None:
-    """Prints the comparison, what could not be compared and why, and the decision rule."""
+    """Prints the comparison, its decision rule, and what could not be compared."""
     import io
 
     from rich.console import Console

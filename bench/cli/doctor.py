@@ -117,7 +117,6 @@ def doctor(
 
 
 def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
-    """Prints what would skew results here, one line each, with the fix."""
     from rich.markup import escape
 
     if not troubles:
@@ -133,8 +132,8 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
-    """Measures gloo between two cores, and NCCL if there are two GPUs. Returns the fits, and the
-    reason for each backend that could not be measured."""
+    """Measures gloo between two cores, and NCCL between two GPUs; returns the fits, and a reason
+    per failed backend."""
     from harness.host.environment import device_type, gpus
     from harness.measure.comm_benchmark import RANKS, measure_links
 
@@ -249,8 +248,8 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """Returns `ready` for each strategy, or the first missing requirement with the command that
-    provides it."""
+    """Returns `ready`, or the first missing requirement and the command that provides it, by
+    strategy."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError

@@ -1,4 +1,4 @@
-"""bench doctor --gpu-check: the first minutes on a GPU, and a folder with the findings."""
+"""bench doctor --gpu-check: the first minutes on a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ CheckDevice = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Options of bench doctor for a GPU check."""
-
     out: Path
     resume: bool = False
     budget_seconds: float = 600.0
@@ -28,8 +26,8 @@ class CheckOptions:
 def gpu_check(options: CheckOptions) -> None:
     """Runs the steps and prints what each showed.
 
-    Exit code 1 if a step refuted its claim or nothing trained, 130 if stopped. Raises UsageError
-    without a GPU, and for bad options.
+    Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
+    a GPU.
     """
     from rich.markup import escape
 

@@ -1,4 +1,4 @@
-"""bench history: a cell's figure over many runs, and the runs in which it changed."""
+"""bench history: a cell's figure over many runs, and where it changed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def history(
 
 
 def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
-    """Returns the matching cells of every run."""
     from bench.select import matching, no_such_cell
     from harness.analysis.selection import measured
     from harness.record.store import Store
@@ -96,7 +95,7 @@ def _mark(series: Series, change: float) -> str:
 
 
 def _runs(out: Console, series: Series) -> None:
-    """Prints one line per run; the bar places it between the smallest and the largest value."""
+    """Prints one line per run; the bar spans the smallest to the largest value."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -137,7 +136,6 @@ def _runs(out: Console, series: Series) -> None:
 
 
 def _cells(out: Console, all_series: list[Series]) -> None:
-    """Prints one line per cell."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -168,7 +166,7 @@ def _cells(out: Console, all_series: list[Series]) -> None:
 
 
 def sparkline(values: list[float]) -> str:
-    """Returns one block character per value, scaled from the smallest to the largest."""
+    """Returns one block character per value, scaled to their range."""
     low, high = min(values), max(values)
     return "".join(
         (

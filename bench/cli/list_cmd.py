@@ -12,8 +12,6 @@ import typer
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy as listed."""
-
     name: str
     description: str
     options: dict[str, str]
@@ -34,8 +32,6 @@ class WorkloadEntry:
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """A matrix of the suite."""
-
     name: str
     description: str
     trials: int

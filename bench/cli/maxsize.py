@@ -1,5 +1,4 @@
-"""bench maxsize: the largest model, or the longest sequence, that each strategy trains within a
-memory budget per rank."""
+"""bench maxsize: the largest model, or the longest sequence, within a memory budget per rank."""
 
 from __future__ import annotations
 
@@ -26,13 +25,11 @@ if TYPE_CHECKING:
 
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
-"""File with the strategies searched by default, by what grows."""
+"""Matrix of the searched strategies, by what grows."""
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""Default memory budget per rank, by what grows; sequences get less, since step time grows with the
-square of their length."""
+"""Default memory per rank, by what grows. Step time grows with the square of sequence length."""
 LONG_TOKENS = 4096
-"""Sequence length in tokens whose activations about fill the budget, for a model of the default
-width."""
+"""Tokens whose activations about fill the budget, at the default width."""
 
 
 def maxsize(
@@ -169,7 +166,7 @@ def maxsize(
 
 
 def _changes(settings: list[str], grow: str = "model") -> Axes:
-    """Returns the axes set by `--set`; raises UsageError for one that the search itself sets."""
+    """Returns the axes of `--set`; raises UsageError for one that the search sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError
 
@@ -184,14 +181,12 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
 
 @dataclass(frozen=True)
 class Asked:
-    """The requested search."""
-
     grow: Literal["model", "sequence"]
     budget: str
     ranks: int | None
-    """Number of ranks; None: as many as this host has."""
+    """None: as many as this host has."""
     hidden: int | None
-    """Hidden size; None: one that fits the budget."""
+    """None: one that fits the budget."""
     file: Path
 
     def budget_on(self, host: Host) -> int:
@@ -210,8 +205,7 @@ class Asked:
         return budget
 
     def workloads(self, budget: int, many: int) -> dict[str, str]:
-        """Returns the meaning of the file's workload names: models of one block, or of fixed
-        size."""
+        """Returns the meaning of the file's workload names."""
         from harness.run.maxsize import hidden_size, long_hidden_size, wide_size
 
         if self.grow == "sequence":
@@ -222,7 +216,7 @@ class Asked:
 
 
 def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
-    """Returns the search's plan; raises UsageError for what this host cannot do."""
+    """Raises UsageError for what this host cannot do."""
     from pydantic import Field
 
     from bench.expand import expand
@@ -231,8 +225,7 @@ def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A matrix whose cells are searched, and chains of labels in the order that theory
-        predicts."""
+        """A matrix of cells to search, and chains of labels in their theoretical order."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -255,8 +248,7 @@ def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
 
 
 def _with_ranks(matrix: Matrix, many: int) -> Matrix:
-    """Returns the matrix with `devices: many` and the number `ranks` set to this number of
-    ranks."""
+    """Returns the matrix with `devices: many` and the number `ranks` resolved."""
     entries = [
         {**entry, "devices": many} if entry.get("devices") == "many" else entry
         for entry in matrix.cells
@@ -267,7 +259,7 @@ def _with_ranks(matrix: Matrix, many: int) -> Matrix:
 
 
 class Progress:
-    """Prints a line for every probe, with the time left."""
+    """Prints each probe and the time left."""
 
     def __init__(self, out: Console, plan: Plan) -> None:
         self.out, self.plan = out, plan

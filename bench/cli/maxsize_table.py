@@ -1,4 +1,4 @@
-"""The final output of bench maxsize: what each strategy reached, and what filled the budget."""
+"""The final table of bench maxsize."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
 
 
 def _filled(rows: list[MaxsizeResult]) -> Table:
-    """Returns what filled each strategy's budget at the smallest size that does not train."""
+    """Returns what filled each budget at the smallest size that does not train."""
     from rich.markup import escape
     from rich.table import Table
 

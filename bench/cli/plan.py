@@ -1,4 +1,4 @@
-"""bench plan: predicts which strategy to train a model with, before you rent any device."""
+"""bench plan: predicts which strategy to train a model with, without any device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.cli.options import JsonObject, MeasuredHere
 
 Value = TypeVar("Value")
 MAX_EXPORTED = 1000
-"""Number of layouts, best first, that are searched for one with an export."""
+"""Number of best layouts that are searched for one with an export."""
 MAX_PRICE = 1e9
-"""Highest price of a device for an hour, in any currency."""
+"""Highest price of a device-hour, in any currency."""
 TRIED_MATRIX = "full"
-"""Matrix that supplies the options to try for each strategy."""
+"""Source of the options to try for each strategy."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -213,7 +213,7 @@ def plan(
 
 
 def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
-    """Writes the cells of the best layout and of those tied with it; returns sentences to print."""
+    """Writes the cells of the best layout and its ties; returns sentences to print."""
     from harness.planner.follow_up import cells_of_layout, write_matrix
 
     first = answer.candidates[0]
@@ -235,7 +235,6 @@ def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
 
 
 def tried_options() -> list[StrategyOptions]:
-    """Returns the strategies of TRIED_MATRIX with their options."""
     from bench.matrix import read_matrix
     from harness.planner.follow_up import StrategyOptions
 
@@ -249,7 +248,7 @@ def tried_options() -> list[StrategyOptions]:
 
 
 def default(given: Value | None, otherwise: Value) -> Value:
-    """Returns the given value, 0 and empty texts included, or the other one if it is None."""
+    """Returns `otherwise` only if `given` is None; 0 and empty texts count as given."""
     return otherwise if given is None else given
 
 

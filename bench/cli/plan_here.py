@@ -16,26 +16,23 @@ if TYPE_CHECKING:
     from harness.planner.local.plan_request import PlanRequest
 
 MAX_REASONS = 6
-"""Number of reasons for left-out strategies printed on a terminal."""
+"""Reasons for left-out strategies printed on a terminal."""
 
 
 @dataclass(frozen=True)
 class LocalPlanOptions:
-    """Where to read measurements, and what to print and write."""
-
     folders: tuple[Path, ...]
     top: int = 10
-    """Number of rows in the printed table."""
+    """Rows of the printed table."""
     matrix: Path | None = None
     """New file for the cells that would settle which strategy is best."""
     export: Path | None = None
-    """New folder for files that run the choice without the suite."""
+    """New folder for an export of the choice."""
     html: Path | None = None
-    """HTML file to write."""
 
 
 def answer(request: PlanRequest, options: LocalPlanOptions, json_output: bool) -> None:
-    """Prints the plan. Raises UsageError for a request that cannot be answered."""
+    """Raises UsageError if the request cannot be answered."""
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -98,7 +95,7 @@ def _written(
 
 
 def _table(plan: LocalPlan, top: int) -> Table:
-    """Returns the cells, best first: those with identical training, then others."""
+    """Lists cells with identical training first, best first."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The plan of a run on the terminal: its cells, and how long they take."""
+"""Prints a run's cells and how long they take."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def show(
     todo: Sequence[tuple[int, Cell, TrialKey]],
     host: Host,
 ) -> tuple[dict[str, float], References]:
-    """Prints the cells, their expected time and what is left out, for this `host`. Returns expected
-    seconds by cell id, and the references."""
+    """Prints the plan for this `host`; returns expected seconds by cell id, and the references."""
     from harness.host.cores import oversubscribed
     from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over
@@ -76,7 +75,7 @@ def show(
 
 
 def show_headline(out: Console, planned: Plan, headline: PlannedHeadline | None) -> None:
-    """Prints which group of cells the run's answer is about, and its baseline."""
+    """Prints which cells the run's answer is about, and its baseline."""
     if headline is None:
         return
     cell, baseline = headline.cells[0], headline.baseline

@@ -93,8 +93,8 @@ def profile(
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name; else the plainest cell of the matrix with this
-    strategy and these options."""
+    """Returns the recorded cell of this id or name; else the plainest of the matrix with this
+    strategy and options."""
     from bench.expand import cells_of
     from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store
@@ -111,15 +111,14 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Moves these traces to the folder, replacing earlier ones; returns their new paths."""
+    """Moves the traces to the folder, replacing earlier ones; returns their new paths."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Names each rank's process in its trace and writes all ranks on one timeline as all.json.gz.
-    Returns the files."""
+    """Names each rank's process in its trace and writes one timeline of all ranks, all.json.gz."""
     traces = {}
     for file in sorted(
         folder.glob("rank*.json.gz"),
@@ -156,8 +155,8 @@ def name_ranks(folder: Path) -> list[Path]:
 
 
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
-    """Returns the GPU time of the profiled step, next to this host's peak rate, which takes about 8
-    s to measure. None for a CPU cell or a failed one."""
+    """Returns the GPU time of the profiled step and this host's peak rate (measured in about 8 s).
+    None for CPU cells and failures."""
     from harness.analysis.gpu_time import gpu_time
     from harness.measure.device_speed import measure_apart
     from harness.run.peaks import peaks_of

@@ -1,5 +1,3 @@
-"""The progress of a run on the terminal."""
-
 from __future__ import annotations
 
 import math
@@ -20,14 +18,14 @@ if TYPE_CHECKING:
 
 
 AS_EXPECTED = 0.1
-"""Share of a run's expected seconds that counts as having gone as expected before any measurement.
-A trial that first builds a library tells you little about the others."""
+"""Share of a run's expected seconds assumed to go as expected. A trial that first builds a library
+tells you little about the others."""
 
 
 class RunProgress:
     """A progress bar on a terminal, a line per trial elsewhere.
 
-    Has no thread of its own; draws only when the runner reports something.
+    Draws only when the runner reports something; has no thread.
     """
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
@@ -35,13 +33,13 @@ class RunProgress:
         every = planned.schedule()
         all_seconds = sum(seconds[cell.id] for cell, _ in every)
         self.expected_left = all_seconds * total / max(1, len(every))
-        """Expected seconds of the remaining trials, before any was measured."""
+        """Expected seconds of the remaining trials."""
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.seconds_left = self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
         self.spare = len(every) - planned.spare_from
-        """Number of trials that run only while the time budget lasts."""
+        """Trials that run only while the time budget lasts."""
         self.current: Cell | None = None
         columns = (
             TextColumn("{task.description}"),
@@ -125,8 +123,7 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Updates `seconds_left` after a trial with this many expected seconds: the remaining
-        expectation, scaled by how actual times compared with expectation so far."""
+        """Scales the expected time left by how long finished trials took against expectation."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

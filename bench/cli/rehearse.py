@@ -102,7 +102,7 @@ def rehearse(
 
 
 def _cell(word: str, common: dict[str, object]) -> Cell:
-    """Returns the cell of a strategy with options; raises UsageError if they are invalid."""
+    """Raises UsageError for invalid options."""
     from bench.select import with_options
     from harness.spec.cell import Cell
     from harness.strategy.registry import make_strategy
@@ -159,7 +159,7 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
 
 
 def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
-    """Returns a table with one row per rehearsed rank: its peak, and what is in memory then."""
+    """Returns one row per rehearsed rank: its peak memory, and what it holds then."""
     from rich.markup import escape
     from rich.table import Table
 

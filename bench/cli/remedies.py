@@ -1,4 +1,4 @@
-"""What to do about a mistake, in terms of the command line; the layers below do not know it."""
+"""Remedies for mistakes, in terms of the command line."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ REMEDIES: dict[type[UsageError], str] = {
 
 
 def refusal(error: Exception) -> str:
-    """Returns what the user sees instead of a traceback, for a mistake or a file that the system
-    refuses. Empty for an error of the suite itself."""
+    """Returns the message for a user's mistake or a file that the system refuses; empty for the
+    suite's own errors."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -33,6 +33,6 @@ def refusal(error: Exception) -> str:
 
 
 def with_remedy(error: UsageError) -> str:
-    """Returns an error's sentence, plus the command or option that helps if there is one."""
+    """Returns an error's sentence, with the option that helps if there is one."""
     remedy = REMEDIES.get(type(error))
     return f"{error}; {remedy}" if remedy else str(error)

@@ -1,5 +1,4 @@
-"""bench report: a run's findings as a page, as text or for programs; a comparison of runs; the
-index of all."""
+"""bench report: reports of one or several runs, and the index of all."""
 
 from __future__ import annotations
 
@@ -140,12 +139,10 @@ def _by_suffix(out: Path | None) -> Format:
 
 @dataclass(frozen=True)
 class Shown:
-    """Options for what a report contains."""
-
     format_name: Format
     sections: tuple[str, ...]
     baseline: str
-    """Cell that the others are compared with; empty: the default one."""
+    """Cell that the others are compared with; empty: the default."""
 
 
 def _one(
@@ -155,7 +152,7 @@ def _one(
     out: Path | None,
     told_as_json: bool,
 ) -> Path | None:
-    """Writes or prints one report; returns the file if one was written."""
+    """Returns the written file; None if the report was printed."""
     from harness.spec.errors import UsageError
     from reports import write_whole
 
@@ -173,7 +170,6 @@ def _one(
 
 
 def _text(store: Store, wanted: list[str], shown: Shown) -> str:
-    """Returns the report of these runs as text."""
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import export_records, runs

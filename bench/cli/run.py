@@ -1,4 +1,4 @@
-"""bench run: runs a matrix, from the plan to the table and the report."""
+"""bench run: runs a matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of bench run: the ranking, the answer, the report, and the saved conclusion."""
+"""The end of bench run: ranking, answer, report and conclusion."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """How this command's part of a run ended."""
-
     finished: bool
     """False if it was interrupted."""
     wall_seconds: float
@@ -46,18 +44,15 @@ class Ended:
 
 @dataclass(frozen=True)
 class EndOptions:
-    """Options of bench run for what its end writes."""
-
     report: bool
-    """Whether the HTML report is written."""
+    """Whether to write the HTML report."""
     json_output: bool
 
 
 def conclude(
     store: Store, plan: Plan, ended: Ended, baseline: Choice | None, options: EndOptions
 ) -> int:
-    """Prints the ranking, the answer and the paths; writes the report and the run's conclusion.
-    Returns the exit code."""
+    """Prints the ranking, the answer and the paths; writes the report. Returns the exit code."""
     console = terminal.console(quiet=options.json_output)
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
@@ -98,7 +93,6 @@ def conclude(
 def _say_what_is_too_wide(
     console: Console, plan: Plan, loaded: Results, results: list[CellResult]
 ) -> None:
-    """Prints the cells that missed the precision of `--precision`."""
     if plan.precision is None:
         return
     wide = too_wide(loaded.trials, plan.precision)

@@ -1,4 +1,4 @@
-"""The plan of bench run: that of a run already begun, or a new one from a matrix."""
+"""The plan of bench run, resumed or new."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from harness.spec.errors import UsageError
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of bench run for its plan, as given."""
-
     matrix: str
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -28,16 +26,16 @@ class PlanOptions:
     time_budget: str = ""
     by_turns: bool = False
     timed_seconds: float | None = None
-    """Seconds of timed steps; None: the matrix's."""
+    """None: as in the matrix."""
     run_id: str = ""
-    """Name of the run; empty: named by its time."""
+    """Empty: named by its time."""
     host: str = ""
-    """Another host to plan for; empty: this one."""
+    """Host to plan for; empty: this one."""
     nodes: int = 1
 
     @property
     def changes_a_plan(self) -> bool:
-        """Returns whether any option is set that cannot change once a run has begun."""
+        """Returns whether an option cannot apply to a run that has begun."""
         return bool(
             self.only
             or self.skip
@@ -116,11 +114,8 @@ def _new_plan(options: PlanOptions) -> Plan:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """Parses `1/4` to (1, 4): a run's share of cells, counted from 0, of how many. Empty: all of
-    it.
-
-    Raises UsageError.
-    """
+    """Parses `1/4` to (1, 4): a run's share of cells, counted from 0, and the number of shares.
+    Raises UsageError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not match or int(match[1]) >= int(match[2]):
         raise UsageError(f"--share {text!r} is no share; the second of four is 1/4")
@@ -128,7 +123,7 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def parse_precision(text: str) -> float:
-    """Parses `2%` to 0.02; raises UsageError for anything not between 0 and 100 %."""
+    """Parses `2%` to 0.02; raises UsageError outside 0 to 100 %."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not match or not 0 < float(match[1]) < 100:
         raise UsageError(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from reports.cell_detail import CellDetail
 
 BAR = 20
-"""Length of the longest bar, in characters."""
+"""Longest bar in characters."""
 STEPS = 32
-"""Largest number of blocks in a chart of steps."""
+"""Most blocks of a chart of steps."""
 
 
 def show(
@@ -64,7 +64,6 @@ def show(
 
 
 def draw(out: Console, detail: CellDetail) -> None:
-    """Prints the cell as text, tables and charts."""
     cell = detail.cell
     out.print(f"[bold]{clean(cell.cell_name)}[/bold]  {cell.cell_id}")
     out.print(
@@ -91,7 +90,7 @@ def draw(out: Console, detail: CellDetail) -> None:
 
 
 def clean(text: object) -> str:
-    """Returns recorded text on one line, without terminal control characters."""
+    """Returns text on one line, without terminal control characters."""
     from rich.markup import escape
 
     from reports.text import printable
@@ -279,8 +278,7 @@ def _parity(out: Console, cell: CellResult) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Returns a table that folds on narrow terminals. The first column and charts are left-aligned,
-    numbers right-aligned."""
+    """Returns a table that folds; the first column and charts are left-aligned."""
     from rich.table import Table
 
     table = Table()
@@ -291,7 +289,7 @@ def _table(*columns: str) -> Table:
 
 
 def bar(value: float | None, most: float) -> str:
-    """Returns a bar of at most BAR characters, in eighths of a character."""
+    """Returns a bar of at most BAR characters, in steps of an eighth."""
     if not value or not most:
         return ""
     whole, rest = divmod(int(BAR * 8 * value / most + 0.5), 8)
@@ -299,8 +297,7 @@ def bar(value: float | None, most: float) -> str:
 
 
 def sparkline_of(values: Sequence[float | None]) -> str:
-    """Returns a block per value. More than STEPS values are grouped into STEPS stretches, each
-    shown by its largest value."""
+    """Returns a block per value, or the largest value in each of STEPS stretches."""
     from bench.cli.history import sparkline
 
     known = [value for value in values if value is not None and math.isfinite(value)]

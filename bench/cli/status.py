@@ -1,4 +1,4 @@
-"""bench status: how far along a run is, from any host that sees its results."""
+"""bench status: how far along a run is."""
 
 from __future__ import annotations
 
@@ -20,22 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Progress of a run that has begun."""
-
     run_id: str
     matrix: str
     cells: int
     trials: int
-    """Number of planned trials."""
     recorded: int
-    """Number of trials that ended and need not run again."""
+    """Trials that ended and need not run again."""
     left_out: int
     statuses: dict[str, int]
-    """Number of trials by status."""
     newest: str | None
-    """Description of the most recent trial."""
+    """Newest trial."""
     newest_at: str | None
-    """Start time of the most recent trial, as ISO 8601."""
+    """Its start, as ISO 8601."""
 
 
 def status(
@@ -91,7 +87,7 @@ def status(
 
 
 def _run_of_job(store: Store, job: str) -> str:
-    """Returns a run that this job started; empty if there is none."""
+    """Returns a run that this job started, or an empty string."""
     for row in store.newest_rows():
         if row["allocation"] and json.loads(row["allocation"]).get("job") == job:
             return str(row["run_id"])
@@ -124,7 +120,7 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """Prints the progress. `forgotten`: whether SLURM has dropped the run's jobs."""
+    """`forgotten`: whether SLURM has dropped the run's jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal

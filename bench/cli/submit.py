@@ -134,8 +134,8 @@ def submit(
 
 
 def _readable(matrix: str) -> str:
-    """Returns the matrix in a form that the job can find from any folder; raises UsageError if
-    there is none."""
+    """Returns the matrix with a path that holds from any folder; raises UsageError if there is
+    none."""
     from bench.matrix import HOME, read_matrix
 
     read_matrix(matrix)

@@ -1,4 +1,4 @@
-"""A run's output on the terminal: the plan, the progress, the ranking."""
+"""Terminal output of a run: plan, progress, ranking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Returns a console, with colour only on a terminal and silent if a machine reads stdout."""
+    """Uses colour only on a terminal, and is silent if a machine reads stdout."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
         chosen
@@ -35,9 +35,9 @@ def console(quiet: bool = False) -> Console:
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints the reason if this host's GPUs are not used, and returns it.
+    """Prints and returns why this host's GPUs are unused, if they are.
 
-    Goes to stderr unless people read `out`, so that it is not lost in a pipe or a file.
+    Uses stderr unless people read `out`, so that it is not lost in a pipe or a file.
     """
     from harness.host.environment import unused_gpus
 
@@ -61,10 +61,7 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Makes SIGTERM stop a run as Ctrl-C does: the current trial is recorded as interrupted.
-
-    Ignores a second SIGTERM.
-    """
+    """Makes SIGTERM stop a run as Ctrl-C does; ignores a second one."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -79,9 +76,7 @@ def stop_signals() -> Iterator[None]:
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     """Prints the cells by throughput, per workload, then the unranked ones with the reason.
-
-    `cells`: in ranking order.
-    """
+    `cells`: in ranking order."""
     from harness.analysis.disturbance import CAUSES
     from harness.analysis.systems import systems
 
@@ -168,8 +163,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
 
 
 def advice(out: Console, answer: Answer, where: str) -> None:
-    """Prints which strategy to use, and its alternatives. `where`: what was trained, on which
-    hardware."""
+    """Prints which strategy to use, and alternatives. `where`: what was trained, on what."""
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)

@@ -1,4 +1,4 @@
-"""bench validate --here: scores predictions of this machine's cells against measurements."""
+"""bench validate --here: scores predictions against this machine's measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def validate(folders: Sequence[Path], json_output: bool) -> None:
-    """Prints the scores of each workload, and of each emulated link, predicted from all others.
+    """Prints the scores of each workload and emulated link, predicted from all others.
 
     Raises UsageError if there are too few cells.
     """
@@ -62,7 +62,7 @@ def _link(facts: CellFacts) -> str:
 
 
 def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
-    """Returns the cells among these that are tied with their fastest one."""
+    """Returns the cells that are tied with the fastest of these."""
     from harness.analysis.answer import may_be_fastest
 
     cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]

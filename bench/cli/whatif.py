@@ -1,4 +1,4 @@
-"""bench whatif: predicts measured cells on more devices than this machine has."""
+"""bench whatif: predicts measured cells on more devices."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def whatif(
 
 
 def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCell]:
-    """Returns the cells that match a pattern; raises UsageError for a pattern without match."""
+    """Raises UsageError for a pattern without match."""
     from bench.select import matches
     from harness.spec.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""The batch script of a job: the site's directives and set-up, then a script from slurm/."""
+"""The batch script of a job: directives and set-up of the site, then a script of slurm/."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from bench.cluster.site import ROOT, Site
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run; the site decides where and how."""
-
     matrix: str
     run_id: str
     """Empty: the job names its run itself once it has begun."""
@@ -21,7 +19,7 @@ class Job:
     options: tuple[str, ...] = ()
     """Further options of `bench run`."""
     tasks: int = 0
-    """Number of array tasks that share the run's cells; 0: no array."""
+    """Array tasks that share the run's cells; 0: no array."""
     nightly: bool = False
 
     @property
@@ -30,12 +28,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Returns the folder for scripts, logs and rendezvous files of the run's jobs."""
+        """Folder for scripts, logs and rendezvous files."""
         return self.results / "slurm" / (self.run_id or "nightly")
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """Returns the text to submit. It starts with all its options, so sbatch needs no others."""
+    """Returns the script with all its options, so sbatch needs no others."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -59,8 +57,7 @@ def batch_script(site: Site, job: Job) -> str:
 
 
 def _lines(site: Site, job: Job) -> list[str]:
-    """Returns the lines that make a job continue after a warning, a lost node or a requeue, then
-    the site's own."""
+    """Lets a job continue after a warning, a lost node or a requeue."""
     log = "%A_%a" if job.tasks else "%j"
     return [
         f"--job-name={job.name}",
@@ -80,7 +77,6 @@ def _python(site: Site) -> str:
 
 
 def _variables(site: Site, job: Job) -> Mapping[str, str]:
-    """Returns the variables that the scripts in slurm/ read."""
     nightly, notify = site.nightly, site.nightly.notify
     variables: dict[str, str | int | Path] = {
         "BENCH_MATRIX": job.matrix,

@@ -1,4 +1,4 @@
-"""Settings of one cluster. Every directive comes from here; no code is specific to a site."""
+"""Settings of one cluster; no code is specific to a site."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ VARIABLE = "PARALLELISM_BENCH_SITE"
 
 
 class Notify(BaseModel):
-    """Whom the nightly job notifies."""
-
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     mail: str = ""
@@ -27,25 +25,22 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Your own command; gets the outcome as one word in its argument, and the details on standard
-    input."""
+    """Your own command; gets the outcome as an argument, details on standard input."""
     always: bool = False
     """Whether to notify on success too."""
 
 
 class Nightly(BaseModel):
-    """Settings of the nightly job, in addition to those of a run."""
-
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """Run, folder, or NAME of results/reference/NAME that every night is compared with, in addition
-    to the last good night."""
+    """Run, folder, or NAME of results/reference/NAME to compare every night with, next to the last
+    good night."""
     again: str = ""
-    """Start of the next night, as sbatch's --begin takes it (`tomorrow`, `02:00`); empty: the job
-    does not resubmit itself."""
+    """Start of the next night for sbatch's --begin (`tomorrow`, `02:00`); empty: the job does not
+    resubmit itself."""
     publish: str = ""
     """Folder for the pages of a web server; empty: they stay in reports/html."""
     textfile: str = ""
@@ -54,7 +49,7 @@ class Nightly(BaseModel):
 
 
 class Site(BaseModel):
-    """Settings of one cluster. The defaults leave every choice to SLURM."""
+    """Settings of one cluster; the defaults are SLURM's."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -64,48 +59,43 @@ class Site(BaseModel):
     constraint: str = ""
     reservation: str = ""
     time: str = ""
-    """Time limit of a job, in SLURM's format: `04:00:00`, `1-12`."""
+    """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs of each node. 0: the job asks for none; if SLURM confines devices, its cells then run on
-    the CPU even on GPU nodes."""
+    """0: the job asks for no GPUs; if SLURM confines devices, its cells then run on the CPU."""
     gpu_directive: str = "--gpus-per-node={gpus}"
-    """Directive that asks for GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
+    """Directive that asks for GPUs, such as `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
     """CPU cores of each node; 0: the whole node with `exclusive`, else SLURM's default."""
     memory: str = ""
-    """Memory of each node, in SLURM's format: `64G`; `0` is all of it."""
+    """Memory of each node in SLURM's format: `64G`; `0` is all of it."""
     exclusive: bool = True
-    """Whether to keep other jobs off the nodes; their load would skew results."""
+    """Whether to keep other jobs off the nodes; they would skew results."""
     switches: str = ""
-    """Largest number of leaf switches between the nodes, and how long to wait for them:
-    `1@30:00`."""
+    """Most leaf switches between the nodes, and how long to wait for them: `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
     """Further #SBATCH lines, verbatim."""
     modules: list[str] = Field(default_factory=list)
     """Environment modules to load, in this order."""
     prologue: list[str] = Field(default_factory=list)
-    """Shell lines to run before anything starts: activate an environment, set variables."""
+    """Shell lines to run first: activate an environment, set variables."""
     container: str = ""
-    """Prefix of the Python command that starts it in a container: `apptainer exec --nv
-    suite.sif`."""
+    """Prefix that starts Python in a container: `apptainer exec --nv suite.sif`."""
     python: str = ".venv/bin/python"
-    """Python with the suite; a relative path is below the checkout."""
+    """Python with the suite; relative to the checkout."""
     srun: list[str] = Field(default_factory=list)
-    """Further options of the srun that starts the agents: `--mpi=none`."""
+    """Further options of srun for the agents: `--mpi=none`."""
     interface: str = ""
-    """Network interface that reaches all nodes, such as `ib0`; empty: the one by which a node
-    reaches the first."""
+    """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
+    node."""
     warn_seconds: int = Field(default=120, ge=1)
-    """Seconds before the time limit at which SLURM warns a job, which then stops its trial and
-    resubmits itself."""
+    """Seconds before the time limit when a job stops its trial and resubmits itself."""
     requeues: int = Field(default=20, ge=0)
-    """Largest number of requeues; without it, a trial longer than the time limit would requeue
-    forever."""
+    """Most requeues; a trial longer than the time limit would otherwise requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
 
     def without_gpus(self) -> str:
-        """Returns what a job runs on if this site asks for no GPUs; empty if it asks."""
+        """Returns what a job without GPUs runs on; empty if it asks for GPUs."""
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
@@ -115,8 +105,7 @@ class Site(BaseModel):
         )
 
     def directive_lines(self) -> list[str]:
-        """Returns the sbatch options of the site and the command line, in the order of the
-        fields."""
+        """Returns the options of sbatch, in the order of the fields."""
         named = {
             "partition": self.partition,
             "account": self.account,
@@ -136,8 +125,8 @@ class Site(BaseModel):
 
 
 def read_site(file: Path | None, **given: object) -> Site:
-    """Returns the site of this file, of the variable, of slurm/site.yaml, or the default one.
-    `given` options override its values.
+    """Returns the site of this file, of the variable, of slurm/site.yaml, or the default,
+    overridden by `given`.
 
     Raises UsageError with the file and the key.
     """

@@ -1,4 +1,4 @@
-"""SLURM's commands, and the job states that they report."""
+"""SLURM's commands and job states."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[s
 
 
 def submit(script: str) -> str:
-    """Submits a batch script and returns the job's id; raises UsageError with sbatch's message if
-    it refuses."""
+    """Returns the job's id; raises UsageError with sbatch's message if it refuses."""
     done = _run("sbatch", "--parsable", given=script)
     if done.returncode:
         raise UsageError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
@@ -30,7 +29,7 @@ def submit(script: str) -> str:
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job, or of one task of an array, in SLURM."""
+    """State of a job or array task."""
 
     job_id: str
     state: str
@@ -41,8 +40,8 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """Returns the states of the job and of all tasks of its array. Empty if SLURM has dropped the
-    job, which it does after some minutes."""
+    """Returns the states of a job and its array tasks; empty once SLURM has dropped it, after some
+    minutes."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)

@@ -1,4 +1,4 @@
-"""The trials that a check recorded, as a table for people and one for programs."""
+"""The recorded trials of a check, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_OF_A_REASON = 160
 
 
 def trials(results: Path) -> pd.DataFrame | None:
-    """Returns the trials recorded in a results folder, worst first; None if there are none."""
+    """Returns a results folder's trials, worst first; None without any."""
     from harness.record.store import Store
 
     try:

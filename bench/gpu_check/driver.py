@@ -1,4 +1,4 @@
-"""Runs the steps of a GPU check: probes, the gate, lanes side by side, then timed steps alone."""
+"""Runs the steps of a GPU check."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from harness.host.cores import allowed_cores
 LEAST_SECONDS = 15.0
 """Shortest time in which a step can show anything."""
 COLLECT_SECONDS = 30.0
-"""Time between collections: a call that is cut off loses at most this much of a step's records."""
+"""Seconds of records that a call loses at most when cut off."""
 REHEARSAL_FACTOR = 3.0
-"""Factor on limits, which are made for GPU machines, for a rehearsal on a slow CPU."""
+"""Factor on time limits, made for GPUs, in a rehearsal on a CPU."""
 TAIL = 20
 CORES_PER_LANE = 2
 
@@ -39,7 +39,7 @@ class Timing:
 
 
 class Driver:
-    """Runs unsettled steps, and writes the report before and after each."""
+    """Runs unsettled steps, and writes the report around each."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Driver:
         say: Callable[[str], None],
         again: Collection[str] = (),
     ) -> None:
-        """`say` prints a line. `again`: names of settled steps to repeat."""
+        """`again`: settled steps to repeat."""
         self.plan, self.report, self.folders, self.timing = plan, report, folders, timing
         self._say, self._again = say, frozenset(again)
         self._began = time.monotonic()
@@ -58,7 +58,7 @@ class Driver:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._late: set[str] = set()
-        """Steps that used all of their time in this call without finishing."""
+        """Steps that used all of their time without finishing."""
         self.at_the_gate = False
         """Whether the check ended because nothing trained."""
         self._section = {step.name: section for section, step in plan.steps()}
@@ -71,7 +71,7 @@ class Driver:
         self._say(f"[{time.monotonic() - self._began:6.1f}] {text}")
 
     def run(self) -> None:
-        """Runs the check. On SIGTERM and Ctrl-C it stops in order, with everything written."""
+        """Runs the check; writes everything even on SIGTERM and Ctrl-C."""
         for name in ("logs", "traces"):
             (self.folders.work / name).mkdir(exist_ok=True)
         self.folders.write_report(self.report)
@@ -89,7 +89,6 @@ class Driver:
 
     @property
     def stopped(self) -> bool:
-        """Returns whether a signal ended the check."""
         return self._stop.is_set()
 
     def _passes_the_gate(self) -> bool:
@@ -108,15 +107,15 @@ class Driver:
         return False
 
     def _alone_seconds(self) -> float:
-        """Returns the time to reserve for timed steps."""
+        """Seconds reserved for timed steps."""
         return sum(self._limit(step) for step in self.plan.alone if not self._is_settled(step))
 
     def _limit(self, step: Step) -> float:
-        """Returns the time limit of a step on this device, in seconds."""
+        """Seconds that a step may take on this device."""
         return step.limit_seconds * (REHEARSAL_FACTOR if self.report.stand_in else 1.0)
 
     def _lanes(self, lanes: Sequence[Sequence[Step]], end: float) -> None:
-        """Runs these lanes until `end` (time.monotonic), side by side if they share one GPU."""
+        """Runs lanes until `end` (time.monotonic), side by side if they share one GPU."""
         open_lanes = [[s for s in lane if self._is_open(s)] for lane in lanes]
         open_lanes = [sorted(lane, key=self._was_late) for lane in open_lanes if lane]
         if not open_lanes:
@@ -140,7 +139,7 @@ class Driver:
         return len(visible_gpus()) if self.report.device == "cuda" else 0
 
     def _wait_for(self, pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -> None:
-        """Runs the tasks, collecting results from time to time."""
+        """Runs the tasks and collects results regularly."""
         futures = [pool.submit(task) for task in tasks]
         collected = time.monotonic()
         while not all(future.done() for future in futures):
@@ -156,17 +155,16 @@ class Driver:
         return before is not None and before.settled
 
     def _is_open(self, step: Step) -> bool:
-        """Returns whether the step is to run in this call."""
         return not (self._is_settled(step) or step.name in self._late or self.stopped)
 
     def _was_late(self, step: Step) -> bool:
-        """Returns whether an earlier call gave the step all of its time; others then go first."""
+        """Returns whether an earlier call gave the step all of its time, so that others go
+        first."""
         before = self.report.outcome(step.name)
         return before is not None and before.seconds >= self._limit(step)
 
     def _step(self, step: Step, end: float | None = None, cores: Sequence[int] = ()) -> None:
-        """Runs a step unless it is settled. `end`: its deadline (time.monotonic); None: the
-        call's."""
+        """`end`: the step's deadline (time.monotonic); None: the call's."""
         if not self._is_open(step):
             return
         left = (self._end if end is None else end) - time.monotonic() - self.timing.stop_seconds
@@ -189,7 +187,6 @@ class Driver:
         self._collect()
 
     def _command(self, step: Step) -> list[str]:
-        """Returns the step's command, after `python -m`."""
         if step.probe:
             return ["bench.gpu_check.probes", step.probe, self.report.device]
         words = ["bench", *step.arguments, "--json", "--results", str(self.folders.results)]
@@ -199,8 +196,7 @@ class Driver:
         return [*words, "--run", self._run_id(step)] if step.arguments[0] == "run" else words
 
     def _run_id(self, step: Step) -> str:
-        """Returns the name of the step's run, under which the next call on this machine resumes
-        it."""
+        """Names the step's run, which the next call on this machine resumes."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:6]
         repeated = f"-{int(time.time())}" if step.name in self._again else ""
         return f"{step.name}-{boot}{repeated}"
@@ -246,7 +242,7 @@ class Driver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop the running steps, each of which records what it has."""
+        """Makes SIGTERM and Ctrl-C stop the running steps, which record what they have."""
 
         def stop(*_: object) -> None:
             self._stop.set()
@@ -260,5 +256,5 @@ class Driver:
 
 
 def interleaved(lanes: Sequence[Sequence[Step]]) -> list[Step]:
-    """Returns the steps of several lanes interleaved, the most valuable ones of each first."""
+    """Returns all lanes' steps interleaved, each lane's most valuable first."""
     return [step for steps in itertools.zip_longest(*lanes) for step in steps if step]

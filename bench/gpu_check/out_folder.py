@@ -1,7 +1,7 @@
-"""The folder that a check leaves: few files, each complete at any moment and small enough to send.
+"""The results folder of a check: few files, complete at any moment and small enough to send.
 
-The steps write to a working folder in the cache, which outlives a call. The next call on the same
-machine can therefore resume even if the results folder was emptied.
+Steps write to a working folder in the cache. The next call on the same machine can resume even if
+the results folder was emptied.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from harness.host.cache import cache_folder
 from harness.spec.errors import UsageError
 
 MOST_BYTES = 15 * 2**20
-"""Size of the largest file, since some machines send back no larger ones."""
+"""Largest file; some machines send back no larger ones."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
-"""Folder inside the working folder that each archive holds."""
+"""Archived part of the working folder, by archive."""
 REPORT = "report.json"
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file atomically: next to its place, then renamed."""
+    """Writes a file atomically."""
     temporary = file.with_name(".partial")
     temporary.write_bytes(content)
     temporary.replace(file)
@@ -37,14 +37,12 @@ def write_whole(file: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Folders:
-    """Working folder and results folder of a check."""
-
     out: Path
     work: Path
 
     @classmethod
     def prepare(cls, out: Path) -> Folders:
-        """Makes both folders; raises UsageError if they cannot be written."""
+        """Creates both folders; raises UsageError if they are not writable."""
         folders = cls(out.resolve(), cache_folder() / "gpu-check")
         for folder in (folders.out, folders.work):
             try:
@@ -66,12 +64,12 @@ class Folders:
         return self.work / "traces"
 
     def log(self, name: str) -> Path:
-        """Returns the path of a step's output, without `.out` or `.err`."""
+        """Path of a step's output, without `.out` or `.err`."""
         return self.work / "logs" / name
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other checks out of the working folder; raises UsageError if one is running."""
+        """Locks the working folder; raises UsageError if another check is running."""
         descriptor = os.open(self.work / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,8 +80,8 @@ class Folders:
             os.close(descriptor)
 
     def start(self, device: str) -> Report:
-        """Empties the working folder for a new check; raises UsageError if the results folder
-        already has a report."""
+        """Empties the working folder; raises UsageError if the results folder already has a
+        report."""
         if (self.out / REPORT).exists():
             raise UsageError(
                 f"{str(self.out)!r} has the report of an earlier check: --resume goes on with it,"
@@ -93,8 +91,8 @@ class Folders:
         return Report.new(device)
 
     def resume(self, device: str) -> Report:
-        """Returns the report to resume: the results folder's, else that of the last check on this
-        machine. Raises UsageError if there is none, or if it is for another device."""
+        """Returns the results folder's report, else that of this machine's last check. Raises
+        UsageError without one, or for another device."""
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
         if not file.exists():
@@ -124,7 +122,7 @@ class Folders:
             write_whole(folder / REPORT, report.to_json().encode())
 
     def collect(self) -> list[str]:
-        """Writes the tables and archives; returns the names of files that were too large."""
+        """Writes the tables and archives; returns the names of too large files."""
         table = trials(self.results)
         if table is not None:
             write_whole(self.out / "cells.csv", table.to_csv(index=False).encode())
@@ -139,8 +137,8 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """Returns an archive of a folder, empty without files, and the names of the largest files left
-    out to keep it within the limit."""
+    """Returns an archive of a folder, empty without files, and the largest files left out to
+    respect the limit."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
         with contextlib.suppress(OSError):  # a step removes its temporary files

@@ -1,5 +1,3 @@
-"""The steps of a GPU check, read from a YAML file."""
-
 from __future__ import annotations
 
 import shlex
@@ -25,9 +23,9 @@ class Step(BaseModel):
     words: str = ""
     """Arguments of `python -m bench`; empty for a probe."""
     probe: str = ""
-    """Module in bench/gpu_check/probes, or MODULE:FUNCTION elsewhere."""
+    """Module in bench/gpu_check/probes, or MODULE:FUNCTION."""
     status: str = "ok"
-    """Required status of the command's cells."""
+    """Required status of its cells."""
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Step:
@@ -37,7 +35,6 @@ class Step(BaseModel):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Returns the command's arguments."""
         return tuple(shlex.split(self.words))
 
 
@@ -47,15 +44,15 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     probes: tuple[Step, ...] = ()
-    """Steps that run first, several at a time."""
+    """Run first, several at a time."""
     gate: Step | None = None
-    """Step that ends the check if nothing trains in it."""
+    """Ends the check if nothing trains in it."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Lanes that run side by side, each on its share of the cores."""
+    """Run side by side, each lane on its share of the cores."""
     alone: tuple[Step, ...] = ()
-    """Timed steps, which run after the lanes with nothing next to them."""
+    """Timed steps, which run last with nothing next to them."""
     later: tuple[tuple[Step, ...], ...] = ()
-    """More lanes, for the remaining time."""
+    """More lanes, if time is left."""
 
     @model_validator(mode="after")
     def _has_distinct_names(self) -> Plan:
@@ -65,7 +62,7 @@ class Plan(BaseModel):
         return self
 
     def steps(self) -> Iterator[tuple[str, Step]]:
-        """Yields every step with the name of its section, in order."""
+        """Yields every step and its section, in order."""
         yield from (("probes", step) for step in self.probes)
         if self.gate:
             yield "gate", self.gate
@@ -75,7 +72,7 @@ class Plan(BaseModel):
 
 
 def read_plan(file: Path = HOME) -> Plan:
-    """Reads a plan; raises UsageError if the file is missing or is not a plan."""
+    """Raises UsageError if the file is missing or not a plan."""
     try:
         return Plan.model_validate(yaml.safe_load(file.read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:

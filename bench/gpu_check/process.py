@@ -1,4 +1,4 @@
-"""Runs a step's process with a time limit, and leaves none of its processes behind."""
+"""Runs a step's process with a time limit, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ from threading import Event
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 20.0
-"""Seconds from SIGTERM to SIGKILL, in which a run records the stopped trial and its results."""
+"""Seconds from SIGTERM to SIGKILL, in which a run records its results."""
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a process."""
-
     seconds: float
     stop_seconds: float = STOP_SECONDS
     cores: tuple[int, ...] = ()
-    """Cores to run on; empty: all."""
+    """Empty: all."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended."""
-
     exit_code: int | None
     """Negative: ended by a signal from elsewhere; None: it had to be stopped."""
     seconds: float
@@ -47,7 +43,7 @@ def run_limited(
 ) -> Ended:
     """Runs `python -m WORDS` until it ends, exceeds its limit, or `stop` is set.
 
-    Writes its output to LOG.out and LOG.err. Sends its group SIGTERM first, then SIGKILL.
+    Logs to LOG.out and LOG.err. Sends its group SIGTERM, then SIGKILL.
     """
     began = time.monotonic()
     cores = ",".join(map(str, limits.cores))
@@ -75,8 +71,7 @@ def run_limited(
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Event | None = None) -> bool:
-    """Returns whether the process ended before the deadline (time.monotonic) and before `stop` was
-    set."""
+    """Returns whether the process ended before `deadline` (time.monotonic) and `stop`."""
     while process.poll() is None:
         if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
             return False

@@ -1,4 +1,4 @@
-"""What each step of a GPU check showed, and whether that confirms its claim."""
+"""What each step of a GPU check showed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.record.status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
 NO_TIME = "no time was left; --resume goes on"
-"""Reason of a step that was not begun."""
+"""Reason of a step that did not begin."""
 GOOD_PARITY = ("exact", "within tolerance")
 
 Verdict = Literal["confirmed", "refuted", "not checked"]
@@ -23,8 +23,6 @@ Verdict = Literal["confirmed", "refuted", "not checked"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step's result for its claim."""
-
     name: str
     section: str
     claim: str
@@ -32,7 +30,7 @@ class Outcome:
     reason: str
     seconds: float = 0.0
     exit_code: int | None = None
-    """Exit code; None: not begun or had to be stopped, so the next call runs it."""
+    """None: not begun or stopped; the next call runs it."""
     log: tuple[str, ...] = ()
     """Last lines of its error output."""
     shown: dict[str, object] = field(default_factory=dict)
@@ -40,12 +38,11 @@ class Outcome:
 
     @property
     def settled(self) -> bool:
-        """Returns whether the step need not run again."""
         return self.exit_code is not None
 
     @property
     def trained(self) -> bool:
-        """Returns whether any cell trained, or its probe was confirmed."""
+        """Whether any cell trained, or its probe was confirmed."""
         return self.verdict == "confirmed" or any(
             cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
         )
@@ -53,24 +50,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a check so far, over all calls."""
+    """Report so far, over all calls."""
 
     check_id: str
     device: str
-    """`cuda`, or `cpu` for a rehearsal without a GPU."""
+    """`cuda`, or `cpu` for a rehearsal."""
     stand_in: str | None
-    """Stand-in for a GPU; None if there was none."""
     outcomes: tuple[Outcome, ...] = ()
 
     @classmethod
     def new(cls, device: str) -> Report:
-        """Starts a report for this device."""
         stand_in = None if device == "cuda" else "the CPU stands in for a GPU"
         return cls(secrets.token_hex(4), device, stand_in)
 
     @classmethod
     def read(cls, file: Path) -> Report:
-        """Reads a report; raises UsageError if the file is not one."""
+        """Raises UsageError if the file is not a report."""
         try:
             values = json.loads(file.read_text())
             outcomes = tuple(
@@ -85,14 +80,11 @@ class Report:
         return json.dumps(asdict(self), indent=1, default=str)
 
     def outcome(self, name: str) -> Outcome | None:
-        """Returns the outcome of a step; None before the step began."""
         return next((outcome for outcome in self.outcomes if outcome.name == name), None)
 
 
 @dataclass(frozen=True)
 class ShownCell:
-    """One cell in a command's JSON."""
-
     name: str
     status: str
     parity: str | None
@@ -110,14 +102,13 @@ class ShownCell:
 
 
 def cells_of(shown: Mapping[str, object]) -> list[ShownCell]:
-    """Returns the cells that a command's JSON lists."""
     listed = shown.get("cells") or shown.get("strategies") or [shown]
     assert isinstance(listed, list)
     return [ShownCell.read(cell) for cell in listed]
 
 
 def judge(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
-    """Returns the verdict on a step's claim from its JSON, and the reason."""
+    """Returns the verdict and its reason."""
     if step.probe:
         verdicts: dict[str, Verdict] = {"confirmed": "confirmed", "refuted": "refuted"}
         return verdicts.get(str(shown.get("verdict")), "not checked"), str(shown.get("reason"))
@@ -144,7 +135,7 @@ def _is_as_claimed(step: Step, cell: ShownCell) -> bool:
 
 
 def last_object(text: str) -> dict[str, object]:
-    """Returns the JSON object at the end of a command's output; empty if there is none."""
+    """Returns the JSON object that ends the text; empty without one."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(ValueError):

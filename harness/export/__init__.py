@@ -56,15 +56,15 @@ _WHAT = {
 
 
 def known_target(to: str) -> str:
-    """Returns the target's description; raises UsageError for an unknown one."""
+    """Returns the target's description; raises UsageError if unknown."""
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
     return TARGETS[to]
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Returns content by file name, and a note on requirements missing here; raises UsageError if
-    there is no such export."""
+    """Returns content by file name, and a note on missing requirements; raises UsageError without
+    an export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -108,7 +108,7 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's own export; an inherited one would be another strategy's training."""
+    """Returns the strategy's own export; an inherited one is another strategy's training."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
@@ -121,8 +121,8 @@ def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused
 
 
 def taken_by(to: str) -> list[str]:
-    """Returns the strategies that export to this target without options, for four devices, which 3D
-    parallelism divides in two ways."""
+    """Returns strategies that export to this target, tried with four devices, which 3D parallelism
+    divides in two ways."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()
@@ -144,7 +144,6 @@ def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
 
 
 def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any]:
-    """Returns the values that templates may use."""
     import torch
 
     data = prepare_data(cell.data, workload, cell.sequence_length)
@@ -219,7 +218,6 @@ def _model_json(workload: Workload) -> str:
 
 @functools.cache
 def _templates(folder: Path) -> Any:
-    """Returns the templates in this folder and the suite's own."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,5 +1,5 @@
 """`python -m harness.launch.bound_store PROGRAM ARGUMENTS...`: runs a Python launcher that calls
-torchrun, such as `accelerate launch`, with a store that listens on its own address only."""
+torchrun, such as `accelerate launch`, with a store that listens on its address only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from harness.host.store import open_store
 
 
 def _bind_torchrun() -> None:
-    """Makes torchrun's static rendezvous open its store by `open_store` in this process."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     def store(

@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
-"""Seconds that ranks may take to end after SIGTERM before SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs the ranks of one node. Returns exit codes by failed rank, in the order that torch's
-    agent noticed.
+    """Runs one node's ranks. Returns exit codes by failed rank, the first that torch noticed first.
 
-    `store`: the rendezvous store on node 0.
+    `store`: node 0's rendezvous store.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -30,8 +29,7 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class Agent(LocalElasticAgent):
-        """Blocks until a rank ends or answers, instead of polling every 0.1 s as torch's agent
-        does."""
+        """Blocks until a rank ends or answers; torch's agent polls every 0.1 s."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             context: Any = self._pcontext

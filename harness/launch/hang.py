@@ -23,25 +23,25 @@ from harness.worker.heartbeat import MEETING, GroupState, groups_file, question_
 from harness.worker.spec import stacks_file
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
-"""Environment variable with the seconds without a heartbeat that count as a hang; 0: only the time
-limit ends ranks."""
+"""Environment variable with the seconds of silence that count as a hang; 0: only the time limit
+ends ranks."""
 SECONDS = 15.0
-"""Default seconds without a heartbeat that count as a hang."""
+"""Default of VARIABLE."""
 COLD_GPU_SECONDS = 60.0
-"""Least silence that counts as a hang before the first step on GPUs. Drivers that initialise idle
-GPUs, and NCCL's first connections, wait in the kernel without using a core."""
+"""Seconds of silence that count as a hang before the first GPU step. Initialising idle GPUs and
+NCCL's first connections wait in the kernel without using a core."""
 TIMES_LONGEST = 10
-"""Factor on a rank's longest phase or step so far; it may be silent this long if that is more."""
+"""Ranks may be silent for this multiple of their longest phase or step, if longer."""
 LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
-"""Share of a core above which a process counts as working."""
+"""Share of a core that counts as work."""
 _BYTES_LIKE_A_SECOND = 1e8
-"""Bytes read or written that count as one second of work on a core."""
+"""Bytes of I/O that count as one second of work."""
 _PY_SPY_SECONDS = 10
 
 
 def allowed_seconds() -> float:
-    """Returns the seconds that a rank may always be silent; 0: forever."""
+    """Seconds that a rank may always be silent; 0: forever."""
     try:
         return max(0.0, float(os.environ.get(VARIABLE, SECONDS)))
     except ValueError:
@@ -55,7 +55,7 @@ class Hang:
     seconds: float
     """Seconds since these ranks' last heartbeat."""
     doing: dict[int, str]
-    """Unfinished phase or step of each silent rank."""
+    """Unfinished phase or step by silent rank."""
 
     def words(self) -> str:
         """Returns the hang as a reason for the trial record."""
@@ -66,10 +66,9 @@ class Hang:
 class Silence:
     """Tracks how long each rank has been silent while it could run.
 
-    Time counts only if this process saw it pass in small steps: not while the machine or run was
-    suspended, or ranks waited for their turn. Before its first step, any rank's work on a core or
-    disk also counts as life. Imports, compilation and model building have no steps, and finished
-    ranks wait for the others.
+    Time counts only if seen in small steps: not while suspended or waiting for a turn. Before the
+    first step, any rank's work on a core or disk counts too: imports and compilation have no steps,
+    and other ranks wait for them.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Silence:
         other nodes, whose work is unknown here. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {MEETING: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
-        """Seconds that a rank may be silent at least, by phase."""
+        """Least allowed silence in seconds, by phase."""
         self.allowed = allowed_seconds()
         self._cold_seconds = COLD_GPU_SECONDS if on_gpus else 0.0
         self._silent: dict[int, float] = {}
@@ -92,7 +91,7 @@ class Silence:
         self._work: dict[int, float] = {}
 
     def look(self, passed: float) -> Hang | None:
-        """Checks all ranks, `passed` seconds after the last check; returns their hang, or None."""
+        """Checks all ranks, `passed` seconds after the last check; returns their hang, if any."""
         if not self.allowed:
             return None
         passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
@@ -125,7 +124,7 @@ class Silence:
         return Hang(max(self._silent[rank] for rank in hanging), hanging) if hanging else None
 
     def _works(self, pid: int, passed: float) -> bool:
-        """Returns whether a rank or its children used a core, or did I/O, since the last check."""
+        """Returns whether a rank or its children worked since the last check."""
         seconds = size = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -140,8 +139,8 @@ class Silence:
 
 
 def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
-    """Makes every rank dump its Python stacks and the collectives it has entered, and native stacks
-    by py-spy if installed."""
+    """Makes ranks dump their Python stacks, entered collectives and, if py-spy is installed, native
+    stacks."""
     for rank, pid in pids.items():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ask:
             ask.setblocking(False)
@@ -172,7 +171,7 @@ def _py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
 
 
 def read_groups(scratch: str, rank: int) -> list[GroupState]:
-    """Returns a rank's answer about its process groups; empty without one."""
+    """Returns a rank's process groups; empty without an answer."""
     try:
         content = json.loads(groups_file(scratch, rank).read_text())
         return [GroupState(**{**state, "ranks": tuple(state["ranks"])}) for state in content]
@@ -181,11 +180,10 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 
 
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
-    """Returns which ranks the others wait for, as text; empty if unknown.
+    """Describes which ranks the others wait for; empty if unknown.
 
-    Compares the collectives that each rank has entered; a rank without an answer is missing if
-    others of its group answered. If none answered, the missing ranks are those whose stack is
-    outside communication libraries while others' are inside.
+    Compares entered collectives; a rank without an answer is missing if its group answered. Without
+    any answer, missing ranks are those outside communication libraries while others are inside.
     """
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
@@ -224,12 +222,11 @@ _COMMUNICATES = (
     "_parameter_server",
 )
 _INNERMOST = 6
-"""Number of innermost stack frames searched for a communication library."""
+"""Innermost stack frames searched for a communication library."""
 
 
 def _communicates(stack: str) -> bool:
-    """Returns whether the main thread (a fault handler prints it last) is in a communication
-    library."""
+    """Checks the main thread, which a fault handler prints last."""
     main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
     main = main.rpartition("Current thread")[2]
     frames = [line for line in main.splitlines() if line.strip().startswith("File ")]

@@ -1,5 +1,4 @@
-"""Interleaves trials, a few steps at a time, so that all of them meet the same machine
-conditions."""
+"""Interleaves trials, a few steps each, so that all meet the same machine conditions."""
 
 from __future__ import annotations
 
@@ -30,13 +29,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MOST_CELLS = 8
-"""Largest number of interleaved cells; all are in memory at once."""
+"""Most interleaved cells; all are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Arguments of Launcher.run for one interleaved trial, and the steps after which its work
-    repeats."""
+    """Arguments of Launcher.run, and the steps after which the work repeats."""
 
     cell: Cell
     data: DataSource
@@ -46,8 +44,8 @@ class Launch:
 
 
 class InterleavedLauncher:
-    """Interleaves trials, each under its own process with a warm launcher; replaces Launcher for
-    the runner."""
+    """Interleaves trials, each in a process with a warm launcher; replaces Launcher for the
+    runner."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
@@ -64,7 +62,7 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """Runs a single trial, as Launcher.run does."""
+        """Runs a single trial."""
         launch = Launch(cell, data, processes, more=more)
         return self.together([launch], on_progress, by_turns=False)[0]
 
@@ -77,12 +75,11 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         by_turns: bool = True,
     ) -> list[Outcome]:
-        """Runs all to their ends, interleaved. The first turn of each is its start, set-up and
-        warm-up.
+        """Runs all trials interleaved; the first turn of each is its start, set-up and warm-up.
 
-        While one trains, the ranks of the others are stopped. Time limits and wall times count only
-        a trial's own turns. KeyboardInterrupt makes all `interrupted`, even finished ones: only the
-        whole set is comparable.
+        Meanwhile, the others' ranks are stopped. Time limits and wall times count a trial's own
+        turns. KeyboardInterrupt makes all `interrupted`, even finished ones: only the whole set is
+        comparable.
         """
         with scratch_folder() as folder:
             return self._together(folder, launches, on_progress, by_turns)
@@ -94,7 +91,7 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None,
         by_turns: bool,
     ) -> list[Outcome]:
-        """Runs `together` with a `folder` for the sockets at which ranks wait for their turns."""
+        """`folder`: for the sockets at which ranks wait for their turns."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
@@ -126,23 +123,22 @@ class InterleavedLauncher:
 
 
 class _LauncherProcess:
-    """A separate process, out of the terminal's reach, that runs one trial at a time."""
+    """A process, out of the terminal's reach, that runs one trial at a time."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds that the trial has waited for its turns, and the start of the current wait (0:
-        none)."""
+        """Seconds that the trial waited for turns, and the current wait's start (0: none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         self._pid = self.pool.submit(_warm)
 
     def ready(self) -> int:
-        """Waits until it is warm; returns its process id."""
+        """Waits until warm; returns its process id."""
         return self._pid.result()
 
     def alive(self) -> _LauncherProcess:
-        """Returns this process, or a new one if this one was killed."""
+        """Returns this process, or a replacement if killed."""
         try:
             self.pool.submit(os.getpid).result()
         except BrokenProcessPool:
@@ -151,7 +147,7 @@ class _LauncherProcess:
         return self
 
     def start(self, launch: Launch, turns: TimeSlices | None) -> Future[Outcome]:
-        """Starts this trial. If the process was killed, the future has that error at once."""
+        """Starts a trial; if the process was killed, the future has the error."""
         more: LaunchOptions = {**launch.more, "turns": turns}
         try:
             return self.pool.submit(_launch, launch.cell, launch.data, launch.processes, more)
@@ -165,8 +161,6 @@ class _LauncherProcess:
 
 
 class _Slot:
-    """One trial: its waiting ranks and its outcome."""
-
     def __init__(
         self,
         process: _LauncherProcess,
@@ -194,7 +188,7 @@ class _Slot:
         return self.future is not None and self.future.done()
 
     def take_turn(self) -> None:
-        """Lets the ranks run until all of them wait again or the trial ends, then stops them."""
+        """Lets the ranks run until all wait again or the trial ends, then stops them."""
         if self.future is None:
             self.future = self.process.start(self.launch, self.turns)
             self.future.add_done_callback(self._wake)
@@ -241,7 +235,6 @@ class _Slot:
             _signal(self.process.ready(), signal.SIGINT)
 
     def outcome(self) -> Outcome:
-        """Waits for the trial's outcome and returns it."""
         if self.future is None or self.future.cancelled():
             return Outcome("interrupted", "", time.time(), 0.0)
         try:
@@ -280,8 +273,7 @@ def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
 
 
 def _warm() -> int:
-    """Waits until the fork server has finished its imports, which would take cores from training
-    ranks."""
+    """Waits for the fork server's imports, which would take cores from training ranks."""
     first = multiprocessing.get_context("forkserver").Process()
     first.start()
     first.join()

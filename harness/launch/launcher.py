@@ -1,5 +1,4 @@
-"""Starts the ranks of a trial, waits for them, returns an Outcome in every case, and leaves no
-process behind."""
+"""Starts a trial's ranks, always returns an Outcome, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 
 class LauncherProtocol(Protocol):
-    """What a runner needs of a launcher."""
-
     def run(
         self,
         cell: Cell,
@@ -80,7 +77,7 @@ class Launcher:
         self._preload = " ".join(preload)
         self._ignored: set[int] = set()
         self.fork_server = 0
-        """Process id of the fork server, the parent of ranks started by the elastic launcher."""
+        """Process id of the fork server, parent of the elastic launcher's ranks."""
         self._start_fork_server()
 
     def _start_fork_server(self) -> None:
@@ -106,8 +103,8 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Replaces a killed fork server. First kills any that Python started itself, without the
-        variables above."""
+        """Replaces a killed fork server. First kills one that Python started without the variables
+        above."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
@@ -133,12 +130,11 @@ class Launcher:
         waited: Callable[[], float] = float,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """Runs a trial and returns its outcome in every case. KeyboardInterrupt becomes the status
+        """Runs a trial and always returns its outcome; KeyboardInterrupt becomes the status
         `interrupted`.
 
-        `command`: returns the strategy's own command line for a folder, see
-        `Strategy.own_launcher`. `waited`: seconds so far that the time limit does not count.
-        `more`: further fields of TrialSpec.
+        `command`: see `Strategy.own_launcher`. `waited`: seconds that the time limit does not
+        count. `more`: further fields of TrialSpec.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
@@ -160,10 +156,10 @@ class Launcher:
         stop: threading.Event | None = None,
         waited: Callable[[], float] = float,
     ) -> tuple[RankOutputs, str]:
-        """Runs this node's ranks of a trial; returns what they left, and who started them.
+        """Runs this node's ranks; returns what they left, and who started them.
 
         `store`: node 0's rendezvous store, created here for a single node. `stop`: ends the ranks
-        once set. If the system refuses a port or temporary files, only the reason is returned.
+        once set. If the system refuses a port or temporary files, returns only the reason.
         """
         try:
             if not self._fork_server_runs():
@@ -189,8 +185,7 @@ class Launcher:
         stop: threading.Event | None,
         waited: Callable[[], float],
     ) -> tuple[RankOutputs, str]:
-        """Like `run_ranks`, but raises OSError, RuntimeError or EOFError if the ranks cannot be
-        started."""
+        """Raises OSError, RuntimeError or EOFError if the ranks cannot be started."""
         cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
         with scratch_folder() as folder:
@@ -232,12 +227,12 @@ class Launcher:
             return left, by
 
     def ignore_pid(self, pid: int) -> None:
-        """Ignores a child of this process that belongs to no trial."""
+        """Ignores a child process that belongs to no trial."""
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills the ranks' sessions and all descendants of this process or the fork server,
-        including orphans and ranks that have not yet registered."""
+        """Kills the ranks' sessions and all descendants, including orphans and ranks that have not
+        yet registered."""
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -254,14 +249,14 @@ class Launcher:
 
 
 def _pid_of_fork_server() -> int:
-    """Returns the id of the fork server that Python started, which may have ended."""
+    """Returns the id of Python's fork server, which may have ended."""
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
-    """Runs ranks with torch.multiprocessing.spawn as documented, a fresh interpreter each; returns
-    the exit code of the first that failed."""
+    """Uses torch.multiprocessing.spawn as documented, a fresh interpreter per rank; returns the
+    first failure's exit code."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     store = open_store(LOOPBACK)
@@ -273,7 +268,7 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
 
 
 def _run_command(command: list[str], spec: TrialSpec) -> int:
-    """Runs another launcher's command, with its output in rank 0's log; returns its exit code."""
+    """Runs another launcher, logging to rank 0's log; returns its exit code."""
     file = Path(spec.scratch) / "spec.json"
     file.write_text(spec.to_json())
     place = {
@@ -303,7 +298,7 @@ def _free_port() -> int:
 
 
 def _is_python(program: str) -> bool:
-    """Returns whether a program is a Python script, such as the commands that pip installs."""
+    """Returns whether Python runs this program, such as pip's commands."""
     file = shutil.which(program)
     if not file:
         return False

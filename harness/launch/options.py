@@ -1,4 +1,4 @@
-"""Options of a launcher in addition to the cell, its data and the number of processes."""
+"""Options of a launcher's caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Command = Callable[[Path], "list[str] | None"]
 
 
 class TrialOptions(TypedDict, total=False):
-    """Fields of TrialSpec that a launcher's caller may set."""
+    """See TrialSpec."""
 
     reference: str | None
     reference_output: str | None
@@ -26,7 +26,5 @@ class TrialOptions(TypedDict, total=False):
 
 
 class LaunchOptions(TrialOptions, total=False):
-    """All options of a launcher, including the strategy's command."""
-
     command: Command
-    """Returns the strategy's own command line for a folder, see `Strategy.own_launcher`."""
+    """See `Strategy.own_launcher`."""

@@ -1,4 +1,4 @@
-"""Determines a trial's outcome from what its ranks left in its folder."""
+"""A trial's outcome, from what its ranks left."""
 
 from __future__ import annotations
 
@@ -23,61 +23,60 @@ _LONGEST_SECRET = 4096
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a trial: status (see the schema), an actionable reason, and each rank's answer."""
+    """Status (see the schema), an actionable reason, and each rank's answer."""
 
     status: str
     reason: str
     started_at: float
     wall_seconds: float
     launcher: str = "elastic"
-    """What started the ranks: the cell's launcher, or a library's own command."""
+    """The cell's launcher, or a library's own command."""
     answers: tuple[RankAnswer, ...] = ()
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """Facts of its nodes (see harness/nodes/facts.py), if not this process's own."""
+    """Facts of its nodes (harness/nodes/facts.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
-    """Record columns about the emulated link (see harness/links); empty without one."""
+    """Record columns of the emulated link (harness/links); empty without one."""
 
     @property
     def startup_seconds(self) -> float | None:
-        """Returns seconds from launch to the last rank's first instruction; None if the system
-        clock was set in between."""
+        """Returns seconds from launch to the last rank's first instruction; None if the clock was
+        set in between."""
         entered = [a.entered_at for a in self.answers if a.entered_at is not None]
         seconds = max(entered) - self.started_at if entered else None
         return seconds if seconds is not None and 0 <= seconds <= self.wall_seconds else None
 
     @property
     def trained(self) -> list[TrainedAnswer]:
-        """Returns the measurements of ranks that finished all steps, by rank."""
+        """Returns the measurements of ranks that finished all steps."""
         return [answer.trained for answer in self.answers if answer.trained]
 
 
 @dataclass
 class RankOutputs:
-    """What the ranks of one node, or of all, left behind, by rank."""
+    """What ranks left behind, by rank."""
 
     answers: dict[int, RankAnswer] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
     """End of each rank's log."""
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of the ranks that ended first, as far as the launcher knows."""
+    """Exit codes of the first ranks to end, as far as known."""
     groups: dict[int, list[GroupState]] = field(default_factory=dict)
-    """Collectives that each asked rank had entered; empty for one without an answer."""
+    """Entered collectives of asked ranks; empty without an answer."""
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
     not_started: str = ""
-    """Why the launcher could not start the ranks; empty if it could."""
+    """Why the launcher could not start the ranks."""
     oom_kills: int = 0
-    """Processes of this control group that the kernel's OOM killer ended meanwhile."""
+    """Processes of this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher command ended; empty without one. Only it knows which rank ended
-    first, and names it in rank 0's log."""
+    """How a library's launcher ended; empty without one. Only it knows which rank ended first, and
+    logs that for rank 0."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
-        """Adds what these ranks left in their folder."""
         for rank in ranks:
             if answer := RankAnswer.read(scratch, rank):
                 self.answers[rank] = answer
@@ -88,7 +87,6 @@ class RankOutputs:
                 self.groups[rank] = read_groups(scratch, rank)
 
     def add(self, other: RankOutputs) -> None:
-        """Adds another node's ranks."""
         self.answers |= other.answers
         self.logs |= other.logs
         self.stacks |= other.stacks
@@ -102,7 +100,6 @@ class RankOutputs:
 
     @property
     def succeeded(self) -> bool:
-        """Returns whether every rank here did its work."""
         return (
             not self.timed_out
             and not self.hang
@@ -114,8 +111,6 @@ class RankOutputs:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trial ended."""
-
     status: str
     reason: str
     answers: tuple[RankAnswer, ...]
@@ -124,10 +119,7 @@ class Ending:
 
 
 def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Ending:
-    """Determines how a trial ended from what its ranks left.
-
-    `lost`: what became of a node that cannot report itself.
-    """
+    """`lost`: what became of a node that cannot report itself."""
     answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
 
@@ -176,7 +168,7 @@ def _together(one: Hang | None, other: Hang | None) -> Hang | None:
 
 
 def ending(exit_code: int | None, by: str) -> str:
-    """Returns how a process without an answer ended, as text."""
+    """Describes how a process without an answer ended."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{by} was killed by {name}, from outside" + (
@@ -186,8 +178,7 @@ def ending(exit_code: int | None, by: str) -> str:
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """Returns the last `size` bytes of a rank's file as text, without secrets; empty without a
-    file."""
+    """Returns the last `size` bytes of text, without secrets; empty without a file."""
     try:
         with open(file, "rb") as content:
             # Read some bytes before the tail, so that a secret cut in half is still redacted.

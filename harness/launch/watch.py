@@ -1,4 +1,4 @@
-"""Monitors a trial's ranks: receives progress, and ends them on request or at the time limit."""
+"""Monitors a trial's ranks: progress, requests to stop, the time limit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from harness.worker.spec import pid_file
 
 
 def pids_by_rank(scratch: str, ranks: range) -> dict[int, int]:
-    """Returns the process ids of those of these ranks that have started."""
+    """Returns the process ids of ranks that have started."""
     files = {rank: pid_file(scratch, rank) for rank in ranks}
     return {r: int(text) for r, f in files.items() if f.exists() and (text := f.read_text())}
 
 
 @contextlib.contextmanager
 def listen(scratch: str, on_progress: Callable[[int, float], None] | None) -> Iterator[str | None]:
-    """Yields a socket's address to which rank 0 reports its steps; a thread reads it."""
+    """Yields the address of a socket for rank 0's progress."""
     if on_progress is None:
         yield None
         return
@@ -49,7 +49,7 @@ def listen(scratch: str, on_progress: Callable[[int, float], None] | None) -> It
 
 @contextlib.contextmanager
 def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterator[None]:
-    """Ends the ranks when `stop` is set, and repeats until the end, since more may be starting."""
+    """Ends the ranks when `stop` is set, repeatedly, since more may be starting."""
     if stop is None:
         yield
         return
@@ -72,9 +72,9 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 
 
 class Watch:
-    """Ends the ranks at the time limit or on a hang, after asking each for its stacks.
+    """Ends the ranks at the time limit or on a hang, after asking for their stacks.
 
-    `waited`: seconds so far that do not count. `other_nodes`, `on_gpus`: see Silence.
+    `waited`: seconds that do not count. `other_nodes`, `on_gpus`: see Silence.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Emulated nodes: whether this host supports them, their start and end, and their links."""
+"""Emulated nodes and their links."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from harness.nodes.node import Node
 
 START_SECONDS = 60.0
 MEASUREMENTS = 2
-"""Measurements of each link. The best counts: other work on the machine only makes a link
-slower."""
+"""Measurements per link. The best counts, since other work only slows a link."""
 
 
 class NoLinks(Exception):
-    """The links cannot be emulated here; the message gives the reason and a remedy."""
+    """Links cannot be emulated here; the message has the reason and a remedy."""
 
 
 class _Process:
@@ -43,7 +42,7 @@ class _Process:
         )
 
     def ask(self, request: Request) -> str:
-        """Sends a request and returns the answer; raises NoLinks if that is an error."""
+        """Returns the answer; raises NoLinks if it is an error."""
         assert self.process.stdin
         assert self.process.stdout
         try:
@@ -58,14 +57,14 @@ class _Process:
         return str(answer["answer"])
 
     def end(self) -> None:
-        """Kills the process; its children die with it."""
+        """Kills the process, and thereby its children."""
         self.process.kill()
         self.process.communicate()
 
 
 @functools.cache
 def lacking() -> str:
-    """Returns why this host cannot emulate links, with a remedy; empty if it can. Tried once per
+    """Returns why links cannot be emulated, with a remedy; empty if they can. Tried once per
     process."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
@@ -88,7 +87,7 @@ def lacking() -> str:
 
 
 class EmulatedNodes:
-    """Nodes that are network namespaces of this machine, started on first use."""
+    """Network namespaces as nodes, started on first use."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -101,12 +100,12 @@ class EmulatedNodes:
 
     @property
     def pid(self) -> int | None:
-        """Returns the process id of the switch, the parent of all others; None if not started."""
+        """Process id of the switch, parent of all others; None if not started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """Returns the connected nodes, restarting all if one was lost. Raises NoLinks if they do
-        not connect within START_SECONDS."""
+        """Returns connected nodes, restarting all if one was lost. Raises NoLinks after
+        START_SECONDS."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
         self.close()
@@ -131,10 +130,10 @@ class EmulatedNodes:
         return nodes
 
     def use(self, link: str) -> dict[str, object]:
-        """Sets the rate and delay of all links, written as in a cell; returns the record columns.
+        """Sets all links' rate and delay, written as in a cell; returns the record columns.
         Measures a link on first use.
 
-        Raises NoLinks if that fails.
+        Raises NoLinks on failure.
         """
         nodes = self.ready()
         assert self._switch
@@ -158,7 +157,7 @@ class EmulatedNodes:
         self._link = ""
 
     def close(self) -> None:
-        """Ends all processes, and with them the namespaces; removes the files."""
+        """Ends all processes, and thereby the namespaces; removes the files."""
         if self._nodes:
             self._nodes.close()
         if self._switch:
@@ -170,8 +169,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Measures bits per second and one-way latency in seconds between two nodes (see
-    harness/nodes/probe.py). Raises NoLinks if they cannot connect, or an agent ends."""
+    """Returns bits per second and one-way latency in seconds (harness/nodes/probe.py). Raises
+    NoLinks if the nodes cannot connect, or an agent ends."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -186,8 +185,7 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
 
 
 def shares(count: int) -> list[tuple[list[int], str | None]]:
-    """Returns each node's cores, shared if there are fewer cores than nodes, and its
-    CUDA_VISIBLE_DEVICES; None without GPUs."""
+    """Returns cores, shared if too few, and CUDA_VISIBLE_DEVICES (None without GPUs) per node."""
     cores, cards = allowed_cores(), _cards()
     cores_each, cards_each = max(1, len(cores) // count), len(cards) // count
     parts: list[tuple[list[int], str | None]] = []
@@ -199,6 +197,6 @@ def shares(count: int) -> list[tuple[list[int], str | None]]:
 
 
 def _cards() -> list[str]:
-    """Returns this process's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """Returns this process's GPUs in the format of CUDA_VISIBLE_DEVICES."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",") if names else [str(number) for number in range(len(gpus()))]

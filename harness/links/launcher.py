@@ -1,4 +1,4 @@
-"""Runs cells with emulated links on emulated nodes, and all other cells as usual."""
+"""Runs cells with emulated links on emulated nodes, others as usual."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
-"""Makes a launcher from the packages that ranks will need."""
+"""Launcher by the packages that ranks need."""
 
 
 class LinksLauncher:
-    """Launcher for runs in which some cells have emulated links."""
-
     def __init__(
         self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]
     ) -> None:
@@ -45,8 +43,7 @@ class LinksLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """Runs a trial as Launcher.run does. A cell whose links cannot be emulated is
-        `unavailable`."""
+        """A cell whose links cannot be emulated is `unavailable`."""
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
@@ -68,8 +65,7 @@ class LinksLauncher:
 
 @contextlib.contextmanager
 def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
-    """Yields a launcher factory for these cells. If some have emulated links, it adds emulated
-    nodes, which end with the context."""
+    """Yields the launcher factory for these cells, with emulated nodes if any needs them."""
     count = max((cell.nodes for cell in cells if cell.links), default=0)
     if not count:
         yield launcher

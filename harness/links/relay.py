@@ -1,9 +1,9 @@
-"""python -m harness.links.relay SECONDS PORT...: a switch that forwards every frame after a delay,
-for kernels without netem.
+"""python -m harness.links.relay SECONDS PORT...: a switch that delays every frame, for kernels
+without netem.
 
-Replaces the kernel's bridge by a process that reads and writes frames through packet sockets. Large
-frames pass unsegmented; the virtio header of a frame tells the kernel how to segment it. The kernel
-still limits the ports' rates. Imports nothing from the suite, to start quickly.
+Replaces the kernel's bridge by packet sockets. Large frames pass unsegmented; the virtio header
+tells the kernel how to segment them. The kernel still limits the ports' rates. Imports nothing from
+the suite, to start quickly.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _AT_ONCE = 16
 
 
 def open_port(name: str) -> socket.socket:
-    """Returns a socket that receives all frames arriving at this interface and sends frames out of
-    it."""
+    """Returns a socket for all frames of this interface."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
@@ -49,8 +48,7 @@ def open_port(name: str) -> socket.socket:
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
     """Forwards frames forever, each `seconds` after it arrived.
 
-    Sends a frame to the port where its destination was last seen as a source, else to all other
-    ports.
+    Uses the port where the destination was last seen as a source, else all other ports.
     """
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}

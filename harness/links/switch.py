@@ -1,10 +1,9 @@
-"""python -m harness.links.switch: a process in its own network namespace, with a bridge and the
-nodes' agents as children.
+"""python -m harness.links.switch: a network namespace with a bridge, and the nodes' agents as
+children.
 
-Each agent has a network namespace and host name of its own. The namespaces are unnamed and each
-process dies with its parent, so the kernel always removes namespaces, interfaces and shaping. The
-process answers requests (lines of JSON on standard input) with a line each, and ends with that
-input.
+Each agent has its own namespace and host name. Namespaces are unnamed and processes die with their
+parent, so the kernel always removes interfaces and shaping. Requests and answers are lines, JSON on
+standard input; the process ends with it.
 """
 
 from __future__ import annotations
@@ -32,30 +31,24 @@ from harness.host.process import die_with_parent
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Interface of each node. The name must not exist on the machine, whose interfaces /sys still shows
-inside a namespace."""
+"""Interface of each node. No machine may have this name: /sys shows the machine's interfaces inside
+a namespace."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-"""Required commands, with Debian's package of each."""
+"""Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"
 _QUEUE = "50ms"
-"""Longest wait of a packet at a limited rate; later ones are dropped."""
+"""Longest wait of a packet at a limited rate before it is dropped."""
 
 
 class NodeShare(TypedDict):
-    """A node's share of the machine."""
-
     cores: list[int]
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES of the node; None: as here."""
+    """CUDA_VISIBLE_DEVICES; None: as here."""
 
 
 class Request(TypedDict, total=False):
-    """A request to the switch.
-
-    `nodes` and `rendezvous_file`: start these nodes' agents, which wait for that file. `link`: give
-    the links this rate and delay, written as in a cell. Empty: check whether all of this is
-    permitted here.
-    """
+    """`nodes` and `rendezvous_file`: start these agents, which wait for that file. `link`: set rate
+    and delay, written as in a cell. Empty: check whether this is permitted here."""
 
     nodes: list[NodeShare]
     rendezvous_file: str
@@ -63,8 +56,8 @@ class Request(TypedDict, total=False):
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
-    """Runs a command with these lines as its input. `inside`: id of a process in the network
-    namespace to use; None: this one. Raises RuntimeError with the first line of its errors."""
+    """Runs a command with `lines` as input. `inside`: process whose network namespace to use; None:
+    this one. Raises RuntimeError with the first line of its errors."""
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
     done = subprocess.run(
         [*enter, *command], input="\n".join(lines), capture_output=True, text=True
@@ -75,21 +68,21 @@ def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = 
 
 
 def ip(*lines: str, inside: int | None = None) -> None:
-    """Runs commands of `ip`, each given without that word."""
+    """Runs subcommands of `ip`."""
     run(["ip", "-batch", "-"], lines, inside)
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """Returns the burst in bytes (tc-tbf(8)): 64 KiB up to 100 Mbit/s, twice as much per tenfold
-    rate. With less, the kernel's timer resolution would limit the rate."""
+    """Returns 64 KiB up to 100 Mbit/s, twice as much per tenfold rate (`burst` of tc-tbf(8)). With
+    less, the kernel's timer would limit the rate."""
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 
 class Switch:
-    """The bridge, with a port for each node, and the rates and delays of the links."""
+    """The bridge and the links' rates and delays."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
-        """`nodes`: id of a process in each node's namespace."""
+        """`nodes`: a process id in each node's namespace."""
         self.nodes = list(nodes)
         self.ports = [f"p{number}" for number in range(len(nodes))]
         self.relay: subprocess.Popen[str] | None = None
@@ -109,7 +102,7 @@ class Switch:
 
     @functools.cached_property
     def netem(self) -> bool:
-        """Returns whether the kernel can delay packets (module sch_netem)."""
+        """Whether the kernel can delay packets (module sch_netem)."""
         try:
             run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
         except RuntimeError:
@@ -118,7 +111,7 @@ class Switch:
         return True
 
     def shape(self, link: Link) -> str:
-        """Sets rate and delay of every node's link, at both ends; returns the method as text."""
+        """Sets rate and delay at both ends of every link; returns the method as text."""
         delay = f"{link.delay_seconds * 1e6:.0f}us" if link.delay_seconds else ""
         for port, node in zip(self.ports, self.nodes, strict=True):
             self._device(INTERFACE, node, link.bits_per_second)
@@ -128,8 +121,8 @@ class Switch:
         return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """Sets rate (bits per second) and delay of an interface's outgoing packets. tbf is a child
-        of netem, as in the examples of tc-netem(8)."""
+        """Shapes outgoing packets, at `rate` bits per second. tbf is a child of netem, as in the
+        examples of tc-netem(8)."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
@@ -145,7 +138,7 @@ class Switch:
             self.shaped.add((name, inside))
 
     def _relay(self, seconds: float) -> None:
-        """Connects the ports by a relay that delays frames, or by the bridge if `seconds` is 0."""
+        """Connects the ports by a delaying relay, or by the bridge for 0 seconds."""
         if self.relay:
             self.relay.kill()
             self.relay.wait()
@@ -167,14 +160,13 @@ class Switch:
 
 
 def address(number: int) -> str:
-    """Returns the IP address of a node, counted from 0."""
     return f"10.97.0.{number + 1}"
 
 
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
-    """Starts a node's agent and returns once it is in its namespaces. The agent waits for
+    """Starts a node's agent and returns once it is in its namespaces. It waits for
     `rendezvous_file` and logs next to it."""
 
     def enter_namespaces() -> None:
@@ -198,7 +190,7 @@ def start_node(
 
 
 def serve(request: Request, switch: Switch | None) -> tuple[Switch, str]:
-    """Serves a request; returns the switch and the answer."""
+    """Returns the switch and the answer."""
     if "nodes" in request:
         names = [
             "127.0.0.1 localhost",

@@ -1,1 +1,1 @@
-"""Cells over several nodes: a coordinator, and an agent on each node that runs its ranks."""
+"""Cells over several nodes: a coordinator, and an agent per node."""

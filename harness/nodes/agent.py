@@ -1,4 +1,4 @@
-"""The agent of a node: keeps its fork server warm and runs this node's ranks of each trial."""
+"""The agent of a node: keeps a warm fork server and runs the node's ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Agent:
-    """Waits for work; its ranks die with it, and it exits when the coordinator does."""
+    """Waits for work; exits with its ranks when the coordinator does."""
 
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
@@ -42,7 +42,6 @@ class Agent:
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Serves the coordinator until told to stop."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             word, what = self.orders.get()
@@ -67,8 +66,7 @@ class Agent:
                 self._run(what)
 
     def _listen(self) -> None:
-        """Receives messages at once, even while ranks run; exits with the ranks if the coordinator
-        is gone."""
+        """Receives messages even while ranks run; exits with them if the coordinator is gone."""
         while True:
             try:
                 word, what = self.line.receive()

@@ -1,5 +1,4 @@
-"""The coordinator of a multi-node run: tracks nodes, and runs one trial at a time over the nodes
-that its cell needs."""
+"""The coordinator of a multi-node run, with one trial at a time."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Nodes:
-    """The agents of a run. A lost one may rejoin under its number."""
+    """The agents of a run; a lost one may rejoin under its number."""
 
     most_strangers = 64
-    """Limit of unauthenticated connections at once; agents retry."""
+    """Most unauthenticated connections at once; agents retry."""
 
     def __init__(
         self,
@@ -45,9 +44,9 @@ class Nodes:
     ) -> None:
         """Listens on one address and writes it to `rendezvous_file`.
 
-        `interface`: the one that reaches all nodes; None: that of the host's name, or of the
-        default route. `socket_file`: Unix socket to use instead, which nodes on this machine reach
-        from any network namespace, bypassing links.
+        `interface`: one that reaches all nodes; None: that of the host's name, or the default
+        route. `socket_file`: Unix socket instead, reachable from any local network namespace,
+        bypassing links.
         """
         self.count, self.rendezvous_file = count, rendezvous_file
         self.there: dict[int, Node] = {}
@@ -114,8 +113,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """Waits for the first `count` nodes by number; returns fewer if some do not come. A
-        repeated wait for the same ones is short."""
+        """Waits for the first `count` nodes by number; returns fewer if some do not come. Repeated
+        waits are short."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -129,8 +128,7 @@ class Nodes:
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
-        """Drops agents that left between trials: they send nothing then, so a readable connection
-        has ended."""
+        """Drops agents that left between trials: a readable connection has ended then."""
         lines = {node.line.connection: node for node in self.there.values()}
         for connection in wait(list(lines), 0):
             self.lose(lines[connection], "its agent went between two trials")  # type: ignore[index]
@@ -143,7 +141,6 @@ class Nodes:
                 self._lost[node.number] = f"{node.name}: {why}"
 
     def lacking(self, count: int) -> str:
-        """Returns why there are fewer than `count` nodes."""
         lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
         return (
             f"needs {count} nodes, {len(self.there)} of {self.count}"
@@ -151,7 +148,7 @@ class Nodes:
         )
 
     def check(self) -> None:
-        """Raises UsageError if the nodes' chosen interfaces cannot reach each other."""
+        """Raises UsageError if nodes cannot reach each other by their interfaces."""
         nodes = [self.there[number] for number in sorted(self.there)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
@@ -162,7 +159,7 @@ class Nodes:
             )
 
     def measure(self) -> None:
-        """Adds to each node's facts the TCP link from the coordinator."""
+        """Adds the coordinator's TCP link to each node's facts."""
         for node in list(self.there.values()):
             try:
                 node.facts |= measured_link(node.line)
@@ -170,7 +167,6 @@ class Nodes:
                 self.lose(node, "its agent is gone")
 
     def close(self) -> None:
-        """Ends all agents."""
         for how in (self._listener.shutdown, None):
             with contextlib.suppress(OSError):
                 how(socket.SHUT_RDWR) if how else self._listener.close()
@@ -187,7 +183,7 @@ class NodesLauncher:
     """Runs single-node cells as usual, others over the agents; replaces Launcher for the runner."""
 
     patience_seconds = 30.0
-    """Seconds that a trial waits for missing nodes, since a lost agent may be restarted."""
+    """Seconds that a trial waits for missing nodes; lost agents may be restarted."""
 
     def __init__(
         self,
@@ -206,7 +202,6 @@ class NodesLauncher:
         return self._local
 
     def ignore_pid(self, pid: int) -> None:
-        """See Launcher.ignore_pid."""
         self.local.ignore_pid(pid)
 
     def run(
@@ -219,7 +214,7 @@ class NodesLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """Runs a trial as Launcher.run does. A cell with missing nodes is `unavailable`."""
+        """A cell with missing nodes is `unavailable`."""
         if cell.nodes == 1:
             return self.local.run(
                 cell, data, processes, command=command, on_progress=on_progress, **more

@@ -16,8 +16,7 @@ _SYS = Path("/sys")
 
 
 def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
-    """Returns the nominal rate of an interface in bits per second; None if the kernel does not know
-    it (loopback, virtual links)."""
+    """Returns the nominal bits per second; None if unknown (loopback, virtual links)."""
     try:
         megabits = int((sys / "class/net" / str(interface) / "speed").read_text())
     except (OSError, ValueError):
@@ -26,7 +25,7 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
 
 
 def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, object]:
-    """Returns a node's facts, as recorded with its trials."""
+    """Returns the facts recorded with a node's trials."""
     return {
         "number": number,
         "name": name,

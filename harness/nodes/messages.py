@@ -1,4 +1,4 @@
-"""Messages between coordinator and agents: a word, and a value whose type it determines.
+"""Messages between coordinator and agents: a word, and a value of the word's type.
 
 They travel as JSON. Nothing received is executed or unpickled; a value of the wrong type ends the
 connection.
@@ -16,7 +16,6 @@ from harness.launch.outcome import RankOutputs
 from harness.worker.spec import TrialSpec
 
 Message: TypeAlias = tuple[str, Any]
-"""A word and its value."""
 
 _NOTHING: Any = type(None)
 _VALUES: dict[str, Any] = {
@@ -42,7 +41,7 @@ _VALUES: dict[str, Any] = {
 
 
 class ProtocolError(OSError):
-    """The peer does not speak this protocol or know the key; the connection is unusable."""
+    """The peer speaks another protocol or lacks the key; the connection is unusable."""
 
 
 @functools.cache

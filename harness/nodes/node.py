@@ -1,4 +1,4 @@
-"""A node of a run as the coordinator sees it, and its link."""
+"""A node as the coordinator sees it, and its link."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from harness.nodes.protocol import NodeConnection
 
 @dataclass
 class Node:
-    """A connected agent."""
-
     line: NodeConnection
     facts: dict[str, Any]
 
@@ -33,8 +31,8 @@ PINGS, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 def measured_link(
     line: NodeConnection, now: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Measures the median round trip of an empty message, and the rate of a large one without its
-    round trip, best of three."""
+    """Measures the median round trip of an empty message, and the rate of a large one without it,
+    best of three."""
 
     def took(payload: int) -> float:
         begin = now()

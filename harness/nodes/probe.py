@@ -1,4 +1,4 @@
-"""Measures a link between two nodes' agents: the rate of a TCP stream, and half of a round trip."""
+"""Measures a link between two agents: TCP rate, and half a round trip."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""Seconds between which the stream is measured. Before the first, a shaped link passes a burst and
-TCP finds its rate."""
+"""The stream is measured between these seconds. Before, a shaped link passes a burst and TCP finds
+its rate."""
 _PATIENCE_SECONDS = 20.0
 _CHUNK = 2**18
 
@@ -20,7 +20,7 @@ _CHUNK = 2**18
 def listen(address: str, done: Callable[[float], object]) -> int:
     """Serves one measurement in a thread; returns the port.
 
-    `done` gets the received payload in bits per second.
+    `done` gets the payload's bits per second.
     """
     listener = socket.create_server((address, 0))
     port: int = listener.getsockname()[1]
@@ -43,7 +43,6 @@ def listen(address: str, done: Callable[[float], object]) -> int:
 
 
 def _received(connection: socket.socket, now: Callable[[], float] = time.perf_counter) -> float:
-    """Returns bits per second over the measured part."""
     buffer = bytearray(_CHUNK)
     begin, first, count = now(), 0.0, 0
     while True:

@@ -1,10 +1,9 @@
 """Authentication between coordinator and agents, with the run's key.
 
-Each side sends a nonce and proves with its first tag that it knows the key. Each direction's key is
-derived from the run's key and both nonces, so recordings of other connections are useless. Each
-message is tagged with its number, so none can be repeated, dropped or reordered (HMAC-SHA256, RFC
-2104). Nothing is encrypted. Before a peer has proved itself, it can make this side read at most 64
-bytes.
+Each side sends a nonce, and proves with its first tag that it knows the key. Keys per direction are
+derived from it and both nonces, so recorded connections are useless. Numbered tags prevent
+repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted. An unproved
+peer can make this side read at most 64 bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from harness.spec.errors import UsageError
 
 HANDSHAKE_SECONDS = 10
 MOST_BYTES = 2**26
-"""Largest message in bytes; one node's answers, logs and stacks are far smaller."""
+"""Largest message; one node's answers, logs and stacks are far smaller."""
 _PURPOSE = b"parallelism-bench nodes 2"
-"""Prefix of the first tag, so that a key is useless to other versions of this protocol."""
+"""Prefix of the first tag, so that keys are useless to other protocol versions."""
 _SIZE = 32
 """Bytes of a nonce, and of a tag."""
 _HEADER = struct.Struct(">II")
-"""Bytes of the message, and of the padding after its tag."""
+"""Bytes of the message, and of padding after its tag."""
 _TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
 # A node without power sends nothing: the kernel probes after 10 idle seconds, and gives up after
 # four probes.
@@ -52,15 +51,14 @@ class NodeConnection:
     receives."""
 
     def __init__(self, connection: socket.socket, address: str, sends: bytes, hears: bytes) -> None:
-        """`sends` and `hears`: keys of the two directions, swapped at the other end."""
+        """`sends`, `hears`: keys of the two directions, swapped at the other end."""
         self.connection, self.address = connection, address
         self._sends, self._hears = sends, hears
         self._sent = self._received = 0
         self._sending = threading.Lock()
 
     def send(self, word: str, value: object = None, padding: int = 0) -> None:
-        """Sends a message; raises OSError if the peer is gone. `padding`: zero bytes after the
-        message, which the peer discards."""
+        """Raises OSError if the peer is gone. `padding`: zero bytes that the peer discards."""
         body = encoded(word, value)
         with self._sending:
             head = _HEADER.pack(len(body), padding)
@@ -69,8 +67,7 @@ class NodeConnection:
             self.connection.sendall(head + body + tag + bytes(padding))
 
     def receive(self) -> Message:
-        """Waits for a message; raises EOFError or OSError if the peer is gone or fails
-        authentication."""
+        """Raises EOFError or OSError if the peer is gone or fails authentication."""
         head = self._read(_HEADER.size)
         size, padding = _HEADER.unpack(head)
         if size > MOST_BYTES:
@@ -93,8 +90,8 @@ class NodeConnection:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Returns `size` bytes; raises EOFError if the peer ends first, TimeoutError after `deadline`
-    (time.monotonic), which replaces the socket's timeout."""
+    """Raises EOFError if the peer ends first, TimeoutError after `deadline` (time.monotonic), which
+    replaces the socket's timeout."""
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:
@@ -107,11 +104,9 @@ def read_exactly(connection: socket.socket, size: int, deadline: float | None = 
 
 
 def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
-    """Returns a connection after both sides proved within HANDSHAKE_SECONDS that they know the
-    secret; else raises OSError or EOFError.
+    """Authenticates both sides within HANDSHAKE_SECONDS; raises OSError or EOFError if that fails.
 
-    The coordinator keeps that timeout on its connections, since a node may stall in the middle of a
-    message.
+    The coordinator keeps that timeout, since a node may stall in the middle of a message.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:
@@ -147,8 +142,8 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
 
 
 def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
-    """Returns a connection to the coordinator, which may not have written its file yet; raises
-    UsageError after `seconds`."""
+    """Connects to the coordinator, which may not have written its file yet; raises UsageError after
+    `seconds`."""
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():

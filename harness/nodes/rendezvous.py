@@ -21,24 +21,22 @@ _ROUTE_UP = 1
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and key of the coordinator, in a file readable only by its owner, in a folder that
-    all nodes share."""
+    """The coordinator's addresses and key, in a private file in a folder that all nodes share."""
 
     machine: str
-    """Coordinator's machine_id."""
     addresses: tuple[str, ...]
-    """Addresses to try in order: hosts, or the path of a socket on this machine."""
+    """Hosts to try in order, or the path of a socket on this machine."""
     port: int
     key: str = field(repr=False)
-    """Secret key as hex digits, for those who can read the file."""
+    """Hex digits, secret to readers of the file."""
 
     @property
     def secret(self) -> bytes:
         return bytes.fromhex(self.key)
 
     def write(self, file: Path) -> None:
-        """Writes the file atomically, readable only by its owner. Replaces a link in its place
-        instead of following it."""
+        """Writes atomically and readable only by the owner; replaces a link instead of following
+        it."""
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(temporary, flags, 0o600), "w") as sink:
@@ -47,8 +45,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        """Reads the file. Raises UsageError if it is another user's, or others may read or change
-        it: an agent obeys whoever holds its key."""
+        """Raises UsageError if others own, may read or may change the file: an agent obeys whoever
+        holds its key."""
         with open(file) as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
@@ -71,22 +69,20 @@ class Rendezvous:
 
 
 def new_key() -> str:
-    """Returns a new key for one run, as hex digits."""
     return secrets.token_hex(32)
 
 
 def machine_id() -> str:
-    """Returns an id of the running kernel until its reboot; containers and network namespaces share
-    it."""
+    """Identifies the running kernel until reboot; containers and network namespaces share it."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def addresses_of(interface: str | None = None) -> list[str]:
-    """Returns the IPv4 addresses of this host, or of one interface: that of the host's name first,
-    then of the default route, loopback last.
+    """Returns IPv4 addresses of this host or one interface: the host name's first, then the default
+    route's, loopback last.
 
-    Raises UsageError for an interface that is not here.
+    Raises UsageError for an unknown interface.
     """
     by_interface = {
         name: [a.address for a in known if a.family == socket.AF_INET]
@@ -110,7 +106,7 @@ def addresses_of(interface: str | None = None) -> list[str]:
 
 
 def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
-    """Returns the interface of IPv4's default route; None without one."""
+    """Returns the interface of IPv4's default route, if any."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             name, destination, _, flags, *_ = line.split()
@@ -120,7 +116,6 @@ def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has this address."""
     for name, known in psutil.net_if_addrs().items():
         if any(a.address == address for a in known):
             return name
@@ -128,7 +123,7 @@ def interface_of(address: str) -> str | None:
 
 
 def set_timeout(raw: socket.socket, seconds: float) -> None:
-    """Limits how long reads and writes may wait; 0: forever."""
+    """Limits each read and write; 0: no limit."""
     whole, part = divmod(seconds, 1)
     interval = struct.pack("ll", int(whole), int(part * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

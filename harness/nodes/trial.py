@@ -1,4 +1,4 @@
-"""One trial over several nodes, from the coordinator's side."""
+"""One trial over several nodes, as the coordinator runs it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0
-"""Seconds that other nodes have to report the effect of one's failure before their ranks are
-killed."""
+"""Seconds that other nodes have to report the effect of a failure before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds within which the coordinator is told if agents leave because the job ends; the trial is
-then interrupted, not failed."""
+"""Seconds in which a coordinator learns that the whole job ends; the trial is then interrupted, not
+failed."""
 ANSWER_SECONDS = 15.0
-"""Seconds for a node to answer after its ranks are killed or time out; then it is lost."""
+"""Seconds for a node to answer after a kill or the time limit; then it is lost."""
 
 
 class Trial:
-    """Starts each node's part, waits for all, ends the others if one fails, and shifts their clocks
-    to the coordinator's."""
+    """Runs each node's part, ends the others if one fails, and shifts their clocks to the
+    coordinator's."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Trial:
         self.left = RankOutputs()
         self.lost: list[str] = []
         self.open: dict[Any, Node] = {}
-        """Nodes that run and have not answered, by connection."""
+        """Running nodes, by connection."""
         self.sent_at = 0.0
 
     def run(self) -> Outcome:
@@ -105,8 +104,7 @@ class Trial:
         return True
 
     def _gather(self, seconds: float) -> None:
-        """Collects answers until all nodes have reported, or one has failed and the others had time
-        to report."""
+        """Collects answers until all nodes reported, or had time to after a failure."""
         deadline, hurried = time.monotonic() + seconds, False
         while self.open:
             ready = wait(list(self.open), max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Do collectives and what is built on them run with one rank, over NCCL or, on a CPU, gloo?"""
+"""Do collectives and what is built on them run with one rank?"""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from bench.gpu_check.probes.finding import Attempt, Finding, attempt, failed
 
 @dataclass(frozen=True)
 class CollectiveFacts:
-    """What ran in a process group of one rank."""
-
     backend: str
     attempts: tuple[Attempt, ...]
 

@@ -1,5 +1,3 @@
-"""What a probe found."""
-
 from __future__ import annotations
 
 import json
@@ -20,16 +18,15 @@ class Finding:
     verdict: Verdict
     reason: str
     facts: object = None
-    """Dataclass with the measurements."""
+    """Dataclass of measurements."""
 
     @classmethod
     def of(cls, holds: bool, reason: str, facts: object) -> Finding:
-        """Returns a finding that confirms or refutes the claim."""
         return cls("confirmed" if holds else "refuted", reason, facts)
 
 
 def only_on_gpus(why: str) -> Finding:
-    """Returns the finding of a probe that has no stand-in on a CPU."""
+    """Returns the finding of a probe without a CPU stand-in."""
     return Finding("not checked", f"it needs a GPU: {why}")
 
 
@@ -45,7 +42,7 @@ class Attempt:
 
 
 def attempt(name: str, ask: Callable[[], object]) -> Attempt:
-    """Calls a function and catches whatever it raises."""
+    """Calls a function; raises nothing."""
     began = time.perf_counter()
     try:
         answer, error = str(ask()), ""
@@ -55,12 +52,12 @@ def attempt(name: str, ask: Callable[[], object]) -> Attempt:
 
 
 def failed(attempts: tuple[Attempt, ...]) -> str:
-    """Returns the names and errors of the failed attempts; empty if none failed."""
+    """Returns names and errors of failed attempts; empty without any."""
     return "; ".join(f"{a.name}: {a.error}" for a in attempts if a.error)
 
 
 def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
-    """Starts a forked child that calls `ask`; returns the handle for `end_of_fork`."""
+    """Forks a child that calls `ask`; returns a handle for `end_of_fork`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -76,7 +73,7 @@ def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
 
 
 def end_of_fork(child: tuple[int, int]) -> dict[str, object]:
-    """Waits for a forked child; returns its answer, or `error` if it raised or died."""
+    """Returns a forked child's answer, or `error` if it raised or died."""
     pid, read = child
     with os.fdopen(read) as file:
         text = file.read()

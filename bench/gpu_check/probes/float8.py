@@ -57,7 +57,7 @@ def probe(device: str) -> Finding:
 
 
 def _quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the tensor in float8, and the scale of each row."""
+    """Returns the float8 tensor and each row's scale."""
     import torch
 
     scale = tensor.abs().amax(1, keepdim=True).float() / LARGEST

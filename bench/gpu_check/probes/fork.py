@@ -16,17 +16,15 @@ from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork
 from harness.host.cuda import cuda_is_initialized, to_preload
 
 OF_RANKS = ("transformers", "transformers.trainer", "peft", "bitsandbytes")
-"""Packages that ranks import, in addition to what strategies require."""
+"""Imported by ranks, in addition to what strategies require."""
 
 
 @dataclass(frozen=True)
 class ForkFacts:
-    """What imports did, and what a forked child could do afterwards."""
-
     initialised_by: str | None
-    """First import of the fork server after which CUDA was initialised."""
+    """First import after which CUDA was initialised."""
     initialises: dict[str, bool | None]
-    """Whether importing a package alone initialises CUDA; None: it cannot be imported."""
+    """Whether an import alone initialises CUDA; None: it fails."""
     child: dict[str, object]
     child_seconds: float
 
@@ -56,8 +54,8 @@ def probe(device: str) -> Finding:
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
-    """Returns whether importing each package initialises CUDA, in torch or any other library; None:
-    it cannot be imported. Each import runs in its own forked child, all at once."""
+    """Returns whether each import initialises CUDA in any library; None: it fails. Uses a forked
+    child per package, all at once."""
     children = {name: begin_in_fork(partial(_import, name)) for name in names}
     answers = {name: end_of_fork(child) for name, child in children.items()}
     return {

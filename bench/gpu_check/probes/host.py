@@ -22,10 +22,8 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about the machine for readers of the report."""
-
     environment: dict[str, object]
-    """Environment as a run records it: versions, processor, memory, GPUs."""
+    """As a run records it: versions, processor, memory, GPUs."""
     python: str
     python_header: bool
     """Whether extensions can be compiled."""
@@ -40,7 +38,6 @@ class HostFacts:
     topology: list[list[str]]
     """Connection from GPU i to GPU j."""
     troubles: list[dict[str, object]]
-    """Conditions that would skew results here."""
 
 
 def probe(device: str) -> Finding:

@@ -12,18 +12,15 @@ BUDGET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """How memory is counted and limited."""
-
     listed: bool
     """Whether NVML lists this process; in some containers its process id differs."""
     context_bytes: int | None
-    """Size of CUDA's context, by NVML."""
+    """CUDA context, by NVML."""
     over_budget: Attempt
-    """Allocation above the budget, which must fail."""
+    """Must fail."""
     product_in_budget: Attempt
-    """Small matrix product, whose workspace may not fit."""
+    """Its workspace may not fit."""
     afterwards: Attempt
-    """Allocation without the budget."""
 
 
 def probe(device: str) -> Finding:

@@ -1,4 +1,4 @@
-"""How large are the differences that rounding alone makes on this device?"""
+"""How large are differences from rounding alone on this device?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the computations on a device."""
-
     workload: str
     steps: int
     batch: int
     rows: int
-    """Rows of the matrices; the side of an image is 1/32 of this."""
+    """Matrix rows; an image's side is 1/32 of this."""
 
 
 SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro", 2, 8, 128)}
@@ -31,23 +29,20 @@ SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro",
 
 @dataclass(frozen=True)
 class Numerics:
-    """Differences caused by rounding."""
-
     matmul_error: float
-    """Error of an fp32 product relative to fp64."""
+    """fp32 product relative to fp64."""
     matmul_depends_on_rows: float
-    """Largest change of an element when half of the rows are multiplied alone."""
+    """Largest change of an element if half of the rows are multiplied alone."""
     attention_errors: tuple[Attempt, ...]
-    """Error of fp32 attention relative to fp64, by backend."""
+    """fp32 attention relative to fp64, by backend."""
     convolution_error: float
     same_twice: bool
     """Whether two equal trainings end bitwise identical."""
     same_twice_update: float
-    """Largest difference of a tensor after training, relative to its update."""
+    """Largest difference of a tensor, relative to its update."""
     split_update: float
-    """As same_twice_update, between whole batches and batches in two parts."""
+    """As same_twice_update, between whole and halved batches."""
     split_loss: float
-    """Largest relative difference of their losses."""
 
 
 def probe(device: str) -> Finding:
@@ -122,7 +117,7 @@ def _model(sizes: Sizes, device: str) -> Module:
 
 
 def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Returns the parameters and losses of a training with each batch in this many parts."""
+    """Returns parameters and losses of a training with each batch in `parts`."""
     import torch
 
     from harness.workloads import make_workload
@@ -145,7 +140,6 @@ def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], li
 
 
 def _largest(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Returns the largest difference of a tensor relative to its update."""
     return max(
         float((one[name] - other[name]).norm() / (one[name] - start[name]).norm()) for name in one
     )

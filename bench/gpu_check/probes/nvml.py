@@ -9,21 +9,18 @@ from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork, 
 
 @dataclass(frozen=True)
 class RankView:
-    """NVML's answers to one process that computes on GPU 0; None: no answer."""
+    """NVML's answers to one process on GPU 0; None: no answer."""
 
     joules: float | None
     sm_mhz: int | None
     process_bytes: int | None
-    """Memory of this process; None if NVML does not list it, as in some containers."""
+    """None if NVML does not list this process, as in some containers."""
     counts_throttling: bool
     processes: tuple[int, ...] | None
-    """Process ids on the GPU."""
 
 
 @dataclass(frozen=True)
 class NvmlAnswers:
-    """Answers to a forked child and to its parent."""
-
     driver: dict[str, object]
     gpu_kind: str
     child: dict[str, object]

@@ -12,13 +12,11 @@ METHODS = ("start_thread_id", "scope", "activity_type", "is_user_annotation")
 
 @dataclass(frozen=True)
 class ProfilerFacts:
-    """Events of one small step."""
-
     host_events: int
     device_events: int
     device_names: tuple[str, ...]
     methods: tuple[str, ...]
-    """Methods of the events in this torch version."""
+    """Methods of events in this torch version."""
 
 
 def probe(device: str) -> Finding:

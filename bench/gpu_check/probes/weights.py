@@ -1,4 +1,4 @@
-"""Are initial weights identical on every device, and does each variant of a model train?"""
+"""Are initial weights identical on every device, and does each model variant train?"""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Weights:
-    """Random initial weights on the device."""
-
     digest: str
     """Digest of all initial weights; differs between kinds of GPU."""
     same_on_cpu: bool
-    """Whether weights on the CPU are initialised to the same values as on the device."""
+    """Whether CPU weights are initialised to the device's values."""
     variants: tuple[Attempt, ...]
-    """Device of each variant's weights, and its first loss."""
+    """Device of each variant's weights, and first loss."""
 
 
 def probe(device: str) -> Finding:
