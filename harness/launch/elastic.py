@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
-"""Seconds from SIGTERM to SIGKILL."""
+"""Seconds that ranks get between SIGTERM and SIGKILL."""
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs one node's ranks. Returns exit codes by failed rank, the first that torch noticed first.
+    """Runs one node's ranks; returns exit codes by failed rank, first the one that torch noticed.
 
     `store`: node 0's rendezvous store.
     """

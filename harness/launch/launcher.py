@@ -63,6 +63,7 @@ class Launcher:
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
+        # Their warnings are already in the trial record.
         for name in (
             "torch.distributed.elastic",
             "torch.multiprocessing.spawn",

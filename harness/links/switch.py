@@ -2,8 +2,8 @@
 children.
 
 Each agent has its own namespace and host name. Namespaces are unnamed and processes die with their
-parent, so the kernel always removes interfaces and shaping. Requests and answers are lines, JSON on
-standard input; the process ends with it.
+parent, so the kernel always removes interfaces and shaping. The process reads JSON requests line by
+line from standard input, answers each with a line, and exits at end of input.
 """
 
 from __future__ import annotations

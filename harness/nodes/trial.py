@@ -81,6 +81,7 @@ class Trial:
             self._lose(first, "its agent is gone")
             return False
         except KeyboardInterrupt:
+            # A late answer would be taken for that to a later message.
             self._lose(first, "interrupted")
             raise
         self.sent_at = time.time()
@@ -99,6 +100,7 @@ class Trial:
             self._lose(node, "its agent is gone")
             return False
         except KeyboardInterrupt:
+            # Half a message may be on its way; the node could not parse the next one.
             self._lose(node, "interrupted")
             raise
         return True
