@@ -34,7 +34,7 @@ class Host:
 
     @property
     def many(self) -> int:
-        """Meaning of `devices: many` here."""
+        """Returns the meaning of `devices: many` here."""
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod

@@ -56,7 +56,7 @@ HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Trials that resolve a 3 % difference if they spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Includes some slow spells of the machine, and is about as long as a trial's start."""
+"""Long enough for some slow spells of the machine; about as long as a trial's start."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
 
 
@@ -102,7 +102,7 @@ class Matrix(Sizes):
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Leave out cells that by their formulas need more memory than a device has."""
+    """Whether to leave out cells that by their formulas need more memory than a device has."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
@@ -148,7 +148,7 @@ def read_matrix(name: str) -> Matrix:
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """As read_matrix, for a kind with more keys."""
+    """Reads a matrix of a kind with more keys, see read_matrix."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)

@@ -184,9 +184,9 @@ class Asked:
     grow: Literal["model", "sequence"]
     budget: str
     ranks: int | None
-    """None: as many as this host has."""
+    """Ranks; None: as many as fit this host."""
     hidden: int | None
-    """None: one that fits the budget."""
+    """Hidden size; None: one that fits the budget."""
     file: Path
 
     def budget_on(self, host: Host) -> int:

@@ -26,9 +26,9 @@ class PlanOptions:
     time_budget: str = ""
     by_turns: bool = False
     timed_seconds: float | None = None
-    """None: as in the matrix."""
+    """Length of timed steps; None: the matrix's."""
     run_id: str = ""
-    """Empty: named by its time."""
+    """Name of the run; empty: its time."""
     host: str = ""
     """Host to plan for; empty: this one."""
     nodes: int = 1

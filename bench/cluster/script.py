@@ -28,7 +28,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Folder for scripts, logs and rendezvous files."""
+        """Returns the folder for scripts, logs and rendezvous files."""
         return self.results / "slurm" / (self.run_id or "nightly")
 
 

@@ -62,9 +62,9 @@ class Site(BaseModel):
     """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """0: the job asks for no GPUs; if SLURM confines devices, its cells then run on the CPU."""
+    """GPUs of each node; 0: none, and cells run on the CPU if SLURM confines devices."""
     gpu_directive: str = "--gpus-per-node={gpus}"
-    """Directive that asks for GPUs, such as `--gres=gpu:a100:{gpus}`."""
+    """Directive that asks for GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
     """CPU cores of each node; 0: the whole node with `exclusive`, else SLURM's default."""
     memory: str = ""
@@ -89,9 +89,9 @@ class Site(BaseModel):
     """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
     node."""
     warn_seconds: int = Field(default=120, ge=1)
-    """Seconds before the time limit when a job stops its trial and resubmits itself."""
+    """Seconds before the time limit at which a job stops its trial and resubmits."""
     requeues: int = Field(default=20, ge=0)
-    """Most requeues; a trial longer than the time limit would otherwise requeue forever."""
+    """Most requeues; a trial longer than the limit would otherwise requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
 
     def without_gpus(self) -> str:

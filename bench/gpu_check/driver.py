@@ -107,11 +107,11 @@ class Driver:
         return False
 
     def _alone_seconds(self) -> float:
-        """Seconds reserved for timed steps."""
+        """Returns the seconds reserved for timed steps."""
         return sum(self._limit(step) for step in self.plan.alone if not self._is_settled(step))
 
     def _limit(self, step: Step) -> float:
-        """Seconds that a step may take on this device."""
+        """Returns the seconds that a step may take on this device."""
         return step.limit_seconds * (REHEARSAL_FACTOR if self.report.stand_in else 1.0)
 
     def _lanes(self, lanes: Sequence[Sequence[Step]], end: float) -> None:

@@ -64,7 +64,7 @@ class Folders:
         return self.work / "traces"
 
     def log(self, name: str) -> Path:
-        """Path of a step's output, without `.out` or `.err`."""
+        """Returns the path of a step's output, without `.out` or `.err`."""
         return self.work / "logs" / name
 
     @contextlib.contextmanager

@@ -44,11 +44,11 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     probes: tuple[Step, ...] = ()
-    """Run first, several at a time."""
+    """First steps, several at a time."""
     gate: Step | None = None
-    """Ends the check if nothing trains in it."""
+    """Step that ends the check if nothing trains."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Run side by side, each lane on its share of the cores."""
+    """Steps side by side, each lane on its share of the cores."""
     alone: tuple[Step, ...] = ()
     """Timed steps, which run last with nothing next to them."""
     later: tuple[tuple[Step, ...], ...] = ()

@@ -24,7 +24,7 @@ class Limits:
     seconds: float
     stop_seconds: float = STOP_SECONDS
     cores: tuple[int, ...] = ()
-    """Empty: all."""
+    """Allowed cores; empty: all."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Outcome:
     reason: str
     seconds: float = 0.0
     exit_code: int | None = None
-    """None: not begun or stopped; the next call runs it."""
+    """Exit code; None: not begun or stopped, so the next call runs it."""
     log: tuple[str, ...] = ()
     """Last lines of its error output."""
     shown: dict[str, object] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def trained(self) -> bool:
-        """Whether any cell trained, or its probe was confirmed."""
+        """Returns whether any cell trained, or its probe was confirmed."""
         return self.verdict == "confirmed" or any(
             cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
         )

@@ -31,7 +31,7 @@ COLD_GPU_SECONDS = 60.0
 """Seconds of silence that count as a hang before the first GPU step. Initialising idle GPUs and
 NCCL's first connections wait in the kernel without using a core."""
 TIMES_LONGEST = 10
-"""Ranks may be silent for this multiple of their longest phase or step, if longer."""
+"""Multiple of a rank's longest phase or step that it may be silent, if longer."""
 LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
 """Share of a core that counts as work."""
@@ -41,7 +41,7 @@ _PY_SPY_SECONDS = 10
 
 
 def allowed_seconds() -> float:
-    """Seconds that a rank may always be silent; 0: forever."""
+    """Returns the seconds that a rank may always be silent; 0: forever."""
     try:
         return max(0.0, float(os.environ.get(VARIABLE, SECONDS)))
     except ValueError:
@@ -226,7 +226,7 @@ _INNERMOST = 6
 
 
 def _communicates(stack: str) -> bool:
-    """Checks the main thread, which a fault handler prints last."""
+    """Returns whether the main thread, printed last by a fault handler, communicates."""
     main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
     main = main.rpartition("Current thread")[2]
     frames = [line for line in main.splitlines() if line.strip().startswith("File ")]

@@ -12,7 +12,7 @@ Command = Callable[[Path], "list[str] | None"]
 
 
 class TrialOptions(TypedDict, total=False):
-    """See TrialSpec."""
+    """Fields of TrialSpec for a launcher's caller."""
 
     reference: str | None
     reference_output: str | None
@@ -27,4 +27,4 @@ class TrialOptions(TypedDict, total=False):
 
 class LaunchOptions(TrialOptions, total=False):
     command: Command
-    """See `Strategy.own_launcher`."""
+    """The strategy's own command, see `Strategy.own_launcher`."""

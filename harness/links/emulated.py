@@ -100,7 +100,7 @@ class EmulatedNodes:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the switch, parent of all others; None if not started."""
+        """Returns the switch's process id, the parent of all others; None if not started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
-"""Launcher by the packages that ranks need."""
+"""Factory of launchers, from the packages that ranks need."""
 
 
 class LinksLauncher:

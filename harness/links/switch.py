@@ -102,7 +102,7 @@ class Switch:
 
     @functools.cached_property
     def netem(self) -> bool:
-        """Whether the kernel can delay packets (module sch_netem)."""
+        """Returns whether the kernel can delay packets (module sch_netem)."""
         try:
             run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
         except RuntimeError:

@@ -16,7 +16,7 @@ from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork
 from harness.host.cuda import cuda_is_initialized, to_preload
 
 OF_RANKS = ("transformers", "transformers.trainer", "peft", "bitsandbytes")
-"""Imported by ranks, in addition to what strategies require."""
+"""Imports of ranks, in addition to what strategies require."""
 
 
 @dataclass(frozen=True)

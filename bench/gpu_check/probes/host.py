@@ -23,7 +23,7 @@ VARIABLES = (
 @dataclass(frozen=True)
 class HostFacts:
     environment: dict[str, object]
-    """As a run records it: versions, processor, memory, GPUs."""
+    """Recorded environment: versions, processor, memory, GPUs."""
     python: str
     python_header: bool
     """Whether extensions can be compiled."""

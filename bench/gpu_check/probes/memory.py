@@ -17,9 +17,9 @@ class MemoryFacts:
     context_bytes: int | None
     """CUDA context, by NVML."""
     over_budget: Attempt
-    """Must fail."""
+    """Allocation that must fail."""
     product_in_budget: Attempt
-    """Its workspace may not fit."""
+    """Product whose workspace may not fit."""
     afterwards: Attempt
 
 

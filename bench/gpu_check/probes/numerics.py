@@ -30,18 +30,18 @@ SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro",
 @dataclass(frozen=True)
 class Numerics:
     matmul_error: float
-    """fp32 product relative to fp64."""
+    """Error of an fp32 product relative to fp64."""
     matmul_depends_on_rows: float
     """Largest change of an element if half of the rows are multiplied alone."""
     attention_errors: tuple[Attempt, ...]
-    """fp32 attention relative to fp64, by backend."""
+    """Errors of fp32 attention relative to fp64, by backend."""
     convolution_error: float
     same_twice: bool
     """Whether two equal trainings end bitwise identical."""
     same_twice_update: float
     """Largest difference of a tensor, relative to its update."""
     split_update: float
-    """As same_twice_update, between whole and halved batches."""
+    """Largest difference, as above, between whole and halved batches."""
     split_loss: float
 
 

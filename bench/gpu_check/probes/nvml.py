@@ -14,7 +14,7 @@ class RankView:
     joules: float | None
     sm_mhz: int | None
     process_bytes: int | None
-    """None if NVML does not list this process, as in some containers."""
+    """Memory in bytes; None if NVML does not list this process, as in some containers."""
     counts_throttling: bool
     processes: tuple[int, ...] | None
 
