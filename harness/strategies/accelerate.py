@@ -1,5 +1,4 @@
-"""Hugging Face Accelerate: its wrapper around DDP, DeepSpeed and FSDP2, from its Python API or its
-own config file."""
+"""Hugging Face Accelerate around DDP, DeepSpeed or FSDP2, by its Python API or a config file."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from harness.strategy import Cell, Export, Job, OwnLauncher, TrainStep, Workload
 
 
 class Accelerate(AccelerateEngine):
-    """Hugging Face Accelerate around DDP, DeepSpeed's ZeRO-2 or ZeRO-3, or FSDP2.
+    """Hugging Face Accelerate around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    It believes what it finds, so all of it is checked before the first step: without torchrun's
-    variables, or without `cpu=True` on a host without a GPU, it takes each rank for a run of its
-    own and averages no gradients; on CPUs it takes FSDP for DDP, and fp16 for fp32. Its DeepSpeed
-    plugin clips gradients at 1.0 where the config leaves that open, and on CPUs counts one process
-    unless the backend is named. The batch is not sharded by its data loader: the harness hands out
-    each rank's share.
+    Accelerate infers its setup from the environment, so the result is verified before the first
+    step. Without torchrun's variables, or without `cpu=True` on a host with no GPU, each rank
+    trains alone and no gradients are averaged. On CPUs it silently runs FSDP as DDP and fp16 as
+    fp32. Its DeepSpeed plugin clips gradients at 1.0 unless the config sets a value, and on CPUs
+    sees one process unless the backend is named. The harness shards the batch, not Accelerate's
+    data loader.
     """
 
     config_file: bool = False
-    """Let `accelerate launch` start the ranks, from a config.yaml written for the cell, instead of
-    the Python API."""
+    """Start the ranks by `accelerate launch`, from a config.yaml written for the cell, instead of
+    using the Python API."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
@@ -48,7 +47,7 @@ class Accelerate(AccelerateEngine):
         return OwnLauncher("accelerate launch", command)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Its config file says the same as the Python API."""
+        """Exports a config file equivalent to the Python API calls."""
         if to != "accelerate":
             return None
         fsdp, deepspeed = self.fsdp2_settings(cell), self.deepspeed_config(cell)

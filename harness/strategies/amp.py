@@ -1,4 +1,4 @@
-"""Apex-style automatic mixed precision under DDP, opt levels O0 to O3, on torch.amp."""
+"""Apex-style automatic mixed precision under DDP, opt levels O0 to O3, using torch.amp."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ class Amp(Strategy):
     """Apex-style AMP under DDP: autocast (O1), half model with fp32 master weights (O2), pure half
     (O3).
 
-    Half is the cell's precision, fp16 or bf16; fp16 has dynamic loss scaling in O1 and O2. As in
-    apex, O2 keeps BatchNorm in fp32 and O3 scales no loss. Unlike apex, master weights start from
-    the fp32 weights and not from the rounded ones, and the models' rotary frequencies stay fp32, so
-    that levels differ by how they train and not by where they start. Deviations: O0 none; O1 what
-    its precision costs; O2 also norms and residuals in half; O3 also lost updates: a norm's weight,
-    1.0, never moves in bf16 by steps of 1e-3. Pure fp16 with AdamW diverges: a squared gradient
-    below 6e-8 becomes zero, and the step is then divided by epsilon alone.
+    Half is the cell's precision, fp16 or bf16; fp16 uses dynamic loss scaling in O1 and O2. As in
+    apex, O2 keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights
+    start from the unrounded fp32 weights and rotary frequencies stay fp32, so levels differ only in
+    how they train. Deviations from fp32: O1, rounding in autocast operators; O2, also norms and
+    residuals in half; O3, also lost updates (in bf16, a norm weight of 1.0 never moves by steps of
+    1e-3). Pure fp16 with AdamW diverges: a squared gradient below 6e-8 becomes zero, so the step is
+    divided by epsilon alone.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
-    """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model, updated in half.
-    """
+    """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model and update."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
@@ -75,7 +74,7 @@ class Amp(Strategy):
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.detach().copy_(master.detach())
 
-        optimizer.register_step_post_hook(copy_back)  # a step that loss scaling skips calls no hook
+        optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
         job.register(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
         plain, scaler = own_precision(job), loss_scaler(job)
         return standard_step(

@@ -1,4 +1,4 @@
-"""torch.distributed's collectives by hand, one tensor at a time."""
+"""Data parallelism by torch.distributed collectives, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other"
-LOCAL = {  # by the number of the optimizer's moments: AdamW's two, SGD's one
+LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
     2: Tolerance(0.3, 0.75, f"{REASON} gradients"),
     1: Tolerance(0.3, 1.5, f"{REASON} gradients"),
 }
 
 
 class Collectives(Strategy):
-    """torch.distributed collectives by hand: averages gradients, or parameters after local steps,
-    one tensor at a time.
+    """Hand-written torch.distributed collectives that average gradients, or parameters after local
+    steps, one tensor at a time.
 
-    Averaging parameters after every step is the same training where the update is linear in the
-    gradient (SGD with momentum). AdamW divides by the root of the squared gradient, and a mean of
-    quotients is no quotient of means. Ranks that never average end at 0.8 to 1.2 of the update.
+    Averaging parameters after every step is equivalent only if the update is linear in the gradient
+    (SGD with momentum). AdamW is not: it divides by the root of the squared gradient. Ranks that
+    never average end at 0.8 to 1.2 of the update.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
     """What is averaged: gradients before the update, or parameters after it."""
     period: int = Field(default=1, ge=1)
-    """Steps between two averages of parameters."""
+    """Steps between parameter averages."""
 
     @property
     def cycle(self) -> int:
@@ -95,5 +95,5 @@ class CollectivesCosts(CostModel[Collectives]):
         return all_reduced(layout.data, facts.trained_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """One for each parameter, once a period."""
+        """Returns one message per parameter and period."""
         return len(facts.sizes) / self.strategy.period

@@ -1,4 +1,4 @@
-"""Ring attention: torch's context_parallel passes keys and values from rank to rank."""
+"""Ring attention by torch's context_parallel."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class ContextParallel(Strategy):
-    """Ring attention (torch's context_parallel): keys and values go round, queries stay.
+    """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    All heads stay on every rank, so that their number does not limit the ranks (arXiv 2310.01889).
-    torch gives a rank one part from the front and one from the back of the sequence, because under
-    a causal mask later tokens attend to more. Gradients are averaged by hand.
+    Every rank has all heads, so the head count does not limit the ranks (arXiv 2310.01889). Each
+    rank gets one chunk from the front and one from the back of the sequence, which balances the
+    causal mask's work. Gradients are averaged by hand.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values reach the other ranks: gathered at once, or passed on in a ring."""
+    """How keys and values reach the other ranks: all gathered at once, or passed around a ring."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(sequence=devices)
@@ -66,7 +66,7 @@ class ContextParallel(Strategy):
         mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
         model = job.model()
         _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
-        # It is cut in place with each batch, so that it says where the rank's tokens are.
+        # Sharded in place with each batch, so that it holds the positions of the rank's tokens.
         positions = torch.empty(0, dtype=torch.long, device=job.device)
         step = _sequence.averaging_step(job, model, positions)
         whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]

@@ -1,5 +1,4 @@
-"""torch.nn.DataParallel: one process copies the model to all devices, runs the parts of the batch,
-gathers, updates."""
+"""torch.nn.DataParallel: one process drives a replica of the model on each device."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, parallel apply, gather, and update on the first
     device, in one process.
 
-    Without GPUs torch's own is a pass-through: the same five steps then run on one CPU thread per
-    device.
+    Without GPUs, torch's DataParallel only calls the model. The same five steps then run on one CPU
+    thread per device.
 
-    Autocast is entered within each replica. Entered around the call, torch hands its replicas'
-    threads only whether it is on (torch/nn/parallel/parallel_apply.py), and a thread's own autocast
-    dtype on GPUs is fp16: bf16 cells would train in fp16.
+    Autocast is entered inside each replica. Around the call, replica threads would inherit only
+    whether it is enabled (torch/nn/parallel/parallel_apply.py); their dtype would default to fp16
+    on GPUs, even in bf16 cells.
     """
 
     capabilities = Capabilities(process_group=False)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets."""
+"""DistributedDataParallel: each rank holds the whole model; gradients are averaged in buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ddp(Strategy):
     """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during
     backward.
 
-    On CPUs PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
+    On CPUs, PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
     """
 
     capabilities = Capabilities(
@@ -37,14 +37,14 @@ class Ddp(Strategy):
     )
 
     bucket_cap_mb: float | None = None
-    """Size of every gradient bucket in MiB; None: torch's own, 1 for the first and 25 for the
-    others, which is not the same as 25."""
+    """Size of every gradient bucket in MiB. None is torch's default: 1 for the first and 25 for the
+    others, which differs from 25."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False
-    """Let gradients live in the buckets instead of being copied to them."""
+    """Store gradients as views of the buckets instead of copying them."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients on their way."""
+    """Compression of gradients during communication."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.comm_hook == "bf16" and cell.device == "cpu":
@@ -99,9 +99,9 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of every gradient, and rank 0's buffers to all.
+        """Returns bytes for all-reducing the gradients and broadcasting rank 0's buffers.
 
-        PowerSGD's has no formula here.
+        None for PowerSGD.
         """
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
@@ -111,7 +111,7 @@ class DdpCosts(CostModel[Ddp]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """One for each bucket of a stated size; torch's own size has no formula here."""
+        """Returns one message per bucket; None if torch chooses the bucket size."""
         if self.strategy.bucket_cap_mb is None:
             return None
         buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))

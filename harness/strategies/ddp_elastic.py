@@ -1,5 +1,4 @@
-"""DDP under torchrun's elastic agent: a rank dies, all are started again and go on from the last
-snapshot."""
+"""DDP under torchrun's elastic agent: after a crash, all ranks restart from the last snapshot."""
 
 from __future__ import annotations
 
@@ -30,24 +29,24 @@ if TYPE_CHECKING:
 
 
 class DdpElastic(Strategy):
-    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and goes on from
+    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and resumes from
     its snapshot.
 
-    Nothing of the training is lost: it must end where a run without the crash ends.
+    The result must match that of a run without the crash.
     """
 
     capabilities = Capabilities(
         min_devices=2,
-        # One is needed; the others are for a rank that fails on its own in warm-up.
+        # One is needed; the others allow for unplanned failures in warm-up.
         max_restarts=3,
-        # A snapshot holds the losses of all of them.
+        # A snapshot holds the losses of all steps.
         fixed_steps=True,
     )
 
     crash_at_step: int = Field(default=2, ge=0)
-    """The warm-up step at whose start the last rank leaves, before the first restart only."""
+    """Warm-up step at whose start the last rank crashes, before the first restart only."""
     snapshot_every: int = Field(default=1, ge=1)
-    """Steps between two snapshots of model, optimizer, loss scale and losses."""
+    """Steps between snapshots of model, optimizer, loss scale and losses."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.devices < 2:

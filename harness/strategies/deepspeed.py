@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: stages 0 to 3, states kept on the device, in host memory or on a disk."""
+"""DeepSpeed ZeRO: stages 0 to 3, with states on the device, in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Deepspeed(ZeroTraining):
     parameters too.
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
-    masters that start from the rounded weights. Only stages 1 to 3 scale fp16's loss. The optimizer
-    is torch's; where it is offloaded it is DeepSpeed's CPU Adam, the same AdamW up to rounding.
-    Stages 1 to 3 keep an fp32 master of the rank's partition also beside fp32 parameters: stage 3
-    asks whether the two can be one by comparing a device with its name, which never agrees.
+    masters initialized from the rounded weights. Only stages 1 to 3 scale the fp16 loss. The
+    optimizer is torch's, or DeepSpeed's CPU Adam if offloaded: the same AdamW up to rounding.
+    Stages 1 to 3 keep an fp32 master of the rank's partition even if parameters are fp32. Stage 3
+    could share them, but compares a device with its name, which never matches.
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:

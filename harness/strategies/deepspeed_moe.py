@@ -1,4 +1,4 @@
-"""DeepSpeed's `MoE` layer: experts divided among ranks, all else data parallel."""
+"""DeepSpeed's `MoE` layer: expert parallelism, with data parallelism for everything else."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from harness.workloads import Workload, make_workload
 
 
 class DeepspeedMoe(Strategy):
-    """DeepSpeed's `MoE` layer in the place of a model's own: experts divided among ranks, all else
-    data parallel by ZeRO stage 0.
+    """DeepSpeed's `MoE` layer replacing the model's own: experts divided among ranks, everything
+    else data parallel with ZeRO stage 0.
 
-    The layer gets the weights of the model's own and trains the same: no token is dropped, no
-    expert drawn at random (see _deepspeed_moe.py). Each rank sends every expert as many rows as the
-    busiest expert of its ranks gets, the rest of them zeros: that hangs on the routing, so there is
-    no formula for its traffic.
+    The layer takes over the model's weights and trains the same: no token is dropped, no expert
+    drawn at random (see _deepspeed_moe.py). Each rank pads its rows for every expert to the count
+    of its ranks' busiest expert. Traffic therefore depends on the routing and has no formula.
     """
 
     requires = ("deepspeed",)
@@ -92,7 +91,7 @@ class DeepspeedMoe(Strategy):
 
 class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """As ZeRO stage 0 of a model with this rank's experts alone."""
+        """Returns the ZeRO stage 0 states of a model with only this rank's experts."""
         inside = make_workload(cell.workload).mixture_path + ".experts."
         sizes = [
             size // self.strategy.expert if inside in name else size
@@ -105,6 +104,6 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
         return zero_states(Deepspeed(stage=0), cell, layout, own)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """To the experts and back, forward and backward, in each block, and the reductions of the
-        experts' gradients and of all others."""
+        """Counts each block's all-to-alls to and from experts, forward and backward, and two
+        gradient reductions: experts and the rest."""
         return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline module: stages on ranks, one forward, one backward (1F1B)."""
+"""DeepSpeed's pipeline module: one stage per rank, 1F1B schedule."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 
 class DeepspeedPipeline(Strategy):
-    """DeepSpeed's PipelineModule: a stage per rank, 1F1B; micro-batches are its gradient
+    """DeepSpeed's PipelineModule: one stage per rank, 1F1B; micro-batches are its gradient
     accumulation.
 
-    Parameters that are tied across the first and the last stage are tied by TiedLayerSpec, which
-    adds up their gradients.
+    Parameters tied between the first and last stage use TiedLayerSpec, which sums their gradients.
     """
 
     requires = ("deepspeed",)
@@ -76,7 +75,7 @@ class DeepspeedPipeline(Strategy):
         return step
 
     def layer(self, job: Job, index: int) -> LayerSpec:
-        """What makes stage `index` on the rank that has it."""
+        """Returns the spec that builds stage `index` on its rank."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
         from harness.strategy.stage import Stage
@@ -94,7 +93,7 @@ class DeepspeedPipeline(Strategy):
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of a rank's stage, and the buffers of the engine, see `engine_buffers`."""
+        """Returns a rank's stage states and engine buffers, see `engine_buffers`."""
         from harness.strategies._deepspeed_pipe_formulas import engine_buffers
         from harness.strategy.formulas import a_stage_each, pipeline_states
         from harness.workloads import make_workload
@@ -104,12 +103,12 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the micro-batches in flight under 1F1B, with the copies that the engine makes of what
-        it receives, see `held_beside_gradients`.
+        """Returns bytes of 1F1B's micro-batches in flight, including the engine's copies of
+        received tensors, see `held_beside_gradients`.
 
         torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
-        torch's allocator has given out (llama-128x4 on two ranks); the formula agrees with the
-        allocator, see docs/studies/recompute-memory.md.
+        torch's allocator (llama-128x4, two ranks). The formula agrees with the allocator, see
+        docs/studies/recompute-memory.md.
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients

@@ -1,4 +1,4 @@
-"""DiLoCo by torchft: ranks train alone; an outer optimizer steps along the mean of their ways."""
+"""DiLoCo by torchft: ranks train alone; an outer optimizer steps along their mean displacement."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from harness.workloads.counts import ModelFacts
 
 
 class DiLoCo(Strategy):
-    """DiLoCo (torchft): ranks train alone for a period, then an outer optimizer steps along the
-    mean of their ways.
+    """DiLoCo (torchft): ranks train alone for a period, then an outer optimizer steps along their
+    mean displacement.
 
-    arXiv 2311.08105: the outer gradient is where a rank began the period minus where it is now; the
-    outer optimizer is SGD with Nesterov's momentum, and ranks go on from where it gets to. With
-    outer_learning_rate=1 and outer_momentum=0 that is the mean of the parameters. Each rank is a
-    replica with a manager and a store; a lighthouse in rank 0 is where they find each other.
+    arXiv 2311.08105: the outer gradient is a rank's starting point minus its current parameters;
+    the outer optimizer is SGD with Nesterov momentum. With outer_learning_rate=1 and
+    outer_momentum=0, this is parameter averaging. Each rank is a replica with a manager and a
+    store; they find each other through a lighthouse in rank 0.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
-    # fp16's loss scaling would skip a step on one rank only, and that rank's period.
+    # fp16 loss scaling would skip a step, and thus shift the period, on one rank only.
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     period: int = Field(default=4, ge=1)
-    """Steps between two outer ones."""
+    """Inner steps between outer steps."""
     outer_learning_rate: float = Field(default=0.7, gt=0)
-    """Of the outer optimizer."""
+    """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Of the outer optimizer; Nesterov's where it is not 0."""
+    """Momentum of the outer optimizer; Nesterov if it is not 0."""
 
     @property
     def cycle(self) -> int:
@@ -71,7 +71,7 @@ class DiLoCo(Strategy):
         outer = outer_optimizer(model, self.outer_learning_rate, self.outer_momentum)
         manager = manager_of(job)
         diloco = TorchftDiLoCo(manager, [model], inner, outer, sync_every=self.period)
-        diloco.__enter__()  # its hooks on the inner optimizer stay to the end of the trial
+        diloco.__enter__()  # its hooks on the inner optimizer stay until the trial ends
         began = diloco._fragments[0].original_parameters
         job.register(
             model,
@@ -85,9 +85,11 @@ class DiLoCo(Strategy):
 
 class DiLoCoCosts(CostModel[DiLoCo]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Beside those of the inner optimizer: where the period began, in host memory, and the
-        outer momentum. At the outer step there are the inner gradients, the outer ones and a copy
-        of the parameters."""
+        """Returns inner optimizer states, the period's starting point (in host memory) and outer
+        momentum.
+
+        The outer step temporarily adds the outer gradients and a copy of the parameters.
+        """
         inner = model_states(cell, facts)
         momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0
         return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""transformers' own parallelism: a model loaded in parts by its `DistributedConfig`."""
+"""transformers' native parallelism: a model loaded in parts by its `DistributedConfig`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from harness.workloads import Workload, make_workload
 
 
 class DistributedConfigParallel(MeshStrategy):
-    """transformers' own FSDP2, tensor and expert parallelism, by the model's own plans
+    """transformers' native FSDP2, tensor and expert parallelism, by the model's own plans
     (`from_pretrained` with a `DistributedConfig`).
 
-    Its expert parallelism drops no token, and an expert's gradient is the mean over all samples
+    Expert parallelism drops no token, and an expert's gradient is the mean over all samples,
     however many ranks hold it.
     """
 
@@ -35,7 +35,7 @@ class DistributedConfigParallel(MeshStrategy):
         super().check(cell, workload)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Not with tensor parallelism, whose ranks see the same samples."""
+        """Returns None with tensor parallelism, whose ranks see the same samples."""
         if to not in ("torchrun", "slurm") or self.tensor > 1:
             return None
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}
@@ -55,8 +55,8 @@ class DistributedConfigParallel(MeshStrategy):
 
 class DistributedConfigParallelCosts(MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """See `sharded_traffic` and `tensor_traffic` of _distributed_formulas.py; None for both at
-        once, and in bf16."""
+        """Returns traffic by `sharded_traffic` or `tensor_traffic`; None if both axes are used, and
+        in bf16."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return formulas.sharded_traffic(cell, layout, workload, sizes, facts)
@@ -65,8 +65,11 @@ class DistributedConfigParallelCosts(MeshStrategyCosts):
         return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """FSDP2's, to the experts and back, forward and backward, and the numbers of their tokens;
-        None with tensor parallelism."""
+        """Counts FSDP2's collectives and, forward and backward, exchanges of tokens and their
+        counts with experts.
+
+        None with tensor parallelism.
+        """
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None

@@ -1,5 +1,5 @@
-"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): a module's parameters are one flat
-tensor, cut over the ranks."""
+"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): one flat tensor per module, sharded
+over the ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FairscaleFsdp(Strategy):
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     no_sync: bool = True
-    """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
+    """Reduce gradients only after the last micro-batch; until then each rank holds them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         _fairscale.check_flat(cell, workload)

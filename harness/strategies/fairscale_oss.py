@@ -1,5 +1,4 @@
-"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer state is dealt out to the ranks by
-whole parameters."""
+"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer state sharded by whole parameters."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ class FairscaleOss(Strategy):
     """fairscale's OSS + ShardedDataParallel ("simple", zero_dp_1): a rank gets the gradients of its
     parameters and updates them.
 
-    Gradients are cleared through the model, not through the optimizer: see `clear` in _fairscale.py
-    for what goes wrong. In fp16 the ranks have to skip the same steps; fairscale's
-    ShardedGradScaler is switched off without CUDA, torch's own works on both.
+    Gradients must be cleared through the model, not the optimizer: see `clear` in _fairscale.py. In
+    fp16 all ranks must skip the same steps. torch's sharded loss scaler handles both devices;
+    fairscale's ShardedGradScaler is disabled without CUDA.
     """
 
     requires = ("fairscale",)
     capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
-    """Elements of the bucket that gradients for one rank are reduced in, and kept in between steps;
-    0: one by one."""
+    """Elements of the bucket, kept between steps, that gradients for one rank are reduced in; 0:
+    one gradient at a time."""
     reduce_fp16: bool = False
-    """Send gradients in fp16. Not from buckets: reduce_buffer_size must be 0."""
+    """Send gradients in fp16; requires reduce_buffer_size=0."""
     broadcast_fp16: bool = False
     """Send updated parameters in fp16."""
 
@@ -89,12 +88,12 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         return 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Whole parameters and gradient buckets, and the optimizer state of the fullest rank."""
+        """Returns whole parameters, gradient buckets, and the fullest rank's optimizer state."""
         shares: list[list[int]] = [[] for _ in range(layout.data)]
         for size in facts.sizes:
             min(shares, key=sum).append(size)
         room = min(self.strategy.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
-        # Smallest first, as long as there is more room than needed.
+        # Buckets fill from the smallest gradient on, while space remains.
         filled = sum(
             max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
             for share in shares
@@ -108,7 +107,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """A reduction for each rank's gradients, or for each gradient, and as many broadcasts as
-        there are ranks."""
+        """Counts one reduction per rank, or per gradient if unbucketed, and one broadcast per rank."""
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced

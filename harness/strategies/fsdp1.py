@@ -1,5 +1,5 @@
-"""FullyShardedDataParallel (FSDP1): flat parameters, their gradients and optimizer state are
-sharded over the ranks."""
+"""FullyShardedDataParallel (FSDP1): flat parameters, gradients and optimizer state sharded over the
+ranks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Fsdp1(Strategy):
     """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each
     of 2 replicas."""
     auto_wrap: bool = True
-    """Wrap each block (modules by size where the workload names no blocks); otherwise the model as
-    a whole."""
+    """Wrap each block, or modules by size if the workload names no blocks; otherwise the whole
+    model."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
-    """Gather the next module before or after the current one's gradients are computed, or when it
-    is needed."""
+    """Gather the next module before or after the current one's gradients are computed, or when
+    needed."""
     cpu_offload: bool = False
     """Keep shards in host memory while no module uses them."""
     use_orig_params: bool = True
-    """Show the optimizer the model's own parameters instead of the flat ones."""
+    """Give the optimizer the model's original parameters instead of the flat ones."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:

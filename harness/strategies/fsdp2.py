@@ -17,8 +17,7 @@ from harness.workloads import Workload, make_workload
 
 
 class Fsdp2(Strategy):
-    """FSDP2 (`fully_shard`): parameters sharded one by one, gathered block by block when they are
-    needed."""
+    """FSDP2 (`fully_shard`): parameters sharded individually and gathered block by block."""
 
     capabilities = Capabilities(
         compiles=("block",),
@@ -33,11 +32,11 @@ class Fsdp2(Strategy):
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
-    """Say which block to gather while another computes, instead of leaving the order to FSDP."""
+    """Name the block to gather while another computes, instead of leaving the order to FSDP."""
     mixed_precision: bool = False
     """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast (bf16 only)."""
     no_sync: bool = True
-    """Reduce gradients after the last micro-batch only; until then each rank holds them whole."""
+    """Reduce gradients only after the last micro-batch; until then each rank holds them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         _fsdp.check_options(cell, self.hybrid, self.mixed_precision, self.cpu_offload)
@@ -94,12 +93,11 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return dataclasses.replace(shard, transient=4.0 * facts.parameters)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Parameters gathered for forward, a block's again for backward, gradients scattered:
-        ZeRO-3's 3P less what the root keeps.
+        """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters:
+        ZeRO-3's 3P, minus the root's second gather.
 
-        Embedding and head stay gathered between forward and backward. Without `no_sync` each
-        micro-batch scatters its gradients; hybrid sharding also all-reduces the shards' between the
-        replicas.
+        Embedding and head stay gathered until backward. Without `no_sync` each micro-batch scatters
+        its gradients. Hybrid sharding also all-reduces each shard's gradients between replicas.
         """
         shards, parts = self._shards(cell), cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:

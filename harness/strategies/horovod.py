@@ -1,5 +1,4 @@
-"""Horovod: whole model on each rank, gradients averaged by its ring all-reduce while backward
-runs."""
+"""Horovod: whole model on each rank, gradients averaged by ring all-reduce during backward."""
 
 from __future__ import annotations
 
@@ -41,19 +40,19 @@ class Horovod(Strategy):
     )
 
     controller: Literal["gloo", "mpi"] = "gloo"
-    """Who coordinates the ranks and carries the tensors: Gloo's ring, or MPI_Allreduce of the ranks
-    that mpirun starts."""
+    """What coordinates the ranks and carries tensors: Gloo's ring, or MPI_Allreduce under mpirun.
+    """
     transport: Literal["auto", "tcp"] = "auto"
-    """What MPI carries bytes by (Gloo's is TCP); auto: shared memory within a node, where the bytes
-    sent are not known."""
+    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, where the number of
+    bytes sent is unknown."""
     op: Literal["average", "adasum"] = "average"
-    """How gradients are combined; Adasum, which combines the ranks' updates, over MPI only."""
+    """How gradients are combined; Adasum combines the ranks' updates and needs MPI."""
     compression: Literal["none", "fp16"] = "none"
-    """Compression of gradients on their way."""
+    """Compression of gradients during communication."""
     fusion_threshold_mib: float = Field(default=128.0, ge=0)
-    """Size of the buffer that small gradients are fused in; 0: no fusion."""
+    """Size in MiB of the buffer that small gradients are fused in; 0: no fusion."""
     cycle_time_ms: float = Field(default=1.0, gt=0)
-    """Pause between two looks for gradients that all ranks have ready."""
+    """Interval in ms between checks for gradients that are ready on all ranks."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         _horovod.check(cell, workload, self.controller, adasum=self.op == "adasum")
@@ -95,20 +94,20 @@ class Horovod(Strategy):
 
 class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Everything on every rank, and the fusion buffer; Adasum also keeps what each update
-        started from.
+        """Returns a full copy on every rank plus the fusion buffer; Adasum also keeps each update's
+        starting point.
 
-        The buffer is allocated as large as its threshold when two gradients are first fused; on a
-        CPU it costs address space at once, and memory only as far as gradients fill it.
+        The buffer is allocated at its threshold size when two gradients are first fused. On a CPU
+        it reserves address space at once, but uses memory only as gradients fill it.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
         return dataclasses.replace(model_states(cell, facts), library=kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of every gradient.
+        """Returns bytes for all-reducing every gradient.
 
-        Adasum adds in pairs of ranks at growing distances instead, which has no formula here.
+        None for Adasum, which combines pairs of ranks at growing distances.
         """
         if self.strategy.op == "adasum":
             return None
@@ -116,8 +115,11 @@ class HorovodCosts(CostModel[Horovod]):
         return all_reduced(layout.data, facts.trained_bytes / half)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Ranks agree on which gradients are ready once a cycle, and fuse those: for a few at a
-        time, or for each gradient where none are fused."""
+        """Counts readiness negotiations and all-reduces.
+
+        Gloo ranks negotiate once a cycle, for a few gradients at a time. Those are fused, or sent
+        individually if fusion is off.
+        """
         one_by_one, over_mpi = (
             not self.strategy.fusion_threshold_mib,
             self.strategy.controller == "mpi",

@@ -29,7 +29,7 @@ class ParallelismConfigMesh(MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2 over all ranks or within replicas, or tensor
     parallelism of a model that transformers loads in parts.
 
-    Accelerate takes no such config on CPUs (MULTI_CPU) and is told to be on GPUs there; its own
+    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; its own
     preparation then runs over gloo.
     """
 
@@ -81,8 +81,8 @@ class ParallelismConfigMesh(MeshStrategy):
 
 class ParallelismConfigMeshCosts(MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """As transformers' own (_distributed_formulas.py), whose units Accelerate has too; but it
-        reduces gradients after the last micro-batch only."""
+        """Returns the traffic of transformers' native mesh, but with one gradient reduction, after
+        the last micro-batch."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
             return formulas.tensor_traffic(cell, layout, workload, sizes, facts)

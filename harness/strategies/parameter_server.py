@@ -1,5 +1,4 @@
-"""A parameter server over RPC: workers send it gradients, it holds the optimizer and answers with
-new parameters."""
+"""A parameter server over RPC: workers send gradients and receive updated parameters."""
 
 from __future__ import annotations
 
@@ -14,27 +13,28 @@ from harness.workloads.counts import ModelFacts
 
 
 class ParameterServer(Strategy):
-    """A parameter server over torch.distributed.rpc: one worker a device, and one server with the
+    """A parameter server over torch.distributed.rpc: one worker per device, and one server with the
     optimizer, in host memory.
 
-    The server's arithmetic is all done in its training step; its RPC threads only wait.
-    Asynchronously, it updates once for each worker and step (see `server_optimizer`), and no worker
-    gets more than a step ahead of the slowest. What remains is staleness: a worker's parameters
-    lack up to (N-1)/N of a step's gradients, so its losses lag by part of a step; and AdamW moves
-    by 1/N of a step what only one worker has gradients for, such as the embedding of a rare token.
+    The server computes in its training step; its RPC threads only wait. In asynchronous mode it
+    updates once per worker and step (see `server_optimizer`), and no worker gets more than a step
+    ahead of the slowest. Staleness remains: a worker's parameters lack up to (N-1)/N of a step's
+    gradients, so its losses lag. Parameters with gradients from only one worker, such as a rare
+    token's embedding, move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(
         process_group=False,
-        # a worker waits for its last message
+        # A worker must know its last step to wait for its last message.
         fixed_steps=True,
     )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Update once a step with the average of all gradients, or with each worker's as they come."""
+    """Update once a step with the average of all gradients, or with each worker's as they arrive.
+    """
     transport: Literal["auto", "tcp"] = "auto"
-    """What TensorPipe carries bytes by; auto: shared memory within a node, where the bytes sent are
-    not known."""
+    """Transport of TensorPipe; auto: shared memory within a node, where the number of bytes sent is
+    unknown."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
@@ -70,14 +70,14 @@ class ParameterServer(Strategy):
 
 class ParameterServerCosts(CostModel[ParameterServer]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """The server's: a worker keeps parameters alone.
+        """Returns the server's states, including the gradients of all workers within a step.
 
-        Within a step, the server has the gradients of all.
+        A worker keeps only parameters.
         """
         return dataclasses.replace(
             model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
         )
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """All gradients in and all parameters out, through the server."""
+        """Returns bytes through the server: all gradients in, all parameters out."""
         return 2.0 * layout.data * facts.trained_bytes

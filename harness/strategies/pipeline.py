@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers split over ranks, micro-batches keep them all at work."""
+"""Pipeline parallelism: layers split over ranks, fed with micro-batches."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from harness.workloads import Workload, make_workload
 
 class Pipeline(Strategy):
     """Pipeline parallelism (torch.distributed.pipelining): layers split over ranks, micro-batches
-    keep them at work."""
+    keep them busy."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     schedule: Schedule = "1f1b"
-    """Order of forwards and backwards; the zero-bubble ones and dualpipev compute weight gradients
-    apart, where a rank would wait; looped_bfs runs all micro-batches of a stage at once."""
+    """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients
+    separately, in otherwise idle slots; looped_bfs runs all micro-batches of a stage at once."""
     stages_per_rank: int = Field(default=2, ge=1)
     """Virtual stages of a rank under an interleaved schedule and looped_bfs; zbv and dualpipev
-    always have 2 (down and up their V), gpipe and 1f1b 1."""
+    always have 2 (the two arms of the V), gpipe and 1f1b 1."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -61,7 +61,7 @@ class Pipeline(Strategy):
         return 2 if self.schedule in V_SHAPED else self.stages_per_rank
 
     def _stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Numbers of a rank's stages."""
+        """Returns the indices of a rank's stages."""
         count = ranks * self._per_rank
         if self.schedule in V_SHAPED:
             return rank, count - 1 - rank
@@ -86,16 +86,16 @@ class Pipeline(Strategy):
 
 class PipelineCosts(CostModel[Pipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of the rank whose stages have most parameters, and the buffers in which each rank
-        receives hidden states and gradients of all micro-batches."""
+        """Returns the states of the rank with most parameters, and every rank's receive buffers for
+        all micro-batches."""
         ranks = layout.pipeline
         return pipeline_states(
             cell, layout, facts, [self.strategy._stages_of(r, ranks) for r in range(ranks)]
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the micro-batches in flight, see `held_beside_gradients`; None where gradients of
-        weights are computed in passes of their own."""
+        """Returns bytes of the micro-batches in flight, see `held_beside_gradients`; None if weight
+        gradients are computed separately."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
@@ -104,11 +104,10 @@ class PipelineCosts(CostModel[Pipeline]):
         return held_beside_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Hidden states forward and their gradients back over each boundary between ranks, and tied
-        gradients between the ends.
+        """Returns bytes, averaged over ranks: hidden states and their gradients across boundaries,
+        and tied gradients between the ends.
 
-        Mean of the ranks: the first and the last have one neighbour only. Of a V's boundaries one
-        is within a rank.
+        The first and last rank have only one neighbor. One boundary of a V is within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

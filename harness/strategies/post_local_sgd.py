@@ -1,5 +1,4 @@
-"""Post-local SGD: DDP for the first steps, then local steps with parameters averaged every few of
-them."""
+"""Post-local SGD: DDP for the first steps, then local steps with periodic parameter averaging."""
 
 from __future__ import annotations
 
@@ -31,24 +30,23 @@ LOCAL = Tolerance(
 
 
 class PostLocalSgd(Strategy):
-    """Post-local SGD: gradients averaged until a start step, then local updates and a periodic
-    average of parameters.
+    """Post-local SGD: gradients averaged until a start step, then local updates and periodic
+    parameter averaging.
 
-    The same training until the start step. Afterwards each rank follows its own share's gradient
-    between two averages, and AdamW's moments are never averaged. torch would still average
-    gradients within a node; here that is switched off, because on one node nothing would be left of
-    the local steps.
+    Training is identical until the start step. Afterwards each rank follows its own gradients
+    between averages, and AdamW's moments are never averaged. torch would still average gradients
+    within a node; this is disabled, or one node would take no local steps.
     """
 
     capabilities = Capabilities(
-        # fp16's loss scaling would skip a step on one rank only, and that rank its average
+        # fp16 loss scaling would skip a step, and thus its average, on one rank only.
         precisions=("fp32", "bf16"),
     )
 
     start_step: int = Field(default=4, ge=0)
     """First step without averaged gradients."""
     period: int = Field(default=4, ge=1)
-    """Steps between two averages of parameters."""
+    """Steps between parameter averages."""
 
     @property
     def cycle(self) -> int:

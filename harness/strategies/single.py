@@ -1,4 +1,4 @@
-"""One process on one device: the reference of every parity check and of scaling efficiency."""
+"""One process on one device: the reference for parity checks and scaling efficiency."""
 
 from __future__ import annotations
 

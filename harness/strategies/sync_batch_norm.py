@@ -1,4 +1,4 @@
-"""DDP with synchronized batch norm: statistics are taken over the samples of all ranks."""
+"""DDP with synchronized batch norm: statistics over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from harness.strategy import (
 
 
 class SyncBatchNorm(Strategy):
-    """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, so the training is that of a
-    single process.
+    """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, so training matches a single
+    process.
 
-    torch's SyncBatchNorm takes GPU modules only. On CPU the same statistics are exchanged by a
-    differentiable all-reduce.
+    torch's SyncBatchNorm takes GPU modules only. On CPU a differentiable all-reduce exchanges the
+    same statistics.
     """
 
     capabilities = Capabilities(synchronizes_batch_norm=True)
@@ -64,6 +64,8 @@ class SyncBatchNorm(Strategy):
 
 class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """DDP's, and one of each BatchNorm forward and backward, which every convolution has: three
-        parameters for each beside the last layer's two."""
+        """Counts DDP's messages and one per BatchNorm forward and backward.
+
+        Each convolution with its BatchNorm has three parameters; the last layer has two.
+        """
         return 1.0 + 2 * (len(facts.sizes) - 2) // 3

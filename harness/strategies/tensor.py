@@ -22,8 +22,7 @@ from harness.workloads import Workload, make_workload
 
 
 class TensorParallel(Strategy):
-    """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by
-    row."""
+    """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by row."""
 
     capabilities = Capabilities(
         precisions=("fp32", "bf16"),
@@ -31,8 +30,7 @@ class TensorParallel(Strategy):
     )
 
     sequence_parallel: bool = False
-    """Also split the sequence over the ranks, where each token is treated alone (norms, residuals).
-    """
+    """Also split the sequence over the ranks in token-wise operations (norms, residuals)."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(tensor=devices)
@@ -70,15 +68,15 @@ class TensorParallel(Strategy):
         )
         optimizer = job.optimizer(stage.parameters())
         job.register(stage.model, optimizer, restore=restore)
-        # Split along the sequence, hidden states have their own positions, which the stage knows;
-        # else the model's own forward serves.
+        # With the sequence split, hidden states need their own positions, which the stage knows.
+        # Otherwise the model's own forward works.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
 
 
 class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """An equal part of each layer of attention and MLP, with sequence parallelism of embedding
-        and head too; the rest whole."""
+        """Returns an equal part of attention and MLP, and with sequence parallelism of embedding
+        and head; the rest is whole."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -90,21 +88,24 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return model_states(cell, own) if own else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the rank's share of each layer, and with sequence parallelism of its part of the
-        tokens outside of attention and MLP (arXiv 2205.05198, section 4.2.2)."""
+        """Returns the rank's share of each layer's activations.
+
+        With sequence parallelism this includes its tokens outside attention and MLP (arXiv
+        2205.05198, section 4.2.2).
+        """
         if workload.split is None:
             return None
         shared = self.strategy.sequence_parallel and layout.tensor > 1
         return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """An all-reduce of hidden states forward for each layer of a block that is split by row,
-        and backward by column.
+        """Returns bytes of hidden-state all-reduces: forward for each layer split by row, backward
+        for each split by column.
 
-        Megatron-LM (arXiv 1909.08053, section 3) needs four for a block: layers that share their
-        input could add their gradients before they reduce them. torch's styles reduce layer by
-        layer: seven for Llama with its separate query, key, value, gate, up. A block that is
-        computed again repeats the forward's but the last, on whose result no gradient depends.
+        Megatron-LM (arXiv 1909.08053, section 3) needs four per block, because layers with the same
+        input can sum gradients before reducing. torch's styles reduce each layer separately: seven
+        for Llama (two by row; query, key, value, gate and up by column). A recomputed block repeats
+        its forward all-reduces except the last, whose result no gradient needs.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:
@@ -115,8 +116,10 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """In each block an all-reduce for each layer that is split (see `traffic`); with sequence
-        parallelism four gathers and four scatters, and the gradients of each norm."""
+        """Counts, per block, an all-reduce for each split layer (see `traffic`).
+
+        With sequence parallelism: four gathers, four scatters, and each norm's gradients.
+        """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:
             return 0.0

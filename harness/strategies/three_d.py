@@ -36,7 +36,7 @@ class ThreeD(Strategy):
     pipeline: int = Field(default=2, ge=1)
     """Stages into which the layers are split."""
     data_axis: Literal["fsdp2", "all_reduce", "zero1", "ddp"] = "fsdp2"
-    """fully_shard; all-reduce of gradients after the schedule; the same with
+    """fully_shard; all-reduce of gradients after the schedule, without or with
     ZeroRedundancyOptimizer; or DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
@@ -93,16 +93,18 @@ class ThreeDCosts(CostModel[ThreeD]):
         return {"fsdp2": 3, "zero1": 1}.get(self.strategy.data_axis, 0)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of a rank's stage and of its part of each layer, shared on the data axis (see
-        `axis_states`), and the buffers in which it receives hidden states and their gradients."""
+        """Returns the states of a rank's part of its stage, sharded on the data axis (see
+        `axis_states`), and its receive buffers."""
         from harness.strategies._three_d_formulas import axis_states
 
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
         return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Of the micro-batches in flight, and under FSDP2 the parameters that it has gathered and
-        gradients before they are scattered, see `held_beside_gradients`."""
+        """Returns bytes of the micro-batches in flight, see `held_beside_gradients`.
+
+        With FSDP2 this includes gathered parameters and unscattered gradients.
+        """
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0

@@ -1,5 +1,5 @@
-"""Memory-centric tiling: DeepSpeed's TiledLinear cuts a layer that is too large for a device into
-tiles, one gathered at a time."""
+"""Memory-centric tiling: DeepSpeed's TiledLinear cuts a large layer into tiles, gathered one at a
+time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 whose largest linear layers are cut into tiles (TiledLinear), gathered one
     after the other.
 
-    Under ZeRO-3 a layer must fit whole beside the partitions, with its gradient and the buffers of
-    both; tiled, only a tile must. All `torch.nn.Linear` of the largest size are exchanged.
+    ZeRO-3 needs memory for the partitions plus a whole layer, its gradient and both their buffers.
+    With tiling only one tile must fit. Every `torch.nn.Linear` of the largest size is replaced.
     """
 
     stage: Literal[3] = 3
-    """ZeRO stage: tiles are gathered one by one in stage 3 only."""
+    """ZeRO stage; only stage 3 gathers tiles one by one."""
     out_tiles: int = Field(default=4, ge=1)
     """Tiles along the output dimension."""
     in_tiles: int = Field(default=1, ge=1)
-    """Tiles along the input dimension, whose results are added."""
+    """Tiles along the input dimension, whose results are summed."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)

@@ -11,21 +11,20 @@ from harness.strategy import Capabilities, Cell, Job, TrainStep, Workload
 
 
 class TransformersTrainer(AccelerateEngine):
-    """transformers' Trainer, by its own loop, around DDP, DeepSpeed's ZeRO-2 or ZeRO-3, or FSDP2.
+    """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    Left alone it trains something else than a plain script: it shuffles, clips the gradient's norm
-    at 1.0, lets the learning rate fall, exempts norms and biases from weight decay and has DDP look
-    for unused parameters. All that is set right (see `arguments` and `named_inputs` in
-    _trainer.py), and the order in which its data loader reads samples is checked at every step. The
-    loss is the model's own, on Trainer's default path. Nothing is logged, saved or evaluated. The
-    gradient's norm is still computed in every step, and the loss looked at for NaN: that is what
-    Trainer costs.
+    Trainer's defaults differ from a plain script: it shuffles, clips the gradient norm at 1.0,
+    decays the learning rate, exempts norms and biases from weight decay, and lets DDP look for
+    unused parameters. All this is disabled (see `arguments` and `named_inputs` in _trainer.py), and
+    its sample order is checked at every step. The loss is the model's own, on Trainer's default
+    path. Nothing is logged, saved or evaluated. Trainer still computes the gradient norm and checks
+    the loss for NaN in every step, so its overhead is measured.
     """
 
-    # Accelerate imports the second wherever it is installed.
+    # Accelerate imports deepspeed wherever it is installed.
     capabilities = Capabilities(
         preload=("transformers.trainer", "deepspeed"),
-        # Trainer's `max_steps`
+        # Trainer needs `max_steps`.
         fixed_steps=True,
     )
 

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 class Ulysses(Strategy):
     """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
 
-    Between attentions a rank has all heads of its part of the tokens, within them a part of the
-    heads of all tokens (arXiv 2309.14509). Every rank keeps the whole model, and gradients are
-    averaged after backward.
+    Inside attention a rank has some heads of all tokens; outside it has all heads of its own tokens
+    (arXiv 2309.14509). Every rank keeps the whole model, and gradients are averaged after backward.
     """
 
     requires = ("deepspeed",)
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data
-    parallel."""
+    """Neighboring ranks that share each sample's tokens; None: all. The groups are data parallel.
+    """
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)
@@ -38,7 +37,7 @@ class Ulysses(Strategy):
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Not in fp16, whose gradients are scaled until after they are averaged."""
+        """Returns None in fp16, whose gradients stay scaled until after averaging."""
         if to not in ("torchrun", "slurm") or cell.precision == "fp16":
             return None
         parts = self.layout(cell.devices).sequence
@@ -59,7 +58,7 @@ class Ulysses(Strategy):
         def local(
             query: Tensor, key: Tensor, value: Tensor, module: nn.Module, options: dict[str, Any]
         ) -> Tensor:
-            """All tokens, a part of the heads: (samples, tokens, heads, head width) each."""
+            """Attends to all tokens with some heads: (samples, tokens, heads, head width) each."""
             heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return whole(module, *heads_first, None, **options)[0]
 
@@ -83,11 +82,11 @@ class UlyssesCosts(CostModel[Ulysses]):
         return model_states(cell, facts)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """All-to-alls of queries, keys, values, outputs and their gradients, and an all-reduce of
-        every gradient."""
+        """Returns bytes for all-to-alls of queries, keys, values, outputs and their gradients, and
+        the gradient all-reduce."""
         exchanged = _sequence.exchanged_for_heads(cell, layout)
         return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Exchanges, and an all-reduce of each gradient."""
+        """Counts all-to-alls and one all-reduce per gradient."""
         return _sequence.exchanges(cell, layout) + len(facts.sizes)

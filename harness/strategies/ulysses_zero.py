@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 
 class UlyssesZero(Deepspeed):
-    """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks that share samples or not.
+    """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks, whether or not they share
+    samples.
 
-    Tokens are exchanged for heads around each attention (arXiv 2309.14509), and states are sharded
-    over the data-parallel and the sequence-parallel ranks together.
+    Attention exchanges tokens for heads (arXiv 2309.14509); states are sharded over the
+    data-parallel and sequence-parallel ranks together.
     """
 
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens; None: all. Groups of them are data
-    parallel."""
+    """Neighboring ranks that share each sample's tokens; None: all. The groups are data parallel.
+    """
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)
@@ -70,10 +71,10 @@ class UlyssesZero(Deepspeed):
         return lambda batch: step(part.cut(batch))
 
     def gradient_factor(self, layout: Layout) -> int:
-        """How many times too large DeepSpeed's averaged gradients are.
+        """Returns the factor by which DeepSpeed's averaged gradients are too large.
 
-        Stages 0 to 2 divide the sum of all ranks' gradients by the number of data-parallel ranks,
-        as if each rank's loss were that of the whole sequence; stage 3 divides by all ranks.
+        Stages 0 to 2 divide the sum over all ranks by the number of data-parallel ranks, as if each
+        rank's loss covered the whole sequence. Stage 3 divides by all ranks.
         """
         return layout.sequence if self.stage < 3 else 1
 
@@ -88,8 +89,8 @@ class UlyssesZeroCosts(DeepspeedCosts):
         return "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """ZeRO's, all-to-alls of queries, keys, values, outputs and their gradients, and an
-        all-gather of the tokens' places for each block."""
+        """Returns bytes of ZeRO, attention's all-to-alls and their gradients, and an all-gather of
+        token positions per block."""
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged

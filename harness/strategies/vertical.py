@@ -19,8 +19,8 @@ from harness.strategy.formulas import a_stage_each, pipeline_states
 
 
 class Vertical(Strategy):
-    """Naive vertical model parallelism: layers split over ranks, one rank at work while the others
-    wait."""
+    """Naive vertical model parallelism: layers split over ranks, of which only one computes at a
+    time."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
@@ -49,12 +49,11 @@ class Vertical(Strategy):
 
 class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Those of a rank's stage, and the buffers in which it receives hidden states and their
-        gradients, of the whole batch."""
+        """Returns a rank's stage states and its receive buffers for the whole batch."""
         return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Those of GPipe's only micro-batch, the whole batch, see `held_beside_gradients`."""
+        """Returns bytes of GPipe's only micro-batch, the whole batch, see `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))

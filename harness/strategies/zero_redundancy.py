@@ -1,5 +1,5 @@
-"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates its part of the parameters
-and broadcasts it."""
+"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates and broadcasts part of the
+parameters."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from harness.strategy.step import standard_step
 class ZeroRedundancy(Strategy):
     """DDP with ZeroRedundancyOptimizer (ZeRO-1): optimizer state is sharded by whole parameters.
 
-    Its `overlap_with_ddp` is no option here: it leaves out the first updates while DDP's buckets
-    settle, another training.
+    `overlap_with_ddp` is not offered: it skips the first updates while DDP's buckets settle, which
+    changes the training.
     """
 
     parameters_as_bucket_view: bool = False
-    """Let a rank's parameters live in one tensor, so that one broadcast sends them all."""
+    """Store a rank's parameters in one tensor, so that a single broadcast sends them all."""
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
@@ -47,9 +47,8 @@ class ZeroRedundancy(Strategy):
 
         model = wrap_in_ddp(job, job.model())
         factory, kwargs = job.optimizer_class()
-        trained = [
-            p for p in model.parameters() if p.requires_grad
-        ]  # it would broadcast the frozen ones too
+        # ZeroRedundancyOptimizer would also broadcast the frozen parameters.
+        trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = ZeroRedundancyOptimizer(
             trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
         )
@@ -70,12 +69,15 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """DDP's all-reduce of every gradient, and each rank's updated parameters to all: ZeRO-1
-        would scatter the gradients instead."""
+        """Returns bytes of DDP's gradient all-reduce and each rank's broadcast of updated
+        parameters.
+
+        ZeRO-1 as published would scatter the gradients instead.
+        """
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """DDP's, and a broadcast of each parameter by the rank that updates it; the broadcasts are
-        all begun before the first is waited for."""
+        """Counts DDP's messages and one broadcast per parameter; all broadcasts start before the
+        first is awaited."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
